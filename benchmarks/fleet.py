@@ -141,7 +141,7 @@ class Side:
             found.late.append(asked - deadline)
             due = deadline + period
             try:
-                inference = await self.engine.submit(self.served, seen, due=due, asker=asker)
+                inference = await self.engine.infer(self.served, seen, due=due, caller=asker)
             except ServiceError:
                 found.misses += 1
                 inference = None
@@ -160,7 +160,7 @@ class Side:
 
         async def one(observation: Mapping[str, np.ndarray]) -> None:
             asked = time.perf_counter()
-            await self.engine.submit(self.served, observation, due=time.monotonic() + 1.0)
+            await self.engine.infer(self.served, observation, due=time.monotonic() + 1.0)
             found.append(time.perf_counter() - asked)
 
         for _ in range(times):
@@ -177,7 +177,7 @@ class Side:
 
         async def ask(observation: Mapping[str, np.ndarray]) -> tuple[float, int]:
             asked, due = time.perf_counter(), time.monotonic() + COMPILED_WITHIN
-            inference = await self.engine.submit(self.served, observation, due=due)
+            inference = await self.engine.infer(self.served, observation, due=due)
             return asked + inference.total, inference.batch
 
         async def group() -> None:

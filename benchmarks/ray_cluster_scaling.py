@@ -61,7 +61,7 @@ async def _at_rate(engine: Engine, served: LoadedPolicy, seconds: float) -> dict
         for number in range(int(seconds * RATE)):
             await asyncio.sleep(max(start + number / RATE - time.monotonic(), 0))
             due = start + (number + 1) / RATE
-            total.append((await engine.submit(served, observation, due=due, asker=asker)).total)
+            total.append((await engine.infer(served, observation, due=due, caller=asker)).total)
             misses += time.monotonic() > due
 
     used = time.process_time()
@@ -81,7 +81,7 @@ async def _flat_out(engine: Engine, served: LoadedPolicy, seconds: float) -> dic
     async def ask() -> None:
         asker = asyncio.Event()
         while time.monotonic() < end:
-            batches.append((await engine.submit(served, observation, asker=asker)).batch)
+            batches.append((await engine.infer(served, observation, caller=asker)).batch)
 
     await asyncio.gather(*(ask() for _ in range(ASKERS)))
     return {

@@ -35,7 +35,7 @@ async def asked(engine: Engine, served: LoadedPolicy, size: tuple[int, int], cou
     } | {"observation.state": np.zeros((1, needs.state or 0), np.float32)}
     total, compute = [], []
     for _ in range(count):
-        inference = await engine.submit(served, observation)
+        inference = await engine.infer(served, observation)
         total.append(inference.total)
         compute.append(inference.compute)
         await asyncio.sleep(0.02)  # a robot's next question comes a little later, to cores that went to sleep

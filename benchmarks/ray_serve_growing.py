@@ -46,7 +46,7 @@ class Replica:
 
     async def act(self, observation: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:
         """The process that answers, and the chunk."""
-        inference = await self._engine.submit(await self.ready(), observation)
+        inference = await self._engine.infer(await self.ready(), observation)
         return os.getpid(), inference.chunk
 
     async def ready(self) -> LoadedPolicy:
@@ -89,7 +89,7 @@ async def pool() -> dict[str, Any]:
             async def ask() -> bool:
                 # Who owes the fewest answers is asked: of the questions since the second one is there, the first.
                 is_there = len(served.replicas) > 1
-                await engine.submit(served, seen)
+                await engine.infer(served, seen)
                 return is_there
 
             await ask()

@@ -1,11 +1,12 @@
-"""Property tests draw the same examples in every run, and do not time the machine."""
+"""What all tests share. Property tests draw the same examples in every run, and do not time the machine."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.pauses import Pauses
+from tests.testing.pauses import Pauses
 
 settings.register_profile(
     "robojax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -18,3 +19,39 @@ def pauses() -> Iterator[Pauses]:
     """What the machine takes away from a test that has a limit of time to hold."""
     with Pauses() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Iterator[Path]:
+    """An untrained DiT of two layers, in a pipeline's folder ``transformer``."""
+    import numpy as np
+
+    from jaxmodels.transformer2d import Transformer2DModel
+    from jaxmodels.weights import blueprint
+
+    plan = blueprint(
+        lambda rngs: Transformer2DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            in_channels=4,
+            patch_size=2,
+            sample_size=8,
+            norm_type="ada_norm_zero",
+            num_embeds_ada_norm=7,
+            activation_fn="gelu-approximate",
+            rngs=rngs,
+        )
+    )
+    random = np.random.default_rng(0)
+    weights = {
+        name: np.float32(random.standard_normal(array.shape) / array.shape[-1] ** 0.5)
+        for name, array in plan.shapes.items()
+    }
+    pipeline = tmp_path_factory.mktemp("models") / "pipeline"
+    folder = pipeline / "transformer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
+        plan.assemble(weights).save_pretrained(folder)
+        (pipeline / "model_index.json").write_text('{"_class_name": "DiTPipeline"}')
+        yield folder

@@ -14,7 +14,7 @@ import jaxmodels
 from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
 from service.testing import SO100_REQUIREMENTS
-from tests.server import started
+from tests.testing.rig import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
 TOKEN = "hf_" + "t" * 30

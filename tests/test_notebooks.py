@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxmodels
-from tests.compiling import compiling_quickly
+from tests.testing.compiling import compiling_quickly
 
 PUBLIC = (
     "jaxmodels",

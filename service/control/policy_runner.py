@@ -175,7 +175,7 @@ class PolicyRunner:
         self.frame_age.add(time.monotonic() - snapshot.seen_at)
         try:
             try:
-                inference = await self._engine.submit(served, observation, due=due, asker=self)
+                inference = await self._engine.infer(served, observation, due=due, caller=self)
             finally:
                 self.asked_at = None
         except InferenceStuck as error:

@@ -243,7 +243,7 @@ class EngineActor:
             return _unknown(self._name)
         due = None if due_in is None else time.monotonic() + due_in
         try:
-            inference = await self._begun().submit(held.served, observation, due=due)
+            inference = await self._begun().infer(held.served, observation, due=due)
         except PolicyFailed as error:
             return Refusal(_kind(error), str(error))
         self._queues.append((time.monotonic(), inference.queue))

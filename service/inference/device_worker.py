@@ -16,7 +16,7 @@ import numpy as np
 from service.errors import PolicyFailed
 from service.inference.batching import Batching, Chosen, Stacks, shape_of
 from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
-from service.threads import yield_to_others
+from service.threads import lower_priority
 
 
 class Overdue(Exception):
@@ -83,7 +83,7 @@ class DeviceWorker(Protocol):
         """Share of the newest seconds that the device was used."""
         ...
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],
@@ -273,7 +273,7 @@ class InferenceWorker:
             since = spent[0][0]  # there were more before them
         return min(sum(ended - max(began, since) for began, ended in spent) / max(now - since, 1e-9), 1.0)
 
-    async def ask(
+    async def submit(
         self,
         replica: Replica,
         observation: Mapping[str, np.ndarray],
@@ -405,7 +405,7 @@ class InferenceWorker:
         return thread
 
     def _run(self, inbox: _Inbox, stacks: Stacks) -> None:
-        yield_to_others(self._niceness)
+        lower_priority(self._niceness)
         while _take_in(inbox):
             chosen = inbox.batching.choose(time.monotonic())
             if chosen is None:

@@ -88,7 +88,7 @@ class Dispatch:
     ) -> InferenceResult:
         lane = self._devices.lanes[replica.lane]
         try:
-            return await lane.ask(replica, observation, due, is_alone=is_alone, may_move=may_move)
+            return await lane.submit(replica, observation, due, is_alone=is_alone, may_move=may_move)
         except DeviceGone as error:
             self._turnover.leave(replica.policy.device, str(error))
             raise
@@ -188,7 +188,7 @@ class Engine:
     longer than it usually does is left aside, and the others go on in another thread. With several devices another one
     is asked when one fails or takes too long; a device that fails again and again where others answer is out
     (``service.inference.replicas``). All threads run at a lower priority than the event loop (see
-    ``service.threads.yield_to_others``).
+    ``service.threads.lower_priority``).
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.
@@ -230,7 +230,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._asked, self._asked_at = 0, -QUIET
-        self._askers = RequestLimiter()
+        self._callers = RequestLimiter()
         self._claims = Reservations(load)
         lanes: Sequence[DeviceWorker] = ()
         if not are_elsewhere:
@@ -329,20 +329,20 @@ class Engine:
         await self._store.compile(served, sizes)
         self._growth.want(served, sizes)
 
-    async def submit(
+    async def infer(
         self,
         served: LoadedPolicy,
         observation: Mapping[str, np.ndarray],
         *,
         due: float | None = None,
-        asker: object | None = None,
+        caller: object | None = None,
     ) -> InferenceResult:
         """Run the policy on one observation (batch of 1), together with those of others when that makes nobody late.
 
         Args:
             due: when the plan of whoever asks runs dry, on the monotonic clock; as soon as possible when None.
-            asker: whoever asks, kept by reference only while it lives. Of one asker's requests one is with the device,
-                the others wait for it; after one that failed the next ones run alone until they can be trusted.
+            caller: whoever asks, kept by reference only while it lives. One request of a caller is with the device, its
+                others wait for it; after one that failed the next ones run alone until they can be trusted.
 
         Raises:
             PolicyFailed: the policy raised.
@@ -360,7 +360,7 @@ class Engine:
                 if not self._asked:
                     self._idle.set()
 
-        return await self._askers.ask(asker, ask)
+        return await self._callers.ask(caller, ask)
 
     def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.

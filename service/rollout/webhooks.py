@@ -23,7 +23,7 @@ from hooks.server.pages import blueprint as pages_of
 from jaxmodels.errors import HubError
 from service.auth.caller import caller_of
 from service.errors import PolicyError
-from service.http.bodies import answer
+from service.http.bodies import json_response
 from service.http.origins import Origins
 from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
@@ -36,7 +36,7 @@ from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
 from service.rollout.triggers import is_pattern
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
-from service.state import StateTaken, own_token, read_secrets, state_folder
+from service.state import StateTaken, load_registry_token, read_secrets, state_folder
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Webhooks:
                 raise SettingsError(
                     "registry: it needs a token; set registry_token_file, or state to a folder where one can be kept"
                 )
-            token, path = own_token(self._state)
+            token, path = load_registry_token(self._state)
             tokens = (token,)
             logger.info("the token that manages the webhooks of this server is in %s", path)
         folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
@@ -139,9 +139,9 @@ class Webhooks:
         @made.on_request
         async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
             if self.receiver.settings.secrets or is_here(request):
-                return origins.refusal(request)
+                return origins.refuse_request(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
-            return answer({"detail": detail, "code": "no_secret"}, 403)
+            return json_response({"detail": detail, "code": "no_secret"}, 403)
 
         return made
 

@@ -209,7 +209,7 @@ class DirectInference:
         if not served.is_compiled(sizes):
             await self._compile(drive, sizes)
         try:
-            inference = await self._engine.submit(served, observation, asker=self)
+            inference = await self._engine.infer(served, observation, caller=self)
             chunk, clamped = self._judged(drive, inference.chunk, _motion(pose, trail, drive.control.pace.action_rate))
         except PolicyFailed:
             thinking.errors += 1

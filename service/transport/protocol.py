@@ -485,7 +485,7 @@ def _read(kind: str, found: Json, form: TypeAdapter[Any]) -> Any:
     raise WireError(f"{kind}.{key}: found {have}: {wrong['msg']}", kind)  # not from pydantic's: that holds the input
 
 
-# Of sessions, cameras and workspaces. Room ids travel in URL paths, and clients of this wire do not percent-encode them.
+# Of sessions, cameras and workspaces. Room ids travel in URL paths, and clients of this wire do not percent-encode.
 NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
 NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
 OUTPUT = "-joint-output"

@@ -15,7 +15,7 @@ from hooks.errors import SourceError
 from jaxmodels import hub
 from jaxmodels.errors import HubError
 from service.rollout.sources import FolderSource
-from tests.stub_hub import StubHub
+from tests.testing.stub_hub import StubHub
 
 FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 400}
 API, FILE = r"GET /api/models/", r"/resolve/"

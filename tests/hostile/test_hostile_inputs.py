@@ -39,7 +39,7 @@ from service.dashboard import live
 from service.http import array_formats, msgpack_arrays
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import FORMS, form_of_answer
+from service.http.array_formats import FORMS, choose_answer_format
 from service.http.array_limits import ArrayLimits
 from service.http.origins import Origins
 from service.streaming import codec, observation
@@ -150,7 +150,7 @@ NEEDED = '{"session_id":"a","policy_path":"p","transport_server_url":"direct","%
 
 
 def body_readers() -> Iterator[Reader]:
-    most = body.LARGEST
+    most = body.MAX_BODY
     yield from json_readers("a session", read(schemas.NewSessionRequest), most)
     yield from json_readers("steps", read(schemas.NewSessionRequest), most, NEEDED % "max_relative_target")
     yield from json_readers("cameras", read(schemas.NewSessionRequest), most, NEEDED % "camera_names")
@@ -162,7 +162,7 @@ def body_readers() -> Iterator[Reader]:
                      lambda size, head=head: head + b'\\"' * ((size - 2) // 2), most)  # fmt: skip
     yield Reader("a session: UTF-16", read(schemas.NewSessionRequest),
                  lambda size: VALUES["names"](size // 2).encode("utf-16"), most)  # fmt: skip
-    yield from json_readers("a reason", reason.reason_of, most, '{"reason":%s}')
+    yield from json_readers("a reason", reason.parse_reason, most, '{"reason":%s}')
     for letter in ("http://%s", "http://%s.example", "http://a:%s", "http://[%s]"):
         for what in ("a", "9", ".", "\u00e9", "\ufdfa", "@", "%41", ":"):
             worst = filled(letter, what)
@@ -193,7 +193,7 @@ def errors_about_names(letter: str) -> tuple[Callable[[Any], object], Callable[[
         policy_path="a/" * 2048,
         language_instruction="a" * 4096,
     )
-    return (lambda words: body.without(words, sent)), repeated("a")
+    return (lambda words: body.mask_input(words, sent)), repeated("a")
 
 
 def frames(kind: str, field: str) -> str:
@@ -354,7 +354,7 @@ def head_readers() -> Iterator[Reader]:
 
     def look(origin: str) -> None:
         origins.allows(origin, origin)
-        origins.knows_host(origin)
+        origins.allows_host(origin)
         HOST.fullmatch(origin)
 
     for what in ("a", "1.", "9", ":", "@", "\\", "[", "%41", "\u00e9", "\ufdfa", "http://"):
@@ -362,7 +362,9 @@ def head_readers() -> Iterator[Reader]:
             yield Reader(f"an origin {where % what}", look, filled(where, what), HEAD)
     for what in ('a="', "a=b;", '\\"', " ", "a", ";", ";a", 'a;a="\\"'):
         yield Reader(f"a content type {what}", parse_content_header, repeated(what, "a/b;"), HEAD)
-        yield Reader(f"an Accept {what}", lambda accept: form_of_answer(accept, FORMS[0]), repeated(what + ","), HEAD)
+        yield Reader(
+            f"an Accept {what}", lambda accept: choose_answer_format(accept, FORMS[0]), repeated(what + ","), HEAD
+        )
     yield Reader("a query", parse_qs, repeated("a=1&"), HEAD)
     yield Reader("a path", unquote, repeated("%ff"), HEAD)
 
@@ -371,9 +373,9 @@ def log_readers() -> Iterator[Reader]:
     for what in ("a.", "eyJaaaaaaaa-", "eyJ-", "a://", "/a", "/", "token ", "token:'", "token:bearer ", "bearer ", "-",
                  "x-api-key=", "hf_aaaaaaaa-", "secret:\t ", "a", " ", "rjk_", '"', "=:"):  # fmt: skip
         yield Reader(
-            f"a log line of {what!r}", lambda words: logging.masked(logging._shortened(words)), repeated(what), 1 << 20
+            f"a log line of {what!r}", lambda words: logging.redact(logging._truncate(words)), repeated(what), 1 << 20
         )
-        yield Reader(f"a whole one of {what!r}", logging.masked, repeated(what), logging.LONGEST_LINE)
+        yield Reader(f"a whole one of {what!r}", logging.redact, repeated(what), logging.MAX_MESSAGE)
 
 
 def file_readers() -> Iterator[Reader]:

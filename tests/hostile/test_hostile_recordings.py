@@ -36,8 +36,8 @@ from service.recording.mcap_files import McapSource
 from service.recording.mcap_format import HEAD
 from service.recording.recorder import Recorder, RecorderLimits
 from service.recording.steps import RecordingError
-from tests.service.recording.conftest import record
-from tests.service.recording.robot import play, subject
+from tests.testing.recordings import play, subject
+from tests.unit.recording.conftest import record
 
 __all__ = ["record"]
 ROOT = Path(__file__).parents[2]
@@ -338,7 +338,7 @@ def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Pa
 KILLED = """
     import pathlib, sys, time
     from service.recording import recorder
-    from tests.service.recording.robot import play, subject
+    from tests.testing.recordings import play, subject
     recorder._FLUSH = recorder._NAP = 0.001
     one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject(cameras=()))
     print("begun", flush=True)

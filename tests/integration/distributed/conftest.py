@@ -1,0 +1,34 @@
+"""A PostgreSQL database with nothing in it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.postgres import PostgresServer, postgres, programs
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running one, with what earlier tests left."""
+    if programs() is None:
+        pytest.skip("no PostgreSQL; on Debian: apt-get install postgresql")
+    with postgres() as server:
+        yield server
+
+
+def emptied(server: PostgresServer) -> PostgresServer:
+    """Without what earlier tests left: the emergency stop of an id is there for the next session of it."""
+    server.sql("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    return server
+
+
+@pytest.fixture
+def database(postgres_server: PostgresServer) -> PostgresServer:
+    """With nothing in it."""
+    return emptied(postgres_server)
+
+
+@pytest.fixture(scope="module")
+def database_of_module(postgres_server: PostgresServer) -> PostgresServer:
+    """Likewise, for all tests of a module."""
+    return emptied(postgres_server)

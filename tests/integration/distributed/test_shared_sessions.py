@@ -1,0 +1,664 @@
+"""Two servers that share a PostgreSQL database: a client may ask either of them for any session, with its own key."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import database_away, database_kills
+from benchmarks.postgres import PostgresServer
+from robojax.client import AsyncClient, Client, Refused
+from service.api.redirects import ADDRESS, CODE
+from service.auth.caller import Role
+from service.auth.keys import KeyFile
+from service.distributed import peers, session_table
+from service.distributed.peers import NAME, PASSED, PeerSessions
+from service.distributed.postgres import DatabaseUnusable, Postgres
+from service.errors import FrontNameTaken, NoDatabase
+from service.sessions.request import DIRECT
+from service.transport.address import Address
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import Answer, SessionLatch
+from tests.testing import rig
+from tests.testing.rig import started
+
+KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
+
+
+class Server(rig.Server):
+    """One server, and a client of it that follows to where it is sent."""
+
+    @property
+    def name(self) -> str:
+        return str(self.app.ctx.settings.front_name)
+
+    @property
+    def front(self) -> PeerSessions:
+        assert self.app.ctx.front is not None
+        return self.app.ctx.front
+
+    async def call(self, method: str, path: str, key: str | None = None, **more: Any) -> tuple[int, Any]:
+        headers = {"x-api-key": key} if key else {}
+        return await super().call(method, path, headers=headers | more.pop("headers", {}), **more)
+
+    async def create(self, session_id: str, key: str | None = None, **more: Any) -> tuple[int, Any]:
+        return await super().create(session_id, key, **{"transport_server_url": DIRECT} | more)
+
+    async def listed(self, key: str | None = None) -> dict[str, str]:
+        status, told = await self.call("GET", "/sessions", key)
+        assert status == 200
+        assert len({one["session_id"] for one in told}) == len(told)
+        return {one["session_id"]: one["status"] for one in told}
+
+    def own(self) -> dict[str, str]:
+        return {session.id: str(session.stage) for session in self.app.ctx.sessions.list()}
+
+
+def server(name: str, database: str, folder: Path, keys: str | None = None) -> AbstractAsyncContextManager[Server]:
+    """One of this name, with its own folder."""
+    kept: dict[str, Any] = {"front_name": name, "state": str(folder / name), "keys_file": keys}
+    return started(Server, database=database, policy_owners=("policies",), **kept)
+
+
+class Servers:
+    """``a`` and ``b``."""
+
+    def __init__(self, stack: AsyncExitStack, database: PostgresServer, folder: Path):
+        self._stack, self.database, self._folder = stack, database, folder
+        self.a: Server
+        self.b: Server
+
+    async def begin(self, keys: str | None = None) -> "Servers":
+        made = [server(name, self.database.url, self._folder, keys) for name in "ab"]
+        self.a, self.b = [await self._stack.enter_async_context(one) for one in made]
+        await self.beat()
+        return self
+
+    async def beat(self) -> None:
+        """Each says that it lives."""
+        for one in (self.a, self.b):
+            await self.beat_of(one)
+
+    async def beat_of(self, one: Server) -> None:
+        await one.front._beat()
+        self.forget_places(one)
+
+    def forget_places(self, one: Server) -> None:
+        one.app.ctx.others._places.clear()  # type: ignore[union-attr]
+
+    async def lose(self, one: Server) -> None:
+        """Its heartbeat is over, and it goes on."""
+        self.database.sql(f"UPDATE robojax_fronts SET heartbeat = heartbeat - interval '1 minute' {where(one.name)}")
+        other = self.b if one is self.a else self.a
+        await other.front._beat()
+        self.forget_places(other)
+
+    def another(self, name: str, url: str, of: Server) -> PeerSessions:
+        """A second one of a name, with the sessions of another server."""
+        database = Postgres(self.database.url, session_table.SCHEMA, session_table.PREFIX)
+        self._stack.push_async_callback(database.close)
+        return PeerSessions(name, url, of.app.ctx.sessions, database, database)
+
+
+def where(name: str) -> str:
+    return f"WHERE name = '{name}'"
+
+
+@pytest.fixture
+async def bare(database: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
+    monkeypatch.setattr(peers, "PERIOD", 3600.0)  # they speak when the test says so
+    for module, name in ((peers, "ANSWER"), (peers, "STOPPING"), (peers, "PATIENCE")):
+        monkeypatch.setattr(module, name, 30.0)  # all of them are there; a busy machine only takes longer to answer
+    async with AsyncExitStack() as stack:
+        yield Servers(stack, database, tmp_path)
+
+
+@pytest.fixture
+async def servers(bare: Servers) -> Servers:
+    return await bare.begin()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[str, dict[str, str]]:
+    file = tmp_path / "keys.json"
+    return str(file), {name: KeyFile(file).new(name, role, name, time.time()) for name, role in KEYS.items()}
+
+
+async def test_a_session_is_found_at_both_from_the_moment_it_is_promised(servers: Servers) -> None:
+    assert (await servers.a.create("arm"))[0] == 200
+    status, told = await servers.b.call("GET", "/sessions/arm")
+    assert (status, told["session_id"], told["status"]) == (200, "arm", "ready")
+    assert await servers.a.listed() == await servers.b.listed() == {"arm": "ready"}
+    found = (await servers.b.call("GET", "/sessions"))[1]
+    assert found[0]["stats"]["front"] == "a"
+
+
+async def test_whoever_asks_the_other_server_is_sent_on_with_all_that_was_asked(servers: Servers) -> None:
+    await servers.a.create("arm")
+    for method, path in (("GET", "/sessions/arm?a=b"), ("POST", "/api/sessions/arm/act"), ("DELETE", "/sessions/arm")):
+        async with servers.b.http.request(method, path, data=b"x" * 70_000, allow_redirects=False) as found:
+            told = await found.json()
+            assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")
+            assert (found.headers[PASSED], found.headers[NAME]) == ("a", "b")
+            assert f"http://{found.headers[ADDRESS]}" == servers.a.url
+        assert told["code"] == CODE
+    observation = {"state": [0.0] * 6, "want": "action", "images": {}}
+    status, told = await servers.b.call("POST", "/sessions/arm/act", json=observation)
+    assert status == 422, "it has no camera"
+    assert (await servers.a.call("POST", "/sessions/arm/act", json=observation)) == (status, told)
+    assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
+    assert await servers.a.listed() == await servers.b.listed() == {}
+    assert (await servers.b.create("arm"))[0] == 200
+
+
+async def test_a_socket_is_sent_on(servers: Servers) -> None:
+    await servers.a.create("arm")
+    upgrade = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "x3JJHMbDL1EzLkh9GBhXDw==",
+    }
+    async with servers.b.http.get("/sessions/arm/stream?a=b", headers=upgrade, allow_redirects=False) as found:
+        assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}/sessions/arm/stream?a=b")
+
+
+async def test_an_id_is_anothers_everywhere(servers: Servers) -> None:
+    await servers.a.create("arm")
+    assert (await servers.b.create("arm"))[0] == 409
+    answers = await asyncio.gather(servers.a.create("leg"), servers.b.create("leg"))
+    assert sorted(status for status, _ in answers) == [200, 409]
+    assert await servers.a.listed() == {"arm": "ready", "leg": "ready"}
+
+
+async def test_a_session_that_cannot_be_made_leaves_its_id_free(servers: Servers) -> None:
+    assert (await servers.a.create("arm", camera_names=["a", "a"]))[0] == 422
+    assert (await servers.b.create("arm"))[0] == 200
+
+
+async def test_pages_that_may_not_call_are_refused_and_not_sent_on(servers: Servers) -> None:
+    await servers.a.create("arm")
+    for path in ("/sessions/arm/start", "/sessions/arm/emergency_stop"):
+        status, told = await servers.b.call("POST", path, headers={"origin": "http://evil.example"})
+        assert (status, told["code"]) == (403, "origin_refused")
+    assert await servers.a.listed() == {"arm": "ready"}
+
+
+async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.lose(servers.a)
+    status, told = await servers.b.call("GET", "/sessions/arm")
+    assert (status, told["status"], told["stats"]["front"]) == (200, "interrupted", "a")
+    status, told = await servers.b.call("POST", "/sessions/arm/start")
+    assert (status, told["code"]) == (409, "move_refused")
+    assert "/sessions/arm/adopt" in told["detail"]
+    status, told = await servers.b.call("POST", "/sessions/arm/adopt")
+    assert status == 409, "it answers"
+    assert "answers" in told["detail"]
+    assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
+    assert await servers.b.listed() == {}
+
+
+async def test_an_id_of_a_server_that_died_before_it_told_of_it_is_no_session(servers: Servers) -> None:
+    await servers.a.front._ask(session_table.claim, "a", servers.a.front._process, "arm", None)
+    await servers.lose(servers.a)
+    assert (await servers.b.call("GET", "/sessions/arm"))[0] == 404
+    assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
+    assert (await servers.b.create("arm"))[0] == 200
+
+
+async def test_an_emergency_stop_of_one_is_done_where_it_is_and_sends_nobody_on(servers: Servers) -> None:
+    await servers.a.create("arm")
+    async with servers.b.http.post(
+        "/sessions/arm/emergency_stop", json={"reason": "a hand"}, allow_redirects=False
+    ) as found:
+        assert (found.status, (await found.json())["stopped"]) == (200, ["arm"])
+    assert servers.a.app.ctx.sessions.get("arm").latch == "a hand"
+    servers.a.front.url = "http://127.0.0.1:1"
+    await servers.beat()
+    status, told = await servers.b.call("POST", "/sessions/arm/emergency_stop")
+    assert (status, told["code"]) == (502, "front_lost")
+    assert "127.0.0.1" not in told["detail"]
+
+
+async def test_a_stop_reaches_all_servers(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.b.create("leg")
+    # From a page, too.
+    own = {"origin": servers.b.url, "cookie": "a=b", "referer": servers.b.url}
+    status, told = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "a hand"}, headers=own)
+    assert (status, told["count"], sorted(told["stopped"])) == (200, 2, ["arm", "leg"])
+    assert told["fronts_not_reached"] == {}
+    status, told = await servers.a.call("GET", "/sessions/arm")
+    assert "a hand" in json.dumps(told)
+    assert told["status"] == "stopped"
+    status, told = await servers.b.call("POST", "/debug/emergency_stop", headers={PASSED: "a"})
+    assert (status, told["count"]) == (200, 1)
+    assert "fronts_not_reached" not in told, "it is not passed on twice"
+
+
+async def test_a_stop_names_the_servers_that_it_does_not_reach(servers: Servers) -> None:
+    await servers.a.create("arm")
+    servers.a.front.url = "http://127.0.0.1:1"
+    await servers.beat()
+    status, told = await servers.b.call("POST", "/debug/emergency_stop")
+    assert (status, told["count"], list(told["fronts_not_reached"])) == (200, 0, ["a"])
+
+
+async def test_a_stop_reaches_a_server_that_lost_the_database(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.a.create("hand")
+    await servers.lose(servers.a)
+    status, told = await servers.b.call("POST", "/sessions/hand/emergency_stop", json={"reason": "one"})
+    assert status == 200, told
+    await servers.lose(servers.a)  # it has just told of the stop
+    status, told = await servers.b.call("POST", "/debug/emergency_stop", json={"reason": "all"})
+    assert (status, told["count"], told["fronts_not_reached"]) == (200, 2, {})
+    stopped = {session.id: session.latch for session in servers.a.app.ctx.sessions.list()}
+    assert stopped == {"arm": "all", "hand": "one"}
+
+
+async def test_a_stop_goes_on_when_whoever_asked_does_not_wait(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await servers.a.create("arm")
+    begun, go = asyncio.Event(), asyncio.Event()
+    stop = peers._stop_all
+
+    async def slow(*arguments: Any) -> Any:
+        begun.set()
+        await go.wait()
+        return await stop(*arguments)
+
+    monkeypatch.setattr(peers, "_stop_all", slow)
+    asking = asyncio.create_task(servers.b.call("POST", "/debug/emergency_stop"))
+    await begun.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.sleep(0.05)
+    go.set()
+    async with asyncio.timeout(30):
+        while servers.a.own()["arm"] != "stopped":  # noqa: ASYNC110 - done by another server
+            await asyncio.sleep(0.01)
+
+
+async def test_each_key_sees_its_own_on_all_servers(bare: Servers, keys: tuple[str, dict[str, str]]) -> None:
+    file, key = keys
+    servers = await bare.begin(file)
+    assert (await servers.a.create("arm", key["alice"]))[0] == 200
+    for one in (servers.a, servers.b):
+        for who, status in (("alice", 200), ("root", 200), ("bob", 404), ("eve", 404)):
+            assert (await one.call("GET", "/sessions/arm", key[who]))[0] == status
+            assert list(await one.listed(key[who])) == (["arm"] if status == 200 else [])
+        for path in ("/sessions/arm", "/sessions/none"):
+            assert (await one.call("GET", path))[0] == 401
+    assert (await servers.b.call("DELETE", "/sessions/arm", key["bob"]))[0] == 404
+    assert (await servers.b.call("POST", "/sessions/arm/stop", key["eve"]))[0] == 403
+    status, told = await servers.b.create("arm", key["bob"])
+    assert status == 409
+    assert "front a" not in told["detail"]
+    # Whoever may do nothing else may stop what they see move.
+    assert (await servers.b.call("POST", "/sessions/arm/emergency_stop", key["eve"]))[0] == 200
+    await servers.lose(servers.a)
+    for who, status in (("alice", 200), ("bob", 404), ("eve", 404)):
+        assert (await servers.b.call("GET", "/sessions/arm", key[who]))[0] == status
+    assert (await servers.b.call("DELETE", "/sessions/arm", key["bob"]))[0] == 404
+    assert (await servers.b.call("POST", "/sessions/arm/adopt", key["bob"], json={"force": True}))[0] == 404
+    assert (await servers.b.call("POST", "/sessions/arm/adopt", key["alice"], json={"force": True}))[0] == 200
+    assert await servers.b.listed(key["alice"]) == {"arm": "interrupted"}
+    assert servers.b.app.ctx.sessions.get("arm").is_latched
+
+
+async def test_a_server_whose_session_was_adopted_gives_it_up_when_it_comes_back(servers: Servers) -> None:
+    for session_id in ("arm", "leg"):
+        await servers.a.create(session_id)
+    await servers.lose(servers.a)
+    assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 200
+    assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 409
+    await servers.a.front._beat()
+    await asyncio.gather(*servers.a.front._leaving)
+    assert servers.a.own() == {"leg": "ready"}
+    await servers.beat()
+    assert await servers.a.listed() == await servers.b.listed() == {"arm": "interrupted", "leg": "ready"}
+    assert (await servers.a.call("POST", "/sessions/arm/restart"))[0] == 200
+    await servers.beat()
+    assert await servers.a.listed() == {"arm": "ready", "leg": "ready"}
+    assert servers.database.sql("SELECT id, front FROM robojax_sessions ORDER BY id") == [["arm", "b"], ["leg", "a"]]
+
+
+async def test_an_adoption_whose_answer_is_lost_is_made_good(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.lose(servers.a)
+    owning = await servers.b.front._ask(session_table.front, "a")
+    await servers.b.front._ask(session_table.adopt, "b", servers.b.front._process, "arm", owning)  # and no answer
+    assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
+    assert await servers.b.listed() == {"arm": "interrupted"}
+
+
+async def test_a_server_that_lost_its_disk_gets_its_sessions_back(servers: Servers) -> None:
+    await servers.a.create("arm")
+    servers.a.app.ctx.sessions._sessions.clear()
+    await servers.a.front._beat()
+    assert servers.a.own() == {"arm": "interrupted"}
+
+
+async def test_silence_of_a_server_at_a_loopback_address_elsewhere_is_no_proof(servers: Servers) -> None:
+    await servers.a.create("arm")
+    servers.a.front._machine = "another machine"
+    servers.a.front.url = servers.b.url  # what is at this address here is another server
+    await servers.a.front._beat()
+    await servers.lose(servers.a)
+    status, told = await servers.b.call("POST", "/sessions/arm/adopt")
+    assert (status, told["code"]) == (409, "move_refused")
+    assert "front_url" in told["detail"]
+
+
+async def test_one_whose_address_another_server_has_now_is_dead(servers: Servers) -> None:
+    await servers.a.create("arm")
+    servers.a.front.url = servers.b.url
+    await servers.a.front._beat()
+    await servers.lose(servers.a)
+    assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
+
+
+async def test_what_ended_in_order_is_adopted_at_once_with_its_stop(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.a.app.ctx.sessions.emergency_stop("a hand")
+    assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 409
+    servers.a.app.ctx.sessions.begin_close()
+    await servers.a.front.close()
+    await servers.b.front._beat()
+    servers.forget_places(servers.b)
+    assert servers.b.front.silent == [], "its robots are held"
+    told = (await servers.b.call("GET", "/sessions/arm"))[1]
+    assert (told["status"], told["error_message"]) == ("interrupted", "the front a ended in order; it was stopped")
+    # Its address answers still.
+    assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
+    assert servers.b.app.ctx.sessions.get("arm").latch == "a hand"
+
+
+async def test_a_record_that_cannot_be_read_keeps_no_server_from_starting(servers: Servers) -> None:
+    await servers.a.create("arm")
+    servers.database.sql(
+        """INSERT INTO robojax_sessions VALUES ('leg', 'a', 'null', '{}', '{"status": "running"}', NULL)"""
+    )
+    await servers.a.front.close()
+    again = servers.another("a", servers.a.url, servers.a)
+    await again.open()
+    await again._beat()
+    await again.close()
+    assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
+
+
+async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    await servers.a.create("arm")
+    monkeypatch.setattr(peers, "LEASE", 0.0)
+    monkeypatch.setattr(peers, "PERIOD", 0.01)
+    for url in (servers.b.url, servers.a.front.url):  # another address: a is asked; the same one: its heartbeat tells
+        await servers.a.front._beat()
+        twin = servers.another("a", url, servers.b)
+        with pytest.raises(FrontNameTaken, match=r"another server has the name a.*--front-name"):
+            await twin.open()
+        await twin.close()
+    await servers.beat()
+    assert await servers.b.listed() == {"arm": "ready"}
+    await servers.lose(servers.a)
+    twin = servers.another("a", servers.b.url, servers.b)
+    with pytest.raises(FrontNameTaken, match=f"answers at {servers.a.front.url}"):
+        await twin.open()
+
+
+async def test_a_server_that_is_started_again_waits_for_its_name(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PERIOD", 0.01)
+    monkeypatch.setattr(peers, "LEASE", 60.0)  # for as long it waits
+    again = servers.another("a", servers.a.front.url, servers.b)  # as after a kill: nothing was said
+    await servers.a.front._beat()
+    starting = asyncio.create_task(again.open())
+    await asyncio.sleep(0.1)
+    assert not starting.done()
+    await servers.lose(servers.a)
+    await starting
+    await again.close()
+
+
+async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    await servers.a.create("arm")
+    await servers.lose(servers.a)
+    twin = servers.another("a", servers.a.front.url, servers.b)
+    await twin.open()
+    assert servers.b.own() == {"arm": "interrupted"}
+    await servers.a.front.tell()
+    await asyncio.gather(*servers.a.front._leaving)
+    assert servers.a.own() == {}
+    assert "gives up its sessions" in caplog.text
+    assert "has the name a" in str(servers.a.front.facts()["trouble"])
+    status, told = await servers.a.create("leg")
+    assert (status, told["code"]) == (503, "front_name_taken")
+
+
+async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers: Servers) -> None:
+    for session_id in ("arm", "leg"):
+        await servers.a.create(session_id)
+        place = f"/sessions/{session_id}/emergency_stop"
+        assert (await servers.a.call("POST", place, json={"reason": "hand"}))[0] == 200
+        assert (await servers.a.call("DELETE", f"/sessions/{session_id}"))[0] == 200
+    assert (await servers.b.create("arm"))[0] == 200
+    assert await servers.a.listed() == {"arm": "stopped"}
+    status, told = await servers.b.call("POST", "/sessions/arm/start")
+    assert (status, told["code"]) == (409, "move_refused")
+    assert "hand" in told["detail"]
+    status, told = await servers.a.call("POST", "/debug/sessions/arm/reset")
+    assert (status, told["session_id"]) == (200, "arm")
+    # One whose session is nowhere is reset anywhere, once.
+    assert (await servers.b.call("POST", "/debug/sessions/leg/reset"))[0] == 200
+    assert (await servers.b.call("POST", "/debug/sessions/leg/reset"))[0] == 404
+    assert (await servers.b.create("leg"))[0] == 200
+    assert (await servers.b.listed())["leg"] == "ready"
+    # What was reset elsewhere is not latched where it was before: neither adopted nor made anew.
+    await servers.lose(servers.b)
+    assert (await servers.a.call("POST", "/sessions/leg/adopt", json={"force": True}))[0] == 200
+    assert not servers.a.app.ctx.sessions.get("leg").is_latched
+    await servers.b.front._beat()
+    await asyncio.gather(*servers.b.front._leaving)
+    assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
+    assert (await servers.a.create("arm"))[0] == 200
+    assert not servers.a.app.ctx.sessions.get("arm").is_latched
+
+
+async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_afterwards(servers: Servers) -> None:
+    for session_id in ("arm", "hand", "old", "older"):
+        await servers.a.create(session_id)
+    await servers.a.call("POST", "/sessions/old/emergency_stop", json={"reason": "before"})
+    await servers.b.create("leg")
+    servers.database.stop()
+    try:
+        servers.forget_places(servers.a)
+        assert (await servers.a.call("GET", "/sessions/arm"))[0] == 200
+        status, told = await servers.a.call("GET", "/sessions/leg")
+        assert (status, told["code"]) == (503, "no_directory")
+        async with servers.a.http.get("/sessions") as found:
+            assert [one["session_id"] for one in await found.json()] == ["arm", "hand", "old", "older"]
+            assert "database" in found.headers["x-robojax-incomplete"]
+        status, told = await servers.a.create("new")
+        assert (status, told["code"]) == (503, "not_kept")
+        status, told = await servers.a.call("POST", "/sessions/hand/emergency_stop", json={"reason": "a hand"})
+        assert (status, told["stopped"]) == (200, ["hand"])
+        assert "other servers do not know" in told["warning"]
+        assert (await servers.a.call("POST", "/debug/sessions/old/reset"))[0] == 200
+        assert (await servers.a.call("DELETE", "/sessions/older"))[0] == 200
+        assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.AWAY
+    finally:
+        servers.database.start()
+    await servers.beat()
+    assert await servers.b.listed() == {"leg": "ready", "arm": "ready", "hand": "stopped", "old": "stopped"}
+    assert [one[0] for one in servers.database.sql("SELECT id FROM robojax_latches")] == ["hand"]
+    servers.a.front.trouble = None  # its next beat finds that
+    assert (await servers.a.create("new"))[0] == 200
+
+
+async def test_a_deletion_that_the_database_was_not_told_of_outlives_a_kill(
+    bare: Servers, database: PostgresServer, tmp_path: Path
+) -> None:
+    for is_second in (False, True):
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(server("a", database.url, tmp_path))
+            if is_second:
+                assert one.own() == {"leg": "interrupted"}
+                assert database.sql("SELECT id FROM robojax_sessions") == [["leg"]]
+                assert [row[0] for row in database.sql("SELECT id FROM robojax_latches")] == ["arm"]
+                return
+            for session_id in ("arm", "leg"):
+                assert (await one.create(session_id))[0] == 200
+            one.front.trouble = "away"  # it is told nothing of what comes
+            assert (await one.call("POST", "/sessions/arm/emergency_stop"))[0] == 200
+            assert (await one.call("DELETE", "/sessions/arm"))[0] == 200
+            assert len(database.sql("SELECT id FROM robojax_sessions")) == 2
+
+
+async def test_the_client_follows_to_the_server_that_a_session_is_on(
+    bare: Servers, keys: tuple[str, dict[str, str]]
+) -> None:
+    servers = await bare.begin(keys[0])
+    async with AsyncClient(servers.a.url, key=keys[1]["alice"]) as first:
+        await first.create("arm", "policies/act", camera_names=("front",), rate=50.0)
+    pictures, pose = {"front": np.zeros((48, 64, 3), np.uint8)}, [0.0] * 6
+    async with AsyncClient(servers.b.url, key=keys[1]["alice"]) as client:
+        session = client.session("arm")
+        assert len((await session.act(pictures, pose, reset=True)).actions) > 1
+        async with session.stream() as stream:
+            assert len(stream.welcome.joint_names) == 6
+        await session.emergency_stop("a hand")
+        await session.reset()
+        assert await asyncio.to_thread(ask_without_a_loop, servers.b.url, keys[1]["alice"]) == "stopped"
+        # It is another one's meanwhile: what was remembered is forgotten.
+        servers.a.app.ctx.sessions.begin_close()
+        await servers.a.front.close()
+        await servers.beat_of(servers.b)
+        assert (await session.status()).stats["front"] == "a"
+        assert (await client.request("POST", "/sessions/arm/adopt"))["status"] == "interrupted"
+        assert "front" not in (await session.status()).stats
+        await session.delete()
+
+
+def ask_without_a_loop(url: str, key: str) -> str:
+    with Client(url, key=key) as client:
+        with client.session("arm").stream() as stream:
+            assert len(stream.welcome.joint_names) == 6
+        return client.session("arm").status().status
+
+
+@pytest.mark.parametrize("where", ["an address that is not of the database", "another path"])
+async def test_a_key_goes_to_no_address_that_the_named_server_does_not_list(servers: Servers, where: str) -> None:
+    heard: list[str] = []
+
+    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heard.append(head.split()[1])
+        path = "/sessions/arm" if where.startswith("an address") else "/elsewhere"
+        body = b'{"code": "on_another_server", "detail": "it is elsewhere"}'
+        status = f"307 Temporary Redirect\r\nLocation: {servers.b.url}{path}"
+        if "/cluster" in head:
+            status, body = (
+                "200 OK",
+                b'{"front": {"url": "http://127.0.0.1:8", "others": [{"url": "http://127.0.0.1:9"}]}}',
+            )
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(hear, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with AsyncClient(url, key="rjk_secret") as client:
+            with pytest.raises(Refused, match="it is elsewhere") as refused:
+                await client.session("arm").delete()
+    assert refused.value.status == 307
+    assert heard == ["/sessions/arm"] if where == "another path" else ["/sessions/arm", "/cluster"]
+
+
+async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Servers) -> None:
+    await servers.a.create("arm")
+    await servers.a.call("POST", "/sessions/arm/emergency_stop", json={"reason": "a hand"})
+    async with http_session() as http:
+        address = Address.parse(servers.b.url)
+        latch = SessionLatch(RoomsApi(http, address), address, "arm")
+        assert await latch.look() == Answer("a hand")
+        await servers.a.call("POST", "/debug/sessions/arm/reset")
+        assert await latch.look() == Answer(None)
+        await latch.stop("mine")
+    assert servers.a.app.ctx.sessions.get("arm").latch == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("INSERT INTO robojax_schema VALUES (99)", "is of version 99, this robojax knows 1"),
+        ("ALTER ROLE robojax_poor NOLOGIN", "not permitted to log in"),
+    ],
+)
+async def test_a_database_that_cannot_be_used_is_said_at_once(
+    bare: Servers, database: PostgresServer, tmp_path: Path, change: str, says: str
+) -> None:
+    database.sql("DROP ROLE IF EXISTS robojax_poor; CREATE ROLE robojax_poor LOGIN")
+    made = Postgres(database.url, session_table.SCHEMA, session_table.PREFIX)
+    assert await made.run(30, session_table.list_sessions) == []
+    await made.close()
+    database.sql(change)
+    url = database.url.replace("robojax@", "robojax_poor:secret@") if "ROLE" in change else database.url
+    broken = Postgres(url, session_table.SCHEMA, session_table.PREFIX)
+    with pytest.raises(DatabaseUnusable, match=says):
+        await broken.run(30, session_table.list_sessions)
+    await broken.close()
+    with pytest.raises(NoDatabase, match=says) as refused:
+        async with server("a", url, tmp_path):
+            pass
+    assert "secret" not in str(refused.value)
+
+
+async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    for session_id in ("arm", "leg"):
+        await servers.a.create(session_id)
+    entry, sessions = servers.a.front._entry, servers.a.app.ctx.sessions
+
+    def slow(session: Any) -> Any:
+        found = entry(session)
+        if session.id == "leg":  # the first of them is gone before the others are looked at
+            monkeypatch.setattr(servers.a.front, "_entry", entry)
+            session.begin_end()
+            sessions._ledger.delete(session)
+        return found
+
+    monkeypatch.setattr(servers.a.front, "_entry", slow)
+    await servers.a.front._beat()
+    assert servers.database.sql("SELECT id FROM robojax_sessions") == [["arm"]]
+    await servers.a.front._beat()
+    assert servers.a.own() == {"arm": "ready"}
+
+
+# Servers are killed, and the database is: the whole programmes have 20 kills and a minute.
+
+
+async def test_after_kills_nothing_is_lost_owned_twice_or_moves(tmp_path: Path, database: PostgresServer) -> None:
+    found = await database_kills.campaign(tmp_path, 4, 5, database)
+    assert {fault: found[fault] for fault in database_kills.FAULTS} == dict.fromkeys(database_kills.FAULTS, 0), found[
+        "notes"
+    ]
+    assert sum(found["sessions_looked_at"].values()) > 4
+
+
+async def test_a_database_that_is_away_stops_no_robot_and_loses_nothing(
+    tmp_path: Path, database: PostgresServer
+) -> None:
+    found = await database_away.campaign(tmp_path, 4.0, database)
+    assert found["wrong"] == []
+    for how in ("killed", "standing_still"):
+        assert found[how]["warned"], "what the others do not know is said"
+        assert min(found[how]["commands"]) > 20

@@ -1,0 +1,192 @@
+"""A few hundred of what ``benchmarks/hostile_requests.py`` sends by the thousand, and what confuses servers."""
+
+import asyncio
+import importlib.util
+import logging
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from service.api.blueprint import ROUTES
+from service.api.openapi import specified_document
+from service.testing import SO100_REQUIREMENTS
+from tests.testing.rig import started
+
+_FILE = Path(__file__).parents[3] / "benchmarks" / "hostile_requests.py"
+_spec = importlib.util.spec_from_file_location("hostile_requests", _FILE)
+assert _spec is not None
+assert _spec.loader is not None
+hostile = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = hostile
+_spec.loader.exec_module(hostile)
+
+
+@asynccontextmanager
+async def server(**settings):
+    parts = {"read_requirements": lambda path, revision: SO100_REQUIREMENTS}
+    async with started(parts=parts, **settings) as server:
+        yield server.app, server.transport, server.address
+
+
+async def test_hundreds_of_malformed_requests_are_refused_and_a_running_robot_does_not_notice(caplog):
+    requests = [*hostile.from_documents([specified_document(ROUTES)], 120, 1), *hostile.bytes_of(480, 1)]
+    assert len(requests) > 550
+    async with (
+        server(max_sessions=16) as (app, transport, address),
+        hostile.running_session(app, transport, hostile.make_beside) as session,
+    ):
+        with caplog.at_level(logging.WARNING):
+            result = await hostile.assail(*address, requests, at_once=48)
+        assert result.wrong == []
+        assert sum(result.statuses.values()) == len(requests)
+        assert sum(count for status, count in result.statuses.items() if status.startswith("4")) > len(requests) / 3
+        assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+        assert await hostile.server_errors(*address) == {}
+        assert str(session.stage) == "running"
+        sent = session.status().stats["commands_sent"]
+        for _ in range(3000):
+            if session.status().stats["commands_sent"] > sent:
+                break
+            await asyncio.sleep(0.01)
+        assert session.status().stats["commands_sent"] > sent
+
+
+def post(*headers: str, body: bytes = b"") -> bytes:
+    return "\r\n".join(["POST /sessions HTTP/1.1", "Host: 127.0.0.1", *headers]).encode() + b"\r\n\r\n" + body
+
+
+JSON = "Content-Type: application/json"
+# What is sent, the only answer, and whether the connection ends with it: what follows would be read as a request.
+ATTACKS = {
+    "no HTTP": (b"GARBAGE\r\n\r\n", 400, True),
+    "HTTP/2 in words": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, True),
+    "a head over 8 KiB": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 9000 + b"\r\n\r\n", 413, True),
+    "a body that is announced too large": (post("Content-Length: 99999999999"), 413, True),
+    "a length that is no number": (post("Content-Length: 0x10", body=b"{}"), 400, True),
+    "a negative length": (post("Content-Length: -1"), 400, True),
+    "two lengths": (post("Content-Length: 2", "Content-Length: 5", body=b"{}xyz"), 400, True),
+    "the same length twice": (post("Content-Length: 2", "Content-Length: 2", body=b"{}"), 400, True),
+    "a length and chunks": (
+        post("Content-Length: 4", "Transfer-Encoding: chunked", body=b"0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"),
+        400,
+        True,
+    ),
+    "a chunk of a negative size": (post("Transfer-Encoding: chunked", body=b"-5\r\nhello\r\n0\r\n\r\n"), 400, True),
+    "a chunk of no size": (post("Transfer-Encoding: chunked", body=b"xyz\r\nhello\r\n0\r\n\r\n"), 400, True),
+    "a space before the colon": (post("Content-Length : 2", body=b"{}"), 400, True),
+    "a folded header like another": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n X-A: b\r\n\r\n", 400, True),
+    "a folded header": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n folded\r\n\r\n", 400, True),
+    "an expectation nobody knows": (post("Expect: miracles", "Content-Length: 2", body=b"{}"), 417, True),
+    "200,000 nested lists": (post(JSON, "Content-Length: 200000", body=b"[" * 200_000), 422, False),
+    "200,000 nested objects": (post(JSON, "Content-Length: 1000000", body=b'{"a":' * 200_000), 422, False),
+    "a number of a million digits": (post(JSON, "Content-Length: 1000000", body=b"1" * 1_000_000), 422, False),
+    "a NUL in the path": (b"GET /%00..%2f..%2fetc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404, False),
+    "a bare NUL in the path": (b"GET /\0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a way out of the root": (b"GET /../../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404, False),
+    "a way out of the page's folder": (b"GET /ui/..%2f..%2fapp.py HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 404, False),
+    "a bare carriage return": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b\rX-B: c\r\n\r\n", 400, True),
+    "an upgrade with a key of other letters": (
+        b"GET /video/workspaces/w/rooms/r/ws HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\n"
+        b"Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: \xc3\xbc\r\n\r\n",
+        400,
+        True,
+    ),
+    "a URL that is no path": (b"GET HTTP/0.9/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a URL of another host": (b"GET http://169.254.169.254/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a URL of the same host": (b"GET http://127.0.0.1/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 200, False),
+    "a URL with a user": (b"GET http://127.0.0.1@evil/health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a URL of another kind": (b"GET file:///etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a fragment": (b"GET /health#/sessions HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a tab in the target": (b"GET /health\t/x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "two spaces": (b"GET  /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "a method that is no word": (b"GE(T /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+    "an echo": (b"TRACE /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 405, False),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, True),
+    "no host, as long ago": (b"GET /health HTTP/1.0\r\n\r\n", 200, True),
+    "two hosts": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n", 400, True),
+    "the same host twice": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nhost: 127.0.0.1\r\n\r\n", 400, True),
+    "two hosts in one": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1, evil.example\r\n\r\n", 400, True),
+    "a host with a path": (b"GET /health HTTP/1.1\r\nHost: 127.0.0.1/evil\r\n\r\n", 400, True),
+    "a host with a user": (b"GET /health HTTP/1.1\r\nHost: a@127.0.0.1\r\n\r\n", 400, True),
+    **{
+        f"a length of {length!r}": (post(JSON, f"Content-Length: {length}", body=b"{}   "), 400, True)
+        for length in ("+5", "5_0", "0x5", "5 5", "5,5", "\u0665", "")
+    },
+    **{
+        f"the coding {coding!r}": (post(f"Transfer-Encoding: {coding}", body=b"2\r\n{}\r\n0\r\n\r\n"), 400, True)
+        for coding in ("chunked, chunked", "xchunked", "identity", "gzip, chunked", "chunked;q=1", "")
+    },
+    "chunks of long ago": (
+        post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\n\r\n").replace(b"/1.1", b"/1.0", 1),
+        400,
+        True,
+    ),
+    **{
+        f"a chunk of {size!r}": (
+            post(JSON, "Transfer-Encoding: chunked", body=size.encode() + b"\r\n{}\r\n0\r\n\r\n"),
+            400,
+            True,
+        )
+        for size in ("0x2", "+2", "-2", " 2", "2_0", "", "2 x", "2\t\x0b", "\u0662", "2;" + "a" * 80, "2;\rb", "0" * 17)
+    },
+    "an extension of a chunk": (
+        post(JSON, "Transfer-Encoding: chunked", body=b'2;a="b";c\r\n{}\r\n0;d\r\n\r\n'),
+        422,
+        False,
+    ),
+    "a chunk that goes on": (
+        post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}xx0\r\n\r\nGET / HTTP/1.1\r\n\r\n"),
+        400,
+        True,
+    ),
+    "a trailer": (post(JSON, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\nHost: b\r\n\r\n"), 400, True),
+    "a tunnel": (b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 400, True),
+}
+
+
+@pytest.fixture(scope="module")
+def attacks():
+    """All of them in one server, one after the other: none leaves it in a state that the next would see."""
+
+    async def run():
+        found = {}
+        async with server() as (_, _, address), aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as http:
+            for name, (request, _, _) in ATTACKS.items():
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(request)
+                line = await asyncio.wait_for(reader.readline(), 30)
+                head = await reader.readuntil(b"\r\n\r\n")
+                is_closed = b"connection: close" in head.lower()
+                if is_closed:
+                    await asyncio.wait_for(reader.read(), 30)
+                writer.close()
+                found[name] = (int(line.split()[1]), is_closed)
+                async with http.get("/health") as answer:
+                    assert answer.status == 200
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_confuses_servers_has_one_answer(attacks, name):
+    assert attacks[name] == ATTACKS[name][1:]
+
+
+async def test_chunks_without_an_end_are_cut_at_the_limit_of_a_body():
+    async with server() as (_, _, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(post("Transfer-Encoding: chunked"))
+        sent = 0
+        with pytest.raises(ConnectionError):  # noqa: PT012 - whichever write it is
+            while sent < 64 << 20:
+                writer.write(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+                await writer.drain()
+                sent += 65536
+                if reader.at_eof():
+                    raise ConnectionResetError
+        assert sent < 16 << 20  # a megabyte is taken, the rest was on its way
+        writer.close()

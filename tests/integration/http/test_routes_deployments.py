@@ -1,0 +1,403 @@
+"""Another policy for a running session over HTTP: a folder that changes, a request, a way back, a delivery."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import numpy as np
+import pytest
+
+from service.api.schemas import Deployment, Quarantined
+from service.errors import TransportError
+from service.rollout import webhooks
+from service.rollout.gates import ProbationSettings
+from service.testing import ScriptedPolicy
+from tests.testing.rig import POSE, Server, started
+from tests.testing.stub_hub import StubHub
+from tests.testing.waiting import until
+
+LOOKS: list[str] = []  # folders that were looked at in this test
+QUICK = {"update_quiet": 0.1, "update_probation": 0.2, "update_patience": 1.0, "update_poll": 0.0}
+PAYLOAD = {
+    "event": {"action": "update", "scope": "repo.content"},
+    "repo": {"type": "model", "name": "lab/other", "id": "1", "owner": {"id": "2"}, "private": False},
+    "webhook": {"id": "3", "version": 3},
+}
+
+
+def write(folder: Path, step: float = 0.1, **more: Any) -> None:
+    """A policy whose files say how far it moves."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"step": step, **more}))
+    (folder / "model.safetensors").write_bytes(str(step).encode())
+
+
+def load(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+    told = json.loads((Path(path).expanduser() / "config.json").read_text())
+    return ScriptedPolicy(step=told["step"], failures=[np.full((1, 20, 6), np.nan, np.float32)] * told.get("nan", 0))
+
+
+class Rig(Server):
+    folder: Path
+
+    async def stats(self) -> dict[str, Any]:
+        return (await self.call("GET", "/sessions/arm"))[1]["stats"]
+
+    async def deployments(self) -> list[dict[str, Any]]:
+        return (await self.call("GET", "/deployments"))[1]
+
+    async def until(self, claim: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
+        async with asyncio.timeout(60):
+            while not claim(found := await self.deployments()):  # noqa: ASYNC110 - as a client would
+                await asyncio.sleep(0.02)
+        return found[0]
+
+    async def running(self, auto_update: str = "swap") -> None:
+        status, told = await self.create(policy_path=str(self.folder), auto_update=auto_update, rate=50)
+        assert status == 200, told
+        assert (await self.call("POST", "/sessions/arm/start"))[0] == 200
+
+
+@asynccontextmanager
+async def rigged(folder: Path, loads: Any = None, **settings: Any) -> AsyncIterator[Rig]:
+    write(folder)
+
+    async def send(transport: Any) -> None:
+        while True:
+            if transport.links:
+                transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+                transport.link.deliver_joints(POSE)
+            await asyncio.sleep(0.01)
+
+    async with started(Rig, load=loads or load, **(QUICK | settings)) as rig:
+        rig.folder = folder
+        robot = asyncio.create_task(send(rig.transport))
+        try:
+            yield rig
+        finally:
+            robot.cancel()
+
+
+@pytest.fixture(autouse=True)
+def quick_and_without_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("service.rollout.webhooks.FOLDER_LOOK", 0.05)
+    look_at = webhooks._look_at
+    LOOKS.clear()
+
+    def looked_at(folder: str) -> object:
+        found = look_at(folder)
+        LOOKS.append(folder)
+        return found
+
+    monkeypatch.setattr(webhooks, "_look_at", looked_at)
+    # What a busy machine misses takes no policy back here; tests/integration/rollout/test_rollout.py has that.
+    monkeypatch.setattr(
+        "service.rollout.webhooks.ProbationSettings", partial(ProbationSettings, missed=1e3, starvations=1000)
+    )
+    monkeypatch.delenv("WEBHOOK_SECRET", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+async def test_a_folder_that_changes_is_swapped_in_and_one_that_is_broken_is_not(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running()
+        first = (await rig.stats())["policy_commit"]
+        assert len(first) == 40
+        await until(lambda: LOOKS, within=30)  # what is there now is known
+        write(rig.folder, 0.2)
+        swapped = await rig.until(lambda found: found and found[0]["result"])
+        assert (swapped["result"], swapped["trigger"]) == ("swapped", "folder"), swapped
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_before"]) == (swapped["sha"], first)
+        write(rig.folder, 90.0)
+        refused = await rig.until(lambda found: len(found) == 2 and found[0]["result"])
+        assert (refused["result"], refused["reason"]) == ("rejected", "out_of_range"), refused
+        assert (await rig.stats())["policy_commit"] == swapped["sha"]
+        (bad,) = (await rig.call("GET", "/quarantine"))[1]
+        assert (bad["sha"], bad["reason"]) == (refused["sha"], "out_of_range")
+        for model, found in ((Deployment, swapped), (Deployment, refused), (Quarantined, bad)):
+            model.model_validate(found, strict=True)
+            assert set(found) == set(model.model_fields)
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 404
+        assert (await rig.call("GET", f"/deployments/{refused['id']}"))[1] == refused
+        assert (await rig.call("GET", "/deployments?session_id=other"))[1] == []
+
+
+async def test_a_policy_is_asked_for_and_gone_back_on(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        first = (await rig.stats())["policy_commit"]
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert (status, told["result"]) == (200, "noop"), told
+        write(rig.folder, 0.2)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert status == 200, told
+        assert told["result"] in (None, "swapped"), told
+        assert (await rig.stats())["policy_commit"] == told["sha"] != first
+        done = await rig.until(lambda found: found[0]["result"])
+        assert (done["id"], done["result"]) == (told["id"], "swapped")
+        status, told = await rig.call("POST", "/sessions/arm/rollback")
+        assert (status, told["result"]) == (200, "rolled_back"), told
+        assert (await rig.stats())["policy_commit"] == first
+        # What was gone back on is not deployed again unless somebody insists.
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert (status, told["code"]) == (409, "update_failed"), told
+        assert "quarantine" in told["detail"]
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={"force": True})
+        assert status == 200, told
+
+
+async def test_a_staged_policy_waits_for_its_word(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("stage")
+        first = (await rig.stats())["policy_commit"]
+        await until(lambda: LOOKS, within=30)  # what is there now is known
+        write(rig.folder, 0.2)
+        staged = await rig.until(lambda found: found and found[0]["result"])
+        assert staged["result"] == "staged", staged
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_staged"]) == (first, staged["sha"])
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert status == 200, told
+        stats = await rig.stats()
+        assert (stats["policy_commit"], stats["policy_staged"]) == (staged["sha"], None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/sessions/nobody/policy", {}, 404),
+        ("POST", "/sessions/nobody/rollback", None, 404),
+        ("GET", "/deployments/nothing", None, 404),
+        ("GET", "/deployments?limit=0", None, 422),
+        ("GET", "/deployments?limit=x", None, 422),
+    ],
+)
+async def test_what_is_not_there_is_said(tmp_path: Path, method: str, path: str, body: Any, status: int) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        found, told = await rig.call(method, path, json=body) if body is not None else await rig.call(method, path)
+        assert found == status, told
+
+
+async def test_wrong_bodies_and_revisions_are_explained(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        for body in ({"revision": ""}, {"revision": 7}, {"unknown": 1}, {"force": "yes"}, []):
+            status, told = await rig.call("POST", "/sessions/arm/policy", json=body)
+            assert status == 422, (body, told)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={"revision": "v7"})
+        assert (status, told["code"]) == (409, "update_failed")
+        assert "'v7'" in told["detail"]
+        status, told = await rig.call("POST", "/sessions/arm/rollback")
+        assert (status, told["code"]) == (409, "update_failed"), told
+        body = {
+            "session_id": "pinned",
+            "policy_path": "lab/pick",
+            "transport_server_url": "http://rooms.example",
+            "revision": "a" * 40,
+            "auto_update": "swap",
+        }
+        status, told = await rig.call("POST", "/sessions", json=body)
+        assert status == 422
+        assert told["detail"][0]["loc"] == ["body", "auto_update"]
+
+
+async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        status, told = await rig.call("POST", "/webhooks/policies", json=PAYLOAD)
+        assert (status, told["status"]) == (200, "ignored"), told
+        proxied = {"x-forwarded-for": "203.0.113.7"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=proxied))[0] == 403
+        foreign = {"origin": "https://elsewhere.example"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=foreign))[0] == 403
+    secrets = tmp_path / "secrets"
+    secrets.write_text("# two, while one replaces the other\nfirst-of-the-secrets\nsecond-of-the-secrets\n")
+    async with rigged(tmp_path / "policy", webhook_secret_file=str(secrets)) as rig:
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD))[0] == 401
+        wrong = {"x-webhook-secret": "wrong"}
+        assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=wrong))[0] == 403
+        for secret in ("first-of-the-secrets", "second-of-the-secrets"):
+            right = {"x-webhook-secret": secret, "webhook-id": secret}
+            assert (await rig.call("POST", "/webhooks/policies", json=PAYLOAD, headers=right))[0] == 200
+        told = json.dumps((await rig.call("GET", "/debug/system"))[1])
+        assert str(tmp_path) not in told
+        assert "of-the-secrets" not in told
+
+
+async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
+    from hooks.client import WebhooksClient
+
+    heard: list[dict[str, Any]] = []
+
+    async def hear(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        heard.append(await request.json())
+        return aiohttp.web.Response()
+
+    receiver = aiohttp.web.Application()
+    receiver.router.add_post("/", hear)
+    runner = aiohttp.web.AppRunner(receiver)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    target = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    settings = {"registry": True, "state": str(tmp_path / "state"), "registry_allow": ("127.0.0.0/8",)}
+    async with rigged(tmp_path / "policy", **settings) as rig:
+        token = (tmp_path / "state" / "registry-token").read_text().strip()
+        assert (tmp_path / "state" / "registry-token").stat().st_mode & 0o077 == 0
+        client = WebhooksClient(endpoint=rig.url, token=token)
+        made = await asyncio.to_thread(
+            client.create_webhook, url=target, watched=[{"type": "user", "name": "robojax"}], domains=["session"]
+        )
+        assert made.status == "enabled"
+        await rig.running()
+        await until(lambda: LOOKS, within=30)  # what is there now is known
+        write(rig.folder, 0.2)
+        await rig.until(lambda found: found and found[0]["result"])
+        assert (await rig.call("DELETE", "/sessions/arm"))[0] == 200
+        async with asyncio.timeout(60):
+            while len(heard) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    await runner.cleanup()
+    assert [one["type"] for one in heard] == [
+        "session.created",
+        "session.started",
+        "session.policy.swapped",
+        "session.deleted",
+    ]
+    assert heard[2]["data"]["sessions"] == ["arm"]
+
+
+async def test_a_session_that_ended_in_an_error_is_no_error_of_the_server(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        rig.transport.refuse = TransportError("no such room")
+        body = {"session_id": "arm", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
+        assert (await rig.call("POST", "/sessions", json=body))[0] == 502
+        for path in ("/sessions/arm/policy", "/sessions/arm/rollback"):
+            status, told = await rig.call("POST", path)
+            assert (status, told["code"]) == (409, "update_failed"), (path, told)
+            assert "'arm'" in told["detail"]
+
+
+async def test_a_folder_of_the_home_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with rigged(tmp_path / "policy") as rig:
+        rig.folder = Path("~/policy")
+        await rig.running()
+        await until(lambda: LOOKS, within=30)  # what is there now is known
+        write(tmp_path / "policy", 0.2)
+        swapped = await rig.until(lambda found: found and found[0]["result"])
+        assert swapped["result"] == "swapped", swapped
+
+
+async def test_a_folder_that_is_gone_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name may be that of a stranger's repo there."""
+    monkeypatch.chdir(tmp_path)
+    async with rigged(tmp_path / "policies") as rig:
+        rig.folder = Path("lab/act")
+        (tmp_path / "lab").mkdir()
+        write(tmp_path / "lab" / "act")
+        with StubHub() as hub:
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+            hub.push("lab/act", {"config.json": '{"step": 0.2}', "model.safetensors": b"0.2"})
+            await rig.running()
+            shutil.rmtree(tmp_path / "lab" / "act")
+            status, told = await rig.call("POST", "/sessions/arm/policy")
+            assert (status, told["code"]) == (409, "update_failed"), told
+            assert "lab/act is not there" in told["detail"]
+            assert hub.requests == []
+
+
+async def test_a_pattern_of_tags_is_the_highest_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StubHub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for number, step in ((9, 0.1), (10, 0.2)):
+            files = {"config.json": json.dumps({"step": step}), "model.safetensors": str(step).encode()}
+            highest = hub.push("lab/act", files, tag=f"deploy-{number}")
+        hub.push("lab/act", {"config.json": "{}"})
+        loaded: list[str | None] = []
+
+        def load_noted(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
+            loaded.append(revision)
+            return ScriptedPolicy(commit=revision)
+
+        async with rigged(tmp_path / "policy", loads=load_noted) as rig:
+            body = {
+                "policy_path": "lab/act",
+                "transport_server_url": "http://rooms.example",
+                "auto_update": "swap",
+                "revision": "deploy-*",
+            }
+            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "arm"})
+            assert status == 200, told
+            assert loaded == [highest]
+            assert (await rig.stats())["policy_commit"] == highest
+            status, told = await rig.call("POST", "/sessions", json=body | {"session_id": "b", "revision": "nothing-*"})
+            assert status == 422, told
+            assert "no tag is like" in json.dumps(told)
+
+
+async def test_what_is_in_quarantine_says_how_to_get_it_out(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy") as rig:
+        await rig.running("off")
+        write(rig.folder, 90.0)
+        assert (await rig.call("POST", "/sessions/arm/policy"))[1]["result"] == "rejected"
+        status, told = await rig.call("POST", "/sessions/arm/policy")
+        assert status == 409
+        assert "DELETE /quarantine/" in told["detail"]
+        assert '"force": true' in told["detail"]
+
+
+async def test_a_session_does_not_load_what_is_in_quarantine(tmp_path: Path) -> None:
+    async with rigged(tmp_path / "policy", state=str(tmp_path / "state")) as rig:
+        await rig.running("off")
+        write(rig.folder, 90.0)
+        bad = (await rig.call("POST", "/sessions/arm/policy"))[1]
+        assert bad["reason"] == "out_of_range"
+        assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "running"
+    # The folder holds it still, and neither a session of before nor a new one has a gate.
+    async with rigged(tmp_path / "other", state=str(tmp_path / "state")) as rig:
+        rig.folder = tmp_path / "policy"
+        body = {"session_id": "b", "policy_path": str(rig.folder), "transport_server_url": "http://rooms.example"}
+        for path, more in (("/sessions/arm/restart", {}), ("/sessions", {"json": body})):
+            status, told = await rig.call("POST", path, **more)
+            assert status == 422, told
+            assert f"DELETE /quarantine/{bad['sha']}" in json.dumps(told)
+        assert (await rig.call("GET", "/sessions/arm"))[1]["status"] == "interrupted"
+        assert (await rig.call("DELETE", f"/quarantine/{bad['sha']}"))[0] == 200
+        status, told = await rig.call("POST", "/sessions/arm/restart")
+        assert status == 200, told
+
+
+async def test_how_far_an_update_came_is_known_after_a_kill(tmp_path: Path) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with rigged(tmp_path / "policy", state=str(state), update_probation=60.0) as rig:
+        await rig.running("off")
+        write(rig.folder, 0.2)
+        status, told = await rig.call("POST", "/sessions/arm/policy", json={})
+        assert (status, told["stages"][-1]["name"]) == (200, "probation"), told
+
+        def is_written() -> bool:
+            found = b"".join(file.read_bytes() for file in state.glob("deployments.sqlite3*"))
+            return b"probation" in found and b"missed_ticks" in found
+
+        await until(is_written, within=30)
+        # What is on the disk at this moment is all that a kill leaves.
+        copy.mkdir()
+        for file in state.glob("deployments.sqlite3*"):
+            (copy / file.name).write_bytes(file.read_bytes())
+    async with rigged(tmp_path / "policy", state=str(copy)) as rig:
+        (found,) = await rig.deployments()
+    assert (found["id"], found["result"], found["reason"]) == (told["id"], "failed", "interrupted")
+    assert "in probation" in found["text"]
+    assert found["stages"][-1] == {"name": "probation", "at": told["stages"][-1]["at"], "seconds": None}
+    assert found["figures"]["arm"]["swap"]["missed_ticks"] is not None

@@ -1,0 +1,111 @@
+"""Robots are stopped for good over HTTP, one at a time; and a robot has one controller, whoever asks."""
+
+import asyncio
+import http.client
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.testing.pauses import Pauses
+from tests.testing.rig import POSE, REAL, show, started
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not claim():  # noqa: ASYNC110 - each look is one round of the loop
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"reason": "a hand"}', "a hand"),
+        (b'{"reason": "' + b"x" * 200_000 + b'"}', "asked for over HTTP"),
+    ],
+    ids=["a reason", "too long"],
+)
+async def test_one_session_is_stopped_and_latched_and_the_others_are_not(server, body: bytes, reason: str) -> None:
+    for name in ("a", "b"):
+        await server.create(name)
+        await server.call("POST", f"/sessions/{name}/start")
+    status, told = await server.call("POST", "/sessions/a/emergency_stop", data=body)
+    assert (status, told["stopped"]) == (200, ["a"])
+    _, (found, other) = await server.call("GET", "/sessions")
+    assert (found["status"], other["status"]) == ("stopped", "running")
+    assert (found["stats"]["emergency_stop"], found["stats"]["stop_code"]) == (reason, "asked")
+    assert (await server.call("POST", "/sessions/a/start"))[0] == 409
+    assert (await server.call("POST", "/debug/sessions/a/reset"))[0] == 200
+    assert (await server.call("GET", "/sessions/a"))[1]["status"] == "stopped", "a reset moves nothing"
+    assert (await server.call("POST", "/sessions/a/start"))[0] == 200
+    assert (await server.call("POST", "/sessions/nobody/emergency_stop"))[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/sessions/arm/emergency_stop", "/debug/emergency_stop"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 99999999\r\n\r\n",
+        b'Content-Length: 2000000\r\n\r\n{"reason": "' + b"x" * 400_000,
+        b'Content-Length: 30\r\n\r\n{"reas',
+        b'Transfer-Encoding: chunked\r\n\r\n6\r\n{"reas\r\n',
+    ],
+    ids=["too long to take", "longer than anybody reads", "stalled", "stalled chunks"],
+)
+async def test_no_body_keeps_a_stop_waiting(server, path: str, rest: bytes, pauses: Pauses) -> None:
+    await server.create()
+    await server.call("POST", "/sessions/arm/start")
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + rest)
+    began = time.monotonic()
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+    assert pauses.running(began) < 1, "the deadline of a request is ten"
+    writer.close()
+    found = (await server.call("GET", "/sessions/arm"))[1]
+    assert (found["status"], found["stats"]["emergency_stop"]) == ("stopped", "asked for over HTTP")
+
+
+async def test_a_stop_over_http_is_heard_before_anything_is_sent_when_the_loop_was_blocked(server) -> None:
+    await server.create("arm", rate=50)
+    link = server.transport.link
+
+    showing = asyncio.create_task(show(link))
+    await server.call("POST", "/sessions/arm/start")
+    await until(lambda: len(link.sent) >= 10)
+    host, port = server.address
+
+    def stop() -> None:
+        connection = http.client.HTTPConnection(host, port, timeout=30)
+        connection.request("POST", "/api/sessions/arm/emergency_stop")
+        asked.set()
+        answers.append(connection.getresponse().status)
+        connection.close()
+
+    answers: list[int] = []
+    asked = threading.Event()
+    stopping = threading.Timer(0.02, stop)
+    sent = len(link.sent)
+    stopping.start()
+    time.sleep(0.2)  # noqa: ASYNC251 - the event loop is blocked while the stop comes
+    assert asked.wait(30)
+    session = server.app.ctx.sessions.get("arm")
+    await until(lambda: session.is_latched)
+    heard = len(link.sent)
+    showing.cancel()
+    await until(lambda: bool(answers))
+    assert answers == [200]
+    assert len([one for one in link.sent[sent:heard] if one.values != POSE]) <= 2, "it is heard within 20 ms and a tick"
+    assert all(one.values == POSE for one in link.sent[heard:]), "nothing but the hold after the stop"
+
+
+async def test_a_robot_that_somebody_elses_controller_commands_is_taken() -> None:
+    async with started(transport=REAL) as first, started(transport=REAL) as second:
+        new = {"workspace_id": "w", "transport_server_url": first.url}
+        assert (await first.create(**new))[0] == 200
+        status, refused = await second.create(**new)
+        assert status == 409
+        assert "is commanded by participant 'arm-joint-output-producer-" in refused["detail"]
+        assert "stop that controller first" in refused["detail"]
+        assert (await first.call("DELETE", "/sessions/arm"))[0] == 200
+        assert (await second.create(**new))[0] == 200

@@ -1,0 +1,310 @@
+import asyncio
+import logging
+import re
+import time
+
+import pytest
+from sanic.response import text
+
+from service.app import PREFIXES, ROUTES
+from service.http.origins import Origins
+
+
+class Wire:
+    """A connection on which bytes are written by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self.writer = reader, writer
+
+    async def send(self, text: str) -> None:
+        self.writer.write(text.encode())
+        await self.writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines)}
+        body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return int(first.split()[1]), headers, body
+
+    async def is_closed(self, within: float = 30.0) -> bool:
+        return await asyncio.wait_for(self.reader.read(), within) == b""
+
+
+@pytest.fixture
+async def dial():
+    wires = []
+
+    async def open_wire(server) -> Wire:
+        wires.append(Wire(*await asyncio.open_connection(*server.address)))
+        return wires[-1]
+
+    yield open_wire
+    for wire in wires:
+        wire.writer.close()
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.operation_id)
+async def test_every_route_answers_under_api_too(server, route):
+    path = route.path.replace("{session_id}", "nobody")
+    statuses = []
+    for prefix in PREFIXES:
+        async with server.http.request(route.method, prefix + path) as answer:
+            statuses.append((answer.status, answer.content_type))
+    assert statuses[0] == statuses[1]
+    # A server of its own takes no session over.
+    assert statuses[0][0] in (200, 404, 422) or (path.endswith("/adopt") and statuses[0][0] == 409)
+
+
+async def test_what_is_not_there_is_404_in_json(server):
+    for path in ("/nope", "/api/nope", "/sessions/a/b/c", "/ui/nope"):
+        status, told = await server.call("GET", path)
+        assert (status, told) == (404, {"detail": "Not Found", "code": "not_found"})
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "TRACE", "DELETE", "INVENTED"])
+async def test_another_method_is_405_and_says_which_are_allowed(server, method):
+    async with server.http.request(method, "/sessions") as answer:
+        assert (answer.status, (await answer.json())["code"]) == (405, "method_not_allowed")
+        assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "POST", "OPTIONS"}
+
+
+async def test_paths_with_names_say_their_methods_too(server):
+    async with server.http.request("TRACE", "/sessions/arm") as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD, OPTIONS, PATCH, DELETE")
+    async with server.http.put("/api/sessions/arm/stop") as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "POST, OPTIONS")
+
+
+async def test_head_is_get_without_its_body(server):
+    for path in ("/", "/health", "/sessions", "/openapi.json", "/docs", "/metrics"):
+        async with server.http.head(path) as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+
+
+async def test_options_says_what_a_path_takes(server):
+    async with server.http.options("/sessions/arm/start") as answer:
+        assert (answer.status, answer.headers["allow"]) == (204, "POST, OPTIONS")
+
+
+async def test_a_connection_is_kept_for_the_next_request(server, dial):
+    wire = await dial(server)
+    for _ in range(3):
+        await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        status, headers, _ = await wire.answer()
+        assert (status, headers["connection"]) == (200, "keep-alive")
+    await wire.send("GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /sessions HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert [(await wire.answer())[0] for _ in range(2)] == [200, 200]
+
+
+async def test_every_answer_has_its_own_request_id(server):
+    found = set()
+    for path in ("/", "/nope", "/sessions/nobody"):
+        async with server.http.get(path) as answer:
+            found.add(answer.headers["x-request-id"])
+    assert len(found) == 3
+
+
+async def test_an_error_of_ours_tells_its_request_id_and_nothing_else(server, caplog):
+    async def broken(request):
+        raise RuntimeError("the secret is hunter2 in /root/models")
+
+    server.app.ctx.sessions.list = broken  # the route will fail on it
+    with caplog.at_level(logging.ERROR):
+        async with server.http.get("/sessions") as answer:
+            told = await answer.json()
+            request_id = answer.headers["x-request-id"]
+    del server.app.ctx.sessions.list
+    assert (answer.status, told["code"]) == (500, "internal")
+    assert request_id in told["detail"]
+    assert "hunter2" not in str(told)
+    assert "Traceback" not in str(told)
+    assert any(request_id in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+async def test_a_body_that_is_too_large_is_413(serve):
+    async with serve(max_body=2048) as server:
+        status, told = await server.call("POST", "/sessions", data=b"x" * 4096)
+        assert (status, told["code"]) == (413, "request_entity_too_large")
+
+
+@pytest.mark.parametrize("head", ["nonsense", "GET /\u00e9 HTTP/1.1", "GET / HTTP/1.1\r\nno colon"])
+async def test_what_is_not_http_is_400_in_json(server, dial, head):
+    wire = await dial(server)
+    await wire.send(f"{head}\r\n\r\n")
+    status, headers, body = await wire.answer()
+    assert (status, headers["content-type"]) == (400, "application/json")
+    assert b'"code":"bad_request"' in body
+    assert await wire.is_closed()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "",
+        "GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        "POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
+    ],
+    ids=["request line", "head", "body"],
+)
+async def test_a_request_that_drips_in_is_cut_at_its_deadline(serve, dial, start, pauses):
+    async with serve(request_deadline=1.0) as server:
+        wire = await dial(server)
+        began = time.monotonic()
+        await wire.send(start)
+        while time.monotonic() < began + 0.8:
+            await wire.send("x")
+            await asyncio.sleep(0.05)
+        status, _, body = await wire.answer()
+        # A timeout that starts anew with each byte would end 1 s after the last.
+        assert time.monotonic() - began > 0.9
+        assert pauses.running(began) < 1.6
+        assert (status, b'"code":"request_timeout"' in body) == (408, True)
+        assert await wire.is_closed()
+        assert (await server.call("GET", "/health"))[0] == 200
+
+
+async def test_a_refused_request_cannot_drip_on_either(serve, dial):
+    async with serve(request_deadline=0.5) as server:
+        wire = await dial(server)
+        await wire.send("POST /nope HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        assert (await wire.answer())[0] == 404
+        assert await wire.is_closed(within=3)
+
+
+async def test_an_idle_connection_and_a_slow_answer_have_no_such_deadline(serve, dial):
+    async with serve(request_deadline=0.3) as server:
+        wire = await dial(server)
+        for _ in range(3):
+            await wire.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await wire.answer())[0] == 200
+            await asyncio.sleep(0.4)
+
+
+async def test_the_deadline_of_one_request_does_not_count_for_the_next(serve, dial):
+    async with serve(request_deadline=2.0) as server:
+        wire = await dial(server)
+        for _ in range(3):
+            await wire.send("GET /health HTTP/1.1\r\n")
+            await asyncio.sleep(0.8)
+            await wire.send("Host: localhost\r\n\r\n")
+            assert (await wire.answer())[0] == 200
+
+
+async def test_a_slow_answer_is_503(serve):
+    async with serve(answer_deadline=0.2) as server:
+        await server.create()
+
+        async def slow(request, session_id):
+            await asyncio.sleep(30)
+            return text("")
+
+        server.app.ctx.sessions.stop = lambda session_id: slow(None, session_id)
+        status, told = await server.call("POST", "/sessions/arm/stop")
+        assert (status, told["code"]) == (503, "service_unavailable")
+        assert "GET /sessions" in told["detail"]
+
+
+async def test_a_foreign_page_may_not_move_a_robot(server):
+    await server.create()
+    page = {"origin": "https://evil.example"}
+    status, told = await server.call("POST", "/sessions/arm/start", headers=page)
+    assert (status, told["code"]) == (403, "origin_refused")
+    assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
+    async with server.http.get("/sessions", headers=page) as answer:
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_a_page_of_this_machine_may_call_and_read(server):
+    page = {"origin": "http://localhost:5173", "access-control-request-method": "POST"}
+    async with server.http.options("/sessions", headers=page) as answer:
+        assert answer.status == 204
+        assert answer.headers["access-control-allow-origin"] == page["origin"]
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert "content-type" in answer.headers["access-control-allow-headers"]
+    status, _ = await server.call("GET", "/sessions", headers={"origin": page["origin"]})
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "expected"),
+    [
+        (None, "x", True),
+        ("http://127.0.0.1:3000", "127.0.0.1:8001", True),
+        ("http://[::1]:3000", "127.0.0.1:8001", True),
+        ("http://192.168.1.5:8001", "192.168.1.5:8001", True),
+        ("http://192.168.1.5:9000", "192.168.1.5:8001", False),
+        ("https://good.example", "x", True),
+        ("https://good.example:444", "x", False),
+        ("http://localhost.evil.example", "x", False),
+        ("http://evil.example:8001", "evil.example:8001", False),  # a name that its owner points at us
+        ("null", "x", False),
+        ("http://[", "x", False),
+        ("http://LOCALHOST:3000", "x", True),
+        *(
+            (text, "localhost:8001", False)
+            for text in (
+                *("", "localhost", "//localhost", "http:localhost", "http:/localhost", "http://", "http://localhost/"),
+                *("http://localhost\\", "http://localhost\\.evil.example", "http://evil.example\\@localhost"),
+                *(
+                    "http://evil.example@localhost",
+                    "http://localhost:",
+                    "http://localhost:x",
+                    "http://localhost:800100",
+                ),
+                *(
+                    "http://localhost#",
+                    "http://localhost?",
+                    " http://localhost",
+                    "http://localhost\t",
+                    "http://l\u00f6",
+                ),
+                *("http://[::1", "http://[::1]x", "http://localhost http://evil.example", "http://localhost,http://a"),
+            )
+        ),
+    ],
+)
+def test_which_pages_may_call(origin, host, expected):
+    assert Origins(["https://good.example"]).allows(origin, host) is expected
+
+
+def test_a_star_lets_every_page_call_and_nothing_that_is_none():
+    origins = Origins(["*"])
+    assert origins.allows("https://evil.example", "x")
+    assert origins.allows("null", "x")
+    assert not origins.allows("https://evil.example\\@good.example", "x")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (None, True),
+        ("localhost:8001", True),
+        ("[::1]:8001", True),
+        ("good.example", True),
+        ("evil.example", False),
+        ("evil.example@localhost", False),
+        ("evil.example\\@localhost", False),
+        ("localhost/", False),
+        ("", False),
+    ],
+)
+def test_which_names_this_server_has(host, expected):
+    assert Origins(["https://good.example"]).allows_host(host) is expected
+
+
+async def test_rooms_are_served_beside_the_sessions_unless_switched_off(serve):
+    async with serve() as server:
+        for prefix in PREFIXES:
+            status, told = await server.call("POST", f"{prefix}/robotics/workspaces/w/rooms", json={"room_id": "r"})
+            assert (status, told["room_id"]) == (200, "r")
+    async with serve(embedded_transport=False) as server:
+        assert (await server.call("GET", "/robotics/workspaces/w/rooms"))[0] == 404
+
+
+async def test_two_servers_of_one_process_share_nothing(serve):
+    async with serve() as first, serve() as second:
+        await first.create("arm")
+        assert (await second.call("GET", "/sessions"))[1] == []
+        assert re.search(r'robojax_sessions{stage="ready"} 1', await (await first.http.get("/metrics")).text())
+        assert re.search(r'robojax_sessions{stage="ready"} 0', await (await second.http.get("/metrics")).text())

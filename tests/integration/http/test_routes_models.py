@@ -1,0 +1,364 @@
+"""A small real model behind the real server."""
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+import msgpack
+import numpy as np
+import pytest
+
+import jaxmodels
+from tests.testing import rig
+from tests.testing.rig import REAL, show, started
+from tests.testing.waiting import until
+
+JSON, NPZ, MSGPACK = "application/json", "application/x-npz", "application/msgpack"
+FORMS = (JSON, NPZ, MSGPACK)
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder) -> jaxmodels.LoadedModel:
+    return jaxmodels.load_model(model_folder)
+
+
+class Server(rig.Server):
+    async def forward(
+        self, body: Any, form: str, accept: str | None = None, name: str = "dit"
+    ) -> tuple[int, Any, aiohttp.ClientResponse]:
+        headers = {"content-type": form} | ({"accept": accept} if accept else {})
+        if isinstance(body, bytes):
+            body = io.BytesIO(body)
+        async with self.http.post(f"/models/{name}/forward", data=body, headers=headers) as answer:
+            return answer.status, await answer.read(), answer
+
+    @property
+    def places(self) -> int:
+        return self.app.ctx.models.forwards._places
+
+    async def until_free(self) -> None:
+        await until(lambda: not self.places, within=60)
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serve(loaded) -> Serve:
+    def start(model: Any = loaded, **settings: Any) -> AbstractAsyncContextManager[Server]:
+        parts = {"load_model": lambda path, revision=None, /, *, on_progress=None: model}
+        return started(Server, parts=parts, models={"dit": "folder/of/dit"}, **settings)
+
+    return start
+
+
+@pytest.fixture
+async def server(serve) -> AsyncIterator[Server]:
+    async with serve() as server:
+        yield server
+
+
+def write(arrays: dict[str, np.ndarray], form: str) -> bytes:
+    if form == NPZ:
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        return buffer.getvalue()
+    entries = {
+        name: {"dtype": array.dtype.name, "shape": list(array.shape)}
+        | {"data": array.tolist() if form == JSON else array.tobytes()}
+        for name, array in arrays.items()
+    }
+    return json.dumps({"inputs": entries}).encode() if form == JSON else msgpack.packb({"inputs": entries})
+
+
+def read(body: bytes, form: str) -> np.ndarray:
+    if form == NPZ:
+        return np.load(io.BytesIO(body), allow_pickle=False)["sample"]
+    sample = (json.loads(body) if form == JSON else msgpack.unpackb(body))["outputs"]["sample"]
+    if form == JSON:
+        return np.array(sample["data"], sample["dtype"])
+    return np.frombuffer(sample["data"], sample["dtype"]).reshape(sample["shape"])
+
+
+async def test_what_is_loaded_is_listed_with_what_it_takes(server, loaded):
+    status, listed = await server.call("GET", "/models")
+    assert (status, len(listed)) == (200, 1)
+    told = listed[0]
+    assert (told["name"], told["class"], told["kind"]) == ("dit", "Transformer2DModel", "patches")
+    assert told["config"]["num_embeds_ada_norm"] == 7
+    assert told["parameters"] == loaded.description["parameters"]
+    assert [entry["name"] for entry in told["inputs"]][:3] == ["hidden_states", "timestep", "class_labels"]
+    assert told["inputs"][0]["shape"] == ["batch", 4, "height", "width"]
+    assert (await server.call("GET", "/api/models/dit"))[1] == told
+    status, told = await server.call("GET", "/models/other")
+    assert (status, told["code"], "loaded: dit" in told["detail"]) == (404, "unknown_model", True)
+
+
+@pytest.mark.parametrize("answer", FORMS)
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_forward_over_http_gives_the_numbers_of_one_in_process(server, loaded, form, answer):
+    inputs = loaded.example(2, seed=5)
+    expected = loaded.forward(inputs)["sample"]
+    status, body, head = await server.forward(write(inputs, form), form, accept=None if form == answer else answer)
+    assert (status, head.content_type) == (200, answer)
+    np.testing.assert_array_equal(read(body, answer), expected)
+    stages = dict(re.findall(r"(\w+);dur=([\d.e-]+)", head.headers["server-timing"]))
+    assert set(stages) == {"queue", "read", "to_device", "compute", "to_host", "total", "compile"}
+    assert 0 < float(stages["compute"]) <= float(stages["total"])
+    if answer != NPZ:
+        told = json.loads(body) if answer == JSON else msgpack.unpackb(body)
+        assert {stage: f"{spent:g}" for stage, spent in told["timings_ms"].items()} == stages
+
+
+async def test_by_hand_plain_numbers_will_do(server, loaded):
+    x = loaded.example()["hidden_states"]
+    by_hand = {"inputs": {"hidden_states": x.tolist(), "timestep": 250, "class_labels": [3]}}
+    status, body, _ = await server.forward(json.dumps(by_hand), JSON)
+    expected = loaded.forward({"hidden_states": x, "timestep": np.float32(250), "class_labels": np.array([3])})
+    assert status == 200
+    np.testing.assert_array_equal(read(body, JSON), expected["sample"])
+
+
+async def test_a_long_answer_comes_whole(server, loaded):
+    inputs = loaded.example() | {"hidden_states": np.ones((64, 4, 32, 32), np.float32)}
+    inputs |= {"timestep": np.zeros(64, np.float32), "class_labels": np.zeros(64, np.int32)}
+    status, body, head = await server.forward(write(inputs, NPZ), NPZ)
+    assert (status, read(body, NPZ).shape) == (200, (64, 4, 32, 32))
+    assert int(head.headers["content-length"]) == len(body) > 1 << 20
+    assert "x-request-id" in head.headers
+    status, body, _ = await server.forward(write(inputs, NPZ), NPZ, accept=MSGPACK)
+    assert (status, read(body, MSGPACK).shape) == (200, (64, 4, 32, 32))
+    assert (await server.call("GET", "/health"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden_states": np.ones((1, 3, 8, 8), np.float32)}, "wants (batch, 4, height, width)"),
+        ({"hidden_states": np.ones((1, 4, 8), np.float32)}, "wants (batch, 4, height, width)"),
+        ({"class_labels": np.array([8])}, "class_labels 8 is out of range; wanted 0 to 7"),
+        ({"class_labels": np.array([0.5])}, "wanted integers"),
+        ({"images": np.ones(3)}, "has 'images', which this model does not take"),
+        ({"timestep": np.array([np.nan])}, "NaN"),
+    ],
+)
+@pytest.mark.parametrize("form", [NPZ, MSGPACK])
+async def test_arrays_that_do_not_fit_are_422_with_what_was_wanted(server, loaded, form, change, text):
+    status, body, _ = await server.forward(write(loaded.example() | change, form), form)
+    [entry] = json.loads(body)["detail"]
+    assert (status, entry["loc"][:2], entry["type"]) == (422, ["body", "inputs"], "invalid")
+    assert text in entry["msg"]
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        (b"", JSON),
+        (b"", NPZ),
+        (b"", MSGPACK),
+        (b"{", JSON),
+        (b"\xc1", MSGPACK),
+        (b"PK\x03\x04", NPZ),
+        (b'{"inputs": {"hidden_states": NaN}}', JSON),
+    ],
+)
+async def test_bodies_that_cannot_be_read_are_422(server, body, form):
+    status, told, _ = await server.forward(body, form)
+    assert (status, json.loads(told)["detail"][0]["loc"][0]) == (422, "body")
+
+
+async def test_another_content_type_is_415_and_another_accept_406_and_both_name_what_there_is(server):
+    for form, accept, expected, code in (
+        ("text/plain", None, 415, "unknown_form"),
+        ("application/octet-stream", None, 415, "unknown_form"),
+        (JSON, "text/html", 406, "not_acceptable"),
+    ):
+        status, body, _ = await server.forward(b"x" * 3_000_000, form, accept)
+        told = json.loads(body)
+        assert (status, told["code"]) == (expected, code)
+        assert all(name in told["detail"] for name in FORMS)
+
+
+async def test_an_unknown_model_is_404_even_for_a_long_body(server):
+    status, body, _ = await server.forward(b"x" * 3_000_000, NPZ, name="other")
+    assert (status, json.loads(body)["code"]) == (404, "unknown_model")
+    # The connection was read to the end and serves on.
+    assert (await server.call("GET", "/health"))[0] == 200
+
+
+async def test_bodies_have_limits_of_their_own_and_other_routes_keep_theirs(serve):
+    async with serve(max_body=2000, max_forward_bytes=100_000) as server:
+        status, body, _ = await server.forward(b"x" * 2001, JSON)
+        assert (status, "max_body; npz and msgpack" in json.loads(body)["detail"]) == (413, True)
+        status, body, _ = await server.forward(b"x" * 100_001, NPZ)
+        assert (status, "100000 bytes (max_forward_bytes)" in json.loads(body)["detail"]) == (413, True)
+        assert (await server.forward(b"x" * 99_000, NPZ))[0] == 422
+        # One that is far too large is told so as well, while it is still sent.
+        assert (await server.forward(b"x" * 190_000, NPZ))[0] == 413
+        assert (await server.call("POST", "/sessions", data=b"x" * 2001))[0] == 413
+        assert not server.places
+
+
+async def test_a_body_without_a_length_is_counted_while_it_comes(serve):
+    async with serve(max_forward_bytes=100_000) as server:
+
+        async def endless() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b"x" * 10_000
+
+        try:
+            status, body, _ = await server.forward(endless(), NPZ)
+            assert (status, json.loads(body)["code"]) == (413, "too_large")
+        except aiohttp.ClientError:
+            pass  # cut while it was still sending
+        await server.until_free()
+
+
+async def test_what_would_take_too_long_or_too_much_is_413_before_it_is_compiled(server, loaded):
+    kept = loaded.compiled_shapes
+    one = {"timestep": np.zeros(1, np.float32), "class_labels": np.zeros(1, np.int32)}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, hidden_states=np.zeros((1, 4, 2000, 2000), np.float32), **one)
+    assert len(buffer.getvalue()) < 100_000
+    status, body, _ = await server.forward(buffer.getvalue(), NPZ)
+    assert (status, json.loads(body)["code"]) == (413, "too_large")
+    assert "answer_deadline" in json.loads(body)["detail"]
+    assert loaded.compiled_shapes == kept
+
+
+async def test_a_body_that_drips_in_is_cut_at_the_deadline_and_gives_its_place_back(serve):
+    async with serve(request_deadline=2.0, max_forwards=1) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
+        writer.write(b"Content-Length: 5000\r\n\r\nPK")
+        await until(lambda: server.places == 1, within=30)
+        assert (await server.forward(b"x", NPZ))[0] == 503
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        assert b" 408 " in head
+        writer.close()
+        await server.until_free()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_gives_its_place_back(serve):
+    async with serve(max_forwards=1) as server:
+        _, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-npz\r\n")
+        writer.write(b"Content-Length: 5000\r\n\r\nPK")
+        await until(lambda: server.places == 1, within=30)
+        writer.close()
+        await server.until_free()
+
+
+class Verbose:
+    """A model that says 32 MB at once, which no socket's buffer holds."""
+
+    description: Mapping[str, Any] = {"parameters": 0, "device": "none", "inputs": []}
+    timings: Mapping[str, float] = {}
+    compiled_shapes = 0
+
+    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+        return {}
+
+    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
+        return 0.0, 0, 0
+
+    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        return True
+
+    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
+        return 0.0
+
+    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"sample": np.zeros(8 << 20, np.float32)}
+
+
+async def test_a_client_that_does_not_read_a_long_answer_is_cut(serve):
+    async with serve(Verbose(), answer_deadline=3.0, max_forwards=1) as server:
+        body = write({"x": np.zeros(1)}, NPZ)
+        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
+        head = f"POST /models/dit/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
+        assert (await server.forward(body, NPZ))[0] == 503
+        await server.until_free()
+        status, answer, _ = await server.forward(body, NPZ)
+        assert (status, read(answer, NPZ).size) == (200, 8 << 20)
+        writer.close()
+
+
+async def test_who_asks_before_sending_is_told_at_once(server):
+    reader, writer = await asyncio.open_connection(*server.address)
+    for name, expected in (("other", b" 404 "), ("dit", b"HTTP/1.1 100 ")):
+        writer.write(f"POST /models/{name}/forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: {NPZ}\r\n".encode())
+        writer.write(b"Content-Length: 50000000\r\nExpect: 100-continue\r\n\r\n")
+        lines = [await asyncio.wait_for(reader.readline(), 30)]
+        if name == "other" and b" 100 " in lines[0]:
+            await reader.readline()
+            lines.append(await asyncio.wait_for(reader.readline(), 30))
+        assert any(expected in line for line in lines)
+        writer.close()
+        reader, writer = await asyncio.open_connection(*server.address)
+    writer.close()
+
+
+async def test_health_metrics_and_the_system_mention_models_and_no_folder(server, loaded):
+    await server.forward(write(loaded.example(), NPZ), NPZ)
+    await server.forward(b"nonsense", NPZ)
+    told = (await server.call("GET", "/health"))[1]
+    assert (told["models"], told["device"]) == (["dit"], loaded.device)
+    async with server.http.get("/metrics") as answer:
+        text = await answer.text()
+    assert 'robojax_model_forwards_total{model="dit"} 1.0' in text
+    assert 'robojax_model_errors_total{model="dit"} 1.0' in text
+    assert re.search(r'robojax_model_forward_seconds_total\{model="dit"\} 0\.\d', text)
+    assert "robojax_models 1.0" in text
+    system = (await server.call("GET", "/debug/system"))[1]
+    assert system["models"] == ["dit"]
+    listed = (await server.call("GET", "/models"))[1]
+    assert "folder/of" not in json.dumps(system)
+    assert listed[0]["stats"]["forwards"] == 1
+    assert listed[0]["stats"]["stages_ms"]["compute"]["p50"] > 0
+
+
+async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, loaded):
+    async with serve(forward_beside_robots=0.5) as server:
+        assert (await server.create())[0] == 200
+        long = loaded.example() | {"hidden_states": np.ones((1, 4, 256, 256), np.float32)}
+        assert loaded.cost(long)[0] > 0.5
+        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+        assert (await server.forward(write(loaded.example(), NPZ), NPZ))[0] == 200
+        status, body, head = await server.forward(write(long, NPZ), NPZ)
+        told = json.loads(body)
+        assert (status, told["code"], head.headers["retry-after"]) == (503, "model_busy", "1")
+        assert "a robot is running" in told["detail"]
+
+
+async def test_ticks_keep_time_beside_forwards(serve, loaded):
+    """Long bodies are read, computed over and answered while a robot is moved at 50 Hz."""
+    async with serve(forward_beside_robots=10.0) as server:
+        assert (await server.create(rate=50))[0] == 200
+        inputs = loaded.example() | {"hidden_states": np.ones((512, 4, 16, 16), np.float32)}
+        inputs |= {"timestep": np.zeros(512, np.float32), "class_labels": np.zeros(512, np.int32)}
+        body = write(inputs, NPZ)
+        assert (await server.forward(body, NPZ))[0] == 200
+        drive = server.app.ctx.sessions.get("arm").drive
+        robot_task = asyncio.create_task(show(server.transport.link, period=0.02))
+        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+        statuses = [(await server.forward(body, NPZ))[0] for _ in range(4)]
+        robot_task.cancel()
+        assert statuses == [200] * 4
+        # Generous, for machines that do other things too: on the loop, each of these passes would cost many ticks.
+        assert drive.control.lateness.percentile(90) < 0.02
+        assert drive.control.lateness.count > 10
+
+
+async def test_a_server_starts_with_the_models_of_its_settings(model_folder):
+    async with started(load=REAL, models={"dit": str(model_folder)}) as server:
+        _, [told] = await server.call("GET", "/models")
+    assert (told["name"], told["source"], told["kind"]) == ("dit", "transformer", "patches")
+    assert str(model_folder) not in json.dumps(told)

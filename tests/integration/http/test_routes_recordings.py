@@ -1,0 +1,193 @@
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from service.auth.caller import Role
+from service.recording.library import open_source
+from service.recording.mcap_files import McapSource
+from service.recording.recordings import run_process
+from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import JOINTS
+
+
+async def feed(server) -> None:
+    """Until it is cancelled, the robot of the newest session sees and feels something."""
+    while True:
+        server.transport.link.deliver_frame("front", np.full((48, 64, 3), 90, np.uint8))
+        server.transport.link.deliver_joints(dict.fromkeys(JOINTS, 1.0))
+        await asyncio.sleep(0.02)
+
+
+async def until(server, wanted, path="/recordings", by=None):
+    for _ in range(2400):
+        _, found = await server.call("GET", path, by)
+        if wanted(found):
+            return found
+        await asyncio.sleep(0.025)
+    raise AssertionError(found)
+
+
+def recording(status):
+    return status["stats"]["recording"]
+
+
+async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    begun_in, begin = [], subprocess.Popen.__init__
+    monkeypatch.setattr(
+        subprocess.Popen,
+        "__init__",
+        lambda *how, **more: begun_in.append(threading.current_thread()) or begin(*how, **more),
+    )
+    async with serve(recordings=str(folder), recording_free=0) as server:
+        await server.create("arm", record=True, rate=50, language_instruction="wave")
+        feeding = asyncio.create_task(feed(server))
+        _, waiting = await server.call("GET", "/sessions/arm")
+        assert recording(waiting) == {
+            **{"state": "on", "file": None, "seconds": 0, "bytes": 0, "dropped": 0},
+            "reason": None,
+        }
+        assert not folder.exists()
+        for _ in range(2):
+            await server.call("POST", "/sessions/arm/start")
+            sent = len(server.transport.link.sent)
+            await until(server, lambda one, sent=sent: one["stats"]["commands_sent"] > sent + 5, "/sessions/arm")
+            await server.call("POST", "/sessions/arm/stop")
+        _, running = await server.call("GET", "/sessions/arm")
+        assert recording(running)["state"] == "on"
+        ((one,)) = (await server.call("GET", "/recordings"))[1]
+        assert (one["state"], one["session_id"], one["dataset"]) == ("on", "arm", "none")
+        status, refused = await server.call("DELETE", f"/recordings/{one['name']}")
+        assert (status, refused["code"]) == (409, "recording_refused")
+        await server.call("DELETE", "/sessions/arm")
+        feeding.cancel()
+        (one,) = await until(server, lambda found: found[0]["dataset"] == "ready")
+        assert begun_in
+        assert threading.main_thread() not in begun_in, "to begin a process stops the loop, and every robot's tick"
+        assert (one["state"], one["episodes"]) == ("off", 2)
+        assert one["bytes"] > 1000
+        assert str(tmp_path) not in json.dumps(one)
+        source = McapSource(folder / f"{one['name']}.mcap")
+        assert (source.subject.task, source.subject.rate, source.subject.joints) == ("wave", 50, JOINTS)
+        assert source.subject.limits["mode"] == "clamp"
+        assert source.subject.limits["Jaw"]["high"] == source.subject.high[5] == 100
+        steps = list(open_source(folder / one["name"]).steps())
+        assert {step.episode for step in steps} == {0, 1}
+        assert len(steps) == len(list(source.steps()))
+        assert (await server.call("DELETE", f"/recordings/{one['name']}"))[0] == 200
+        assert not list(folder.iterdir())
+        assert (await server.call("DELETE", f"/recordings/{one['name']}"))[0] == 404
+
+
+async def test_a_recording_is_switched_on_and_off_while_the_robot_moves(serve, tmp_path):
+    async with serve(recordings=str(tmp_path), recording_free=0, recording_datasets=False) as server:
+        await server.create("arm", rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start")
+        assert recording((await server.call("GET", "/sessions/arm"))[1])["state"] == "off"
+        status, told = await server.call("POST", "/sessions/arm/record", json={"on": True})
+        assert (status, told["recording"]["state"]) == (200, "on")
+        await until(server, lambda one: recording(one)["seconds"] > 0.2, "/sessions/arm")
+        await server.call("POST", "/sessions/arm/record", json={"on": False})
+        (one,) = await until(server, lambda found: found and found[0]["state"] == "off")
+        assert len(list(McapSource(tmp_path / f"{one['name']}.mcap").steps())) > 5
+        status = (await server.call("GET", "/sessions/arm"))[1]
+        assert (status["status"], recording(status)["state"]) == ("running", "off")
+        feeding.cancel()
+
+
+async def test_a_recording_is_its_owners_alone(serve, tmp_path):
+    roles = {"ann": Role.OPERATOR, "bob": Role.OPERATOR}
+    settings = {"recording_free": 0, "recording_datasets": False, "policy_owners": ("policies",)}
+    async with serve(roles=roles, state=str(tmp_path), **settings) as server:
+        await server.create("arm", "ann", record=True, rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start", "ann")
+        await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm", "ann")
+        await server.call("DELETE", "/sessions/arm", "ann")
+        feeding.cancel()
+        (one,) = await until(server, lambda found: found and found[0]["state"] == "off", by="ann")
+        assert await server.call("GET", "/recordings", "bob") == (200, [])
+        assert (await server.call("DELETE", f"/recordings/{one['name']}", "bob"))[0] == 404
+        assert (await server.call("DELETE", f"/recordings/{one['name']}", "ann"))[0] == 200
+
+
+async def test_a_session_that_ends_with_its_server_leaves_a_whole_recording(serve, tmp_path):
+    async with serve(recordings=str(tmp_path), recording_free=0) as server:
+        await server.create("arm", record=True, rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start")
+        await until(server, lambda one: one["stats"]["commands_sent"] > 5, "/sessions/arm")
+        feeding.cancel()
+    (path,) = tmp_path.glob("*.mcap")
+    assert McapSource(path).outcome.state == "off"
+    assert len(list(McapSource(path).steps())) > 4
+
+
+async def test_a_recording_ends_with_a_session_that_fails(serve, tmp_path):
+    policy = ScriptedPolicy()
+    settings = {"recordings": str(tmp_path), "recording_free": 0, "recording_datasets": False}
+    async with serve(load=ScriptedLoader(lambda: policy), **settings) as server:
+        await server.create("arm", record=True, rate=50)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start")
+        await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm")
+        policy.failures = [ValueError("broken")] * 3
+        await until(server, lambda one: one["status"] == "error", "/sessions/arm")
+        await until(server, lambda found: found[0]["state"] == "off")
+        feeding.cancel()
+
+
+async def test_a_full_disk_is_said_and_the_robot_goes_on(serve, tmp_path):
+    async with serve(recordings=str(tmp_path), recording_free=1 << 60) as server:
+        await server.create("arm", record=True)
+        feeding = asyncio.create_task(feed(server))
+        await server.call("POST", "/sessions/arm/start")
+        found = await until(server, lambda one: recording(one)["state"] == "disk_full", "/sessions/arm")
+        assert "are to stay free" in recording(found)["reason"]
+        assert (await until(server, lambda one: one["stats"]["commands_sent"] > 3, "/sessions/arm"))[
+            "status"
+        ] == "running"
+        assert (await server.call("GET", "/recordings"))[1] == []
+        feeding.cancel()
+
+
+async def test_a_server_without_a_folder_says_so(server):
+    status, refused = await server.create("arm", record=True)
+    assert (status, refused["detail"][0]["loc"]) == (422, ["body", "record"])
+    assert "--recordings" in refused["detail"][0]["msg"]
+    await server.create("arm")
+    status, refused = await server.call("POST", "/sessions/arm/record", json={"on": True})
+    assert (status, refused["code"]) == (409, "recording_refused")
+    assert await server.call("GET", "/recordings") == (200, [])
+
+
+@pytest.mark.parametrize("name", ["nothing", "..%2F..%2Fetc%2Fpasswd", "%2e%2e", "a" * 200, "arm%00"])
+async def test_names_are_never_paths(serve, tmp_path, name):
+    (tmp_path / "secret.mcap").write_text("keep me")
+    async with serve(recordings=str(tmp_path / "kept")) as server, server.http.delete(f"/recordings/{name}") as answer:
+        assert answer.status in (400, 404, 405)
+    assert (tmp_path / "secret.mcap").exists()
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3])
+async def test_a_process_that_is_ended_leaves_nothing_open(after):
+    pipes, begin = [], subprocess.Popen.__init__
+
+    def remember(self, *how, **more):
+        begin(self, *how, **more)
+        pipes.append(self.stderr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", remember)
+        running = asyncio.create_task(run_process([sys.executable, "-c", "import time; time.sleep(60)"]))
+        await asyncio.sleep(after)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert [pipe.closed for pipe in pipes] == [True]

@@ -1,0 +1,794 @@
+"""Another policy for a running robot: it is let in at a chunk boundary, or not at all, or taken back."""
+
+import asyncio
+import gc
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.distributed.host_group import HostSilent, HostsLost
+from service.inference.engine import Engine
+from service.inference.latency_model import LatencyModel
+from service.rollout.gates import Limits, ProbationSettings, Verdict
+from service.rollout.rollout import RUNS, Rollout, RolloutSettings
+from service.sessions.store import NewSession, Session, Sessions, SessionSettings
+from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedPolicy
+from tests.faults.meter import Meter
+from tests.testing.pauses import Pauses
+from tests.testing.rig import POSE
+from tests.testing.waiting import until
+
+SHA, NEXT = "a" * 40, "b" * 40
+NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
+# A busy machine takes as much time from any policy as the gates allow one.
+UNHURRIED = Limits(slow=10.0)
+
+
+class Rig:
+    """Sessions of scripted policies by folder, and robots that show and tell."""
+
+    def __init__(self, settings: RolloutSettings, stuck_after: float) -> None:
+        self.transport = MemoryTransport()
+        self.policies = {"owner/name": ScriptedPolicy(commit=SHA)}
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.sessions = Sessions(
+            transport=self.transport,
+            load=self.load,
+            engine=Engine(switch_interval=None, stuck_after=stuck_after),
+            settings=SessionSettings(),
+            tell=lambda event, about: self.events.append((event, about)),
+        )
+        self.rollout = Rollout(self.sessions, settings)
+        self.told: list[str] = []
+        self.robots: list[asyncio.Task[None]] = []
+        self.size, self.pose = (48, 64), POSE
+
+    def load(self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+        return self.policies[path]
+
+    async def running(self, new: NewSession = NEW) -> Session:
+        session = await self.sessions.create(new)
+        link = self.transport.link
+
+        async def send() -> None:
+            while True:
+                for camera in link.rooms.cameras:
+                    link.deliver_frame(camera, np.zeros((*self.size, 3), np.uint8))
+                link.deliver_joints(self.pose)
+                await asyncio.sleep(0.01)
+
+        self.robots.append(asyncio.create_task(send()))
+        await self.sessions.start(new.session_id)
+        await until(lambda: len(link.sent) > 5)
+        return session
+
+    async def swapped(self, policy: ScriptedPolicy | None = None) -> Session:
+        """A session that moves its robot and whose policy was just swapped for this one."""
+        session = await self.running()
+        assert (await self.prepare(policy or ScriptedPolicy())).reason is None
+        assert (await self.rollout.swap("s", NEXT)).reason is None
+        return session
+
+    async def prepare(self, policy: ScriptedPolicy, sha: str = NEXT):
+        self.policies[f"/files/{sha}"] = policy
+        return await self.rollout.prepare("s", "owner/name", sha, Path(f"/files/{sha}"), self.told.append)
+
+
+class KeptWaiting:
+    """How many ticks the machine took: its kernel knows how long the event loop and a policy had no core, and a bare
+    timer how long all of them stood still."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self._meter = Meter(lambda: [os.getpid()])
+        self._meter.look()
+        self._pauses, self._began = pauses, time.monotonic()
+
+    @property
+    def ticks(self) -> int:
+        self._meter.look()
+        taken = self._meter.waited[-1][1] + self._pauses.lost(self._began)
+        # A pause begins before the timer is due, and ends in the middle of a tick.
+        return int(taken * (NEW.rate or 0)) + 2 * sum(end > self._began for _, end in self._pauses._stood)
+
+
+@asynccontextmanager
+async def rigged(
+    *,
+    patience: float = 20.0,
+    seconds: float = 0.3,
+    fade: float = 0.2,
+    step: float = 0.15,
+    missed: float = 1e3,  # what a busy machine misses speaks against nobody here
+    standing: float = 1e3,  # nor how long it lets a robot wait
+    limits: Limits | None = None,
+    stuck_after: float = 5.0,
+) -> AsyncIterator[Rig]:
+    probation = ProbationSettings(
+        seconds=seconds, patience=patience, step=step, missed=missed, standing=standing, starvations=1_000
+    )
+    made = Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
+    try:
+        yield made
+    finally:
+        for robot in made.robots:
+            robot.cancel()
+        await made.sessions.close()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with rigged() as made:
+        yield made
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Rig]:
+    """Where a probation ends by what it finds."""
+    async with rigged(seconds=30.0) as made:
+        yield made
+
+
+async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig) -> None:
+    session = await rig.running()
+    (follower,) = rig.rollout.followers()
+    assert (follower.repo, follower.ref, follower.sha, follower.mode) == ("owner/name", None, SHA, "swap")
+    better = ScriptedPolicy(step=0.2)
+    verdict = await rig.prepare(better)
+    assert verdict.reason is None, verdict.text
+    assert verdict.figures["compared"] > 0  # type: ignore[operator]
+    assert rig.told == ["loading", "reading", "compiling", "checking"] or "checking" in rig.told
+    assert session.policies.staged is not None
+    assert "device" not in {name for name in better.threads}, "it was tried out away from the robots"
+    verdict = await rig.rollout.swap("s", NEXT)
+    assert verdict.reason is None, verdict.text
+    assert "device" in better.threads
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason is None, verdict.text
+    stats = session.status().stats
+    assert (stats["policy_commit"], stats["policy_before"], stats["policy_changes"]) == (NEXT, SHA, 1)
+    assert rig.rollout.followers()[0].sha == NEXT
+
+
+async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
+    """A busy machine may cost one at any moment; what a swap itself costs, every swap does."""
+    await rig.running()
+    figures: Mapping[str, Any] = {}
+    for number in range(5):
+        assert (await rig.prepare(ScriptedPolicy(), sha=str(number) * 40)).reason is None
+        kept_waiting = KeptWaiting(pauses)
+        figures = (await rig.rollout.swap("s", str(number) * 40)).figures
+        if figures["missed_ticks"] + figures["starvations"] <= kept_waiting.ticks:
+            return
+    pytest.fail(f"no swap of five was without a missed tick: {figures}")
+
+
+async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else there is no more room for others when a policy comes that is twice as fast."""
+    learn = LatencyModel.learn
+
+    def learn_from_rehearsals(costs: LatencyModel, size: int, seconds: float) -> None:
+        """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
+        if not threading.current_thread().name.startswith("device"):
+            learn(costs, size, seconds)
+
+    monkeypatch.setattr(LatencyModel, "learn", learn_from_rehearsals)
+    await rig.running()
+    engine, per_second = rig.sessions.engine, rig.sessions.engine.facts()["promised_per_second"]
+    assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None
+    before = engine.facts()["promised_load"]
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    after = engine.facts()["promised_load"]
+    assert isinstance(per_second, float)
+    assert after == pytest.approx(per_second * 0.01, rel=0.5)
+    assert after != before
+    await rig.rollout.rollback("s")
+    assert engine.facts()["promised_load"] == before
+    assert engine.facts()["promised_per_second"] == per_second
+
+
+async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
+    session = await rig.running()
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)}, chunk=7))
+    verdict = await rig.prepare(other)
+    assert verdict.reason == "requirements"
+    assert "cameras" in verdict.text
+    assert "chunk: the session has 20, the new policy needs 7" in verdict.text
+    assert session.policies.staged is None
+    assert other.acted == 0
+    assert session.status().stats["policy_commit"] == SHA
+
+
+async def test_a_policy_that_reads_language_does_not_take_over_from_one_that_reads_none(rig: Rig) -> None:
+    session = await rig.running(replace(NEW, language_instruction="lift"))
+    other = ScriptedPolicy(replace(SO100_REQUIREMENTS, language=True))
+    verdict = await rig.prepare(other)
+    assert (verdict.reason, session.policies.staged, other.acted) == ("requirements", None, 0)
+    assert "language: the session has False, the new policy needs True" in verdict.text
+
+
+async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_cannot_read_it(rig: Rig) -> None:
+    reads = replace(SO100_REQUIREMENTS, language=True)
+    rig.policies["owner/name"] = ScriptedPolicy(reads, commit=SHA)
+    session = await rig.sessions.create(replace(NEW, language_instruction="lift"))  # it has seen nothing yet
+    verdict = await rig.prepare(ScriptedPolicy(reads, unreadable="lift"))
+    assert (verdict.reason, session.policies.staged) == ("policy_failed", None)
+    assert "no instruction" in verdict.text
+    better = ScriptedPolicy(reads)
+    assert (await rig.prepare(better)).reason is None
+    assert set(better.told) == {("lift",)}
+
+
+@pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=HostsLost("gone")), ScriptedPolicy(step=30.0)])
+async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_gone(
+    policy: ScriptedPolicy, rig: Rig
+) -> None:
+    session = await rig.running()
+    rig.sessions.engine.leave(policy.device, "host 1 is gone")
+    verdict = await rig.prepare(policy)
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
+    assert session.policies.staged is None
+
+
+async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.running()
+    engine = rig.sessions.engine
+    monkeypatch.setattr(engine, "facts", lambda facts=engine.facts: {**facts(), "devices": []})
+    verdict = await rig.prepare(ScriptedPolicy(compile_failure=HostsLost("gone")))
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: none is there")
+
+
+async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
+    await rig.swapped(later := ScriptedPolicy())
+    rig.sessions.engine.leave(later.device, "host 1 is gone")
+    later.failures.extend(HostsLost("host 1 is gone") for _ in range(50))
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
+
+
+async def test_a_host_that_is_silent_for_a_while_says_nothing_against_the_policy(rig: Rig) -> None:
+    session = await rig.running()
+    silent = HostSilent("host 2 has said nothing for 4 s")
+    verdict = await rig.prepare(ScriptedPolicy(failures=[silent]))
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    verdict = await rig.prepare(ScriptedPolicy(compile_failure=silent))
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert session.policies.staged is None
+    later = ScriptedPolicy()
+    assert (await rig.prepare(later)).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    later.failures.append(silent)
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert session.policies.running is not None
+    assert session.policies.running.commit != NEXT, "it went back before the session failed"
+
+
+async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.running()
+    engine, tried = rig.sessions.engine, list[float]()
+
+    async def try_out(served, observation, real=engine.try_out):
+        chunk, _ = await real(served, observation)
+        tried.append(60.0 if len(tried) in slow else 0.001)
+        return chunk, tried[-1]
+
+    monkeypatch.setattr(engine, "try_out", try_out)
+    slow = range(RUNS - 2, RUNS)  # the machine stood still for a moment
+    verdict = await rig.prepare(ScriptedPolicy())
+    assert verdict.reason is None, verdict.text
+    assert verdict.figures["inference_p90_ms"] == 1.0
+    assert len(tried) == 2 * RUNS
+    tried.clear()
+    slow = range(1000)
+    verdict = await rig.prepare(ScriptedPolicy(), sha="c" * 40)
+    assert (verdict.reason, len(tried)) == ("slow", 2 * RUNS)
+
+
+class Poisoned(ScriptedPolicy):
+    def act(self, observation):
+        return np.full_like(super().act(observation), np.nan)
+
+
+class Short(ScriptedPolicy):
+    def act(self, observation):
+        return super().act(observation)[:, :3]
+
+
+class Raising(ScriptedPolicy):
+    def act(self, observation):
+        raise ValueError("a secret of the file")
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (Poisoned(), "not_finite"),
+        (Short(), "shape"),
+        (Raising(), "policy_failed"),
+        (ScriptedPolicy(step=3.0), "differs"),
+        (ScriptedPolicy(step=30.0), "out_of_range"),
+        (ScriptedPolicy(latency=0.15), "slow"),
+        (ScriptedPolicy(compile_failure=ValueError("a secret of the file")), "load"),
+    ],
+)
+async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
+    policy: ScriptedPolicy, reason: str, pauses: Pauses
+) -> None:
+    async with rigged(limits=Limits() if reason == "slow" else UNHURRIED) as rig:
+        session = await rig.running()
+        assert session.drive is not None
+        missed, verdict = [], Verdict("unknown", "")
+        # A first inference that the machine kept back would make all of them slow ones.
+        usual = session.drive.thinking.seconds["total"]
+        await until(lambda: (usual.percentile(90) or 0.0) < 0.05)
+        while not missed or (missed[-1] > 1 and len(missed) < 5):  # a busy machine may cost some, but not every time
+            before, kept_waiting = session.drive.control.missed_ticks, KeptWaiting(pauses)
+            verdict = await rig.prepare(policy)
+            missed.append(session.drive.control.missed_ticks - before - kept_waiting.ticks)
+            assert verdict.reason == reason, verdict.text
+        assert missed[-1] <= 1, missed
+        assert "secret" not in verdict.text
+        assert session.policies.staged is None
+        assert (await rig.rollout.swap("s", NEXT)).reason == "not_staged"
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
+        assert session.drive.control.hold is None
+
+
+async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(watched: Rig) -> None:
+    rig = watched
+    session = await rig.swapped(later := ScriptedPolicy(step=0.2))
+    later.failures.extend(np.full((1, 20, 6), np.nan, np.float32) for _ in range(50))
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason == "not_finite"
+    assert session.status().stats["policy_commit"] == SHA
+    sent = len(rig.transport.link.sent)
+    await until(lambda: len(rig.transport.link.sent) > sent + 10)
+    assert str(session.stage) == "running"
+
+
+async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
+    async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
+        session = await rig.swapped()
+        assert session.drive is not None
+        control = session.drive.control
+        allowed = int(0.02 * 30.0 / control.period)
+        probation = asyncio.create_task(rig.rollout.probation("s", NEXT))
+        control.missed_ticks += allowed // 2  # all at once, right after it took over
+        looked = control.ticks + 20
+        await until(lambda: control.ticks > looked)
+        assert not probation.done()
+        control.missed_ticks += allowed
+        verdict = await probation
+        assert verdict.reason == "missed_ticks"
+        assert f"{allowed} may be" in verdict.text
+        assert session.policies.running is not None
+        assert session.policies.running.commit == SHA
+
+
+async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_one_whose_robot_stands() -> None:
+    async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
+        session = await rig.swapped(late := ScriptedPolicy())
+        assert session.drive is not None
+        # Each answer finds all actions of its chunk over, so the queue runs dry only once.
+        late.latency = 1.2 * session.drive.control.pace.chunk / session.drive.control.pace.action_rate
+        verdict = await rig.rollout.probation("s", NEXT)
+        assert verdict.reason == "starved", verdict
+        assert "0.5 s are allowed" in verdict.text
+        assert rig.rollout.followers()[0].sha == SHA
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 10)
+
+
+async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
+    async with rigged(seconds=1.5, standing=0.1) as rig:
+        session = await rig.swapped(slow := ScriptedPolicy())
+        assert session.drive is not None
+        control = session.drive.control
+        slow.latency = 0.5 * control.pace.chunk / control.pace.action_rate
+        judging = asyncio.ensure_future(rig.rollout.probation("s", NEXT))
+        for _ in range(3):
+            control.obstruct("away", "the link is down")
+            await until(lambda: control.hold is not None)
+            control.clear("away")
+            await until(lambda: control.hold is None and control.is_waiting)
+            await asyncio.sleep(slow.latency)
+        verdict = await judging
+        assert verdict.reason is None, verdict
+        assert session.policies.running.commit == NEXT
+
+
+async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched: Rig) -> None:
+    rig = watched
+    await rig.running()
+    later = ScriptedPolicy()
+    assert (await rig.prepare(later)).reason is None
+    later.failures.extend(RuntimeError("x") for _ in range(50))
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    verdict = await rig.rollout.probation("s", NEXT)
+    assert verdict.reason == "policy_failed"
+    assert rig.rollout.followers()[0].sha == SHA
+
+
+async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(watched: Rig) -> None:
+    rig = watched
+    session = await rig.swapped()
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.05)
+    await rig.sessions.emergency_stop("a hand in the way")
+    verdict = await watching
+    assert verdict.reason == "emergency_stop"
+    assert session.status().stats["policy_commit"] == SHA
+    assert session.is_latched
+
+
+async def test_a_plain_stop_only_pauses_the_probation(rig: Rig) -> None:
+    session = await rig.swapped()
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await rig.sessions.stop("s")
+    await asyncio.sleep(0.5)
+    assert not watching.done()
+    await rig.sessions.start("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_jump_on_probation_takes_the_policy_back() -> None:
+    async with rigged(step=0.01, seconds=30.0) as rig:
+        await rig.swapped(jumpy := ScriptedPolicy(step=0.1))
+        jumpy.step = 4.0
+        rig.policies["owner/name"].latency = 0.15
+        verdict = await rig.rollout.probation("s", NEXT)
+        assert verdict.reason == "jump"
+        assert "'" in verdict.text
+        assert rig.rollout.followers()[0].sha == SHA
+        # Until the old one has answered, nothing more of the plan that jumped is done.
+        sent = len(rig.transport.link.sent)
+        await asyncio.sleep(0.08)
+        assert len(rig.transport.link.sent) == sent
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
+
+
+async def test_a_policy_taken_back_by_hand_is_in_memory_still(rig: Rig, pauses: Pauses) -> None:
+    session = await rig.running()
+    assert (await rig.rollout.rollback("s")).reason == "no_previous"
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    began = time.monotonic()
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert pauses.running(began) < 1.0
+    assert session.status().stats["policy_commit"] == SHA
+
+
+async def test_a_stopped_robot_changes_at_once_and_a_robot_that_never_ran_too(rig: Rig) -> None:
+    session = await rig.sessions.create(NEW)
+    verdict = await rig.prepare(ScriptedPolicy())
+    assert verdict.reason is None
+    assert "not compared" in verdict.text
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_robot_that_is_held_gives_no_boundary_and_keeps_its_policy() -> None:
+    async with rigged(patience=0.3) as rig:
+        session = await rig.running()
+        assert (await rig.prepare(ScriptedPolicy())).reason is None
+        rig.robots[0].cancel()
+        await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+        verdict = await rig.rollout.swap("s", NEXT)
+        assert verdict.reason == "busy"
+        assert "camera 'front'" in verdict.text
+        assert session.status().stats["policy_commit"] == SHA
+
+
+async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behind(rig: Rig) -> None:
+    await rig.running()
+    gate = threading.Event()
+    load = rig.load
+
+    def slow(path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
+        assert gate.wait(30)
+        return load(path, revision)
+
+    rig.sessions.get("s").policies._load = slow
+    preparing = asyncio.create_task(rig.prepare(ScriptedPolicy()))
+    await asyncio.sleep(0.05)
+    await rig.sessions.delete("s")
+    gate.set()
+    assert (await preparing).reason == "busy"
+    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+
+
+async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:
+    await rig.running()
+    await rig.sessions.stop("s")
+    await rig.sessions.emergency_stop("test")
+    await rig.sessions.delete("s")
+    assert [event for event, _ in rig.events] == [
+        "session.created",
+        "session.started",
+        "session.stopped",
+        "session.stopped",
+        "session.deleted",
+    ]
+    assert rig.events[3][1]["emergency_stop"] is True
+    assert rig.events[3][1]["reason"] == "test"
+
+
+async def test_an_emergency_stop_of_before_is_not_blamed_on_the_policy_that_comes_after_it(rig: Rig) -> None:
+    session = await rig.running()
+    await rig.sessions.emergency_stop("yesterday")
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    await rig.sessions.reset("s")
+    await rig.sessions.start("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_an_error_of_the_old_policy_is_not_blamed_on_the_one_that_mends_it(rig: Rig) -> None:
+    session = await rig.running()
+    rig.policies["owner/name"].failures.extend(RuntimeError("x") for _ in range(50))
+    await until(lambda: str(session.stage) == "error")
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    await rig.sessions.restart("s")
+    assert (await watching).reason is None
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_a_policy_that_somebody_takes_back_has_not_passed_its_probation(watched: Rig) -> None:
+    rig = watched
+    await rig.swapped()
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.05)
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert (await watching).reason == "taken_back"
+
+
+async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_after_it(
+    rig: Rig, pauses: Pauses
+) -> None:
+    session = await rig.swapped()
+    third = "c" * 40
+    assert (await rig.prepare(ScriptedPolicy(), third)).reason is None
+    rig.robots[0].cancel()
+    await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+    swapping = asyncio.create_task(rig.rollout.swap("s", third))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert pauses.running(began) < 0.5
+    assert (await swapping).reason == "busy"
+    assert rig.rollout.followers()[0].sha == SHA
+    assert (await rig.rollout.swap("s", third)).reason == "not_staged"
+
+
+async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_the_new_one(rig: Rig) -> None:
+    session = await rig.running()
+    gate = threading.Event()
+
+    class Late(ScriptedPolicy):
+        def act(self, observation):
+            gate.wait(30)
+            raise RuntimeError("x")
+
+    old = session.policies.running
+    assert old is not None
+    assert session.drive is not None
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    old.served.policy = Late()
+    asked = session.drive.control
+    await until(lambda: asked.is_waiting)
+    await asyncio.sleep(0.1)
+    await rig.sessions.stop("s")
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    gate.set()
+    await until(lambda: not asked.is_waiting)
+    await rig.sessions.start("s")
+    assert (await rig.rollout.probation("s", NEXT)).reason is None
+
+
+async def test_frames_of_another_size_since_it_was_staged_do_not_keep_a_policy_out_or_in(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    rig.size = (24, 32)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    rig.size = (96, 128)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (96, 128)})
+    assert (await rig.rollout.rollback("s")).reason is None
+    assert rig.rollout.followers()[0].sha == SHA
+
+
+LONG = replace(SO100_REQUIREMENTS, chunk=300, action_steps=300)
+
+
+async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pauses: Pauses) -> None:
+    async with rigged() as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(LONG, step=0.01, commit=SHA)
+        session = await rig.running()
+        await rig.sessions.stop("s")
+        assert (await rig.prepare(ScriptedPolicy(LONG, step=0.01))).reason is None
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        await rig.sessions.start("s")
+        await until(lambda: session.drive is not None and len(session.drive.control.actions) > 200)
+        began = time.monotonic()
+        assert (await rig.rollout.rollback("s")).reason is None
+        assert pauses.running(began) < 0.5
+        assert rig.rollout.followers()[0].sha == SHA
+
+
+async def test_a_robot_that_is_held_goes_back_at_once() -> None:
+    async with rigged(patience=0.3) as rig:
+        session = await rig.swapped()
+        rig.robots[0].cancel()
+        await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+        assert (await rig.rollout.rollback("s")).reason is None
+        assert session.status().stats["policy_commit"] == SHA
+
+
+class LaterWild(ScriptedPolicy):
+    def act(self, observation):
+        chunk = super().act(observation)
+        chunk[:, 5:] += 150
+        return chunk
+
+
+ENSEMBLE = replace(SO100_REQUIREMENTS, chunk=300, action_steps=1, temporal_ensemble_coeff=0.01)
+
+
+async def test_with_ensembling_every_action_of_a_chunk_is_judged() -> None:
+    async with rigged() as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
+        await rig.running()
+        assert (await rig.prepare(ScriptedPolicy(ENSEMBLE, step=0.01))).reason is None
+        assert (await rig.prepare(LaterWild(ENSEMBLE, step=0.01), "c" * 40)).reason == "out_of_range"
+
+
+async def test_with_ensembling_nothing_of_a_policy_that_is_taken_back_remains(pauses: Pauses) -> None:
+    async with rigged(fade=0.0) as rig:
+        rig.policies["owner/name"] = ScriptedPolicy(ENSEMBLE, step=0.01, commit=SHA)
+        session = await rig.swapped(later := ScriptedPolicy(ENSEMBLE, step=0.01))
+        later.step = 0.45  # 300 of them stay believable
+        await until(lambda: max(rig.transport.link.sent[-1].values.values()) > 30)
+        assert (await rig.rollout.rollback("s")).reason is None
+        began = time.monotonic()
+        assert session.status().stats["policy_commit"] == SHA
+        # Predictions of what was taken back would be averaged in for the 3 s that its chunk lasts.
+        await until(lambda: max(rig.transport.link.sent[-1].values.values()) < 10)
+        assert pauses.running(began) < 1.0
+
+
+async def test_a_jump_of_a_joint_without_a_range_takes_the_policy_back() -> None:
+    async with rigged(seconds=30.0) as rig:
+        needs = replace(SO100_REQUIREMENTS, joint_names=(*tuple(POSE)[:5], "lift"))
+        rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
+        rig.pose = {**POSE, "lift": 6.0}
+        del rig.pose["Jaw"]
+        await rig.running()
+        later = ScriptedPolicy(needs)
+        verdict = await rig.prepare(later)
+        assert verdict.reason is None, verdict.text
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        later.step = 40.0
+        assert (await rig.rollout.probation("s", NEXT)).reason == "jump"
+
+
+async def test_a_session_of_the_same_name_with_another_policy_gets_nothing(rig: Rig) -> None:
+    await rig.running()
+    await rig.sessions.delete("s")
+    rig.policies["other/name"] = ScriptedPolicy(commit="d" * 40)
+    session = await rig.running(replace(NEW, policy_path="other/name"))
+    assert (await rig.prepare(ScriptedPolicy())).reason == "gone"
+    assert session.policies.staged is None
+
+
+async def test_a_robot_that_was_moved_by_hand_while_it_stood_makes_no_jump(rig: Rig) -> None:
+    session = await rig.running()
+    assert (await rig.prepare(ScriptedPolicy())).reason is None
+    await rig.sessions.stop("s")
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    watching = asyncio.create_task(rig.rollout.probation("s", NEXT))
+    await asyncio.sleep(0.1)
+    rig.pose = {**POSE, "Rotation": 80.0}
+    await asyncio.sleep(0.1)
+    await rig.sessions.start("s")
+    verdict = await watching
+    assert verdict.reason is None, verdict.text
+    assert session.status().stats["policy_commit"] == NEXT
+
+
+async def test_what_was_verified_acts_and_not_what_somebody_else_loaded_under_the_same_name(rig: Rig) -> None:
+    session = await rig.running()
+    unverified = ScriptedPolicy(commit=NEXT)
+    rig.policies["owner/name"] = unverified
+    await rig.sessions.create(replace(NEW, session_id="pinned", revision=NEXT, auto_update="off"))
+    verified = ScriptedPolicy()
+    assert (await rig.prepare(verified)).reason is None
+    assert session.policies.staged is not None
+    assert session.policies.staged.served.policy is verified
+
+
+async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: Rig) -> None:
+    session = await rig.running()
+    seen: list[weakref.ref[ScriptedPolicy]] = []
+    for number in range(4):
+        assert session.policies.running is not None
+        seen.append(weakref.ref(session.policies.running.served.policy))  # type: ignore[arg-type]
+        sha = str(number) * 40
+        assert (await rig.prepare(ScriptedPolicy(), sha)).reason is None
+        assert (await rig.rollout.swap("s", sha)).reason is None
+    rig.policies.clear()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert [policy() is None for policy in seen] == [True, True, True, False]
+
+
+class CompilesInTheMiddle(ScriptedPolicy):
+    """As a real one: a frame size that is new is compiled by the first who comes with it."""
+
+    def act(self, observation):
+        sizes = {name.rpartition(".")[2]: value.shape[1:3] for name, value in observation.items() if value.ndim == 4}
+        if not self.is_compiled(1, sizes):
+            time.sleep(30.0)
+        return super().act(observation)
+
+
+async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig: Rig) -> None:
+    rig.size = (30, 40)
+    session = await rig.running()
+    assert session.drive is not None
+    await until(lambda: session.drive is not None and len(session.drive.thinking.recent) >= 2)
+    rig.size = (24, 32)
+    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    assert (await rig.prepare(CompilesInTheMiddle())).reason is None
+
+
+async def test_no_policy_is_slow_because_one_camera_of_two_is_not_there_yet(rig: Rig) -> None:
+    needs = replace(SO100_REQUIREMENTS, cameras={"front": (48, 64), "wrist": (48, 64)})
+    rig.policies["owner/name"] = ScriptedPolicy(needs, commit=SHA)
+    await rig.sessions.create(replace(NEW, camera_names=("front", "wrist")))
+    rig.transport.link.deliver_frame("front", np.zeros((24, 32, 3), np.uint8))
+    assert (await rig.prepare(CompilesInTheMiddle(needs))).reason is None
+
+
+async def test_a_policy_that_hangs_is_taken_back() -> None:
+    async with rigged(stuck_after=0.2, seconds=30.0) as rig:
+        session = await rig.running()
+        later, gate = ScriptedPolicy(), threading.Event()
+        assert (await rig.prepare(later)).reason is None
+        later.failures.append(gate)
+        assert (await rig.rollout.swap("s", NEXT)).reason is None
+        assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
+        gate.set()
+        assert rig.rollout.followers()[0].sha == SHA
+        assert str(session.stage) == "error"
+        await rig.sessions.restart("s")
+        sent = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > sent + 5)
+
+
+async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
+    session = await rig.running()
+    assert session.drive is not None
+    old = rig.policies["owner/name"]
+    old.failures.append(np.full((1, 20, 6), np.nan, np.float32))
+    await until(lambda: session.drive is not None and session.drive.control.rejected == 1)
+    verdict = await rig.prepare(ScriptedPolicy(step=3.0))
+    assert verdict.reason == "differs", verdict.text
+    json.dumps(dict(verdict.figures), allow_nan=False)

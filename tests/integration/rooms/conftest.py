@@ -1,0 +1,338 @@
+"""A transport server on loopback that can be killed, callers of it, sessions and robots in its rooms, a wire to cut."""
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from service.transport.client.connection import TransportTimeouts
+from service.transport.client.robot import OnCommand, Robot, connect_robot
+from service.transport.client.rooms_link import RoomsTransport
+from service.transport.link import Link, LinkEvent, Rooms, Transport
+from service.transport.server.app import TransportSettings, serve_transport
+
+PATIENCE = 30.0
+
+
+@dataclass
+class Socket:
+    """One WebSocket, read as JSON."""
+
+    raw: aiohttp.ClientWebSocketResponse
+
+    async def send(self, message: Any) -> None:
+        await self.raw.send_str(message if isinstance(message, str) else json.dumps(message))
+
+    async def next(self) -> Any:
+        """The next message; None when the server closed."""
+        frame = await self.raw.receive(PATIENCE)
+        return json.loads(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
+
+    async def until(self, kind: str) -> Any:
+        while (message := await self.next()) is not None:
+            if message["type"] == kind:
+                return message
+        raise AssertionError(f"closed before {kind}")
+
+    async def is_silent(self) -> bool:
+        """Nothing was sent to this socket so far: the answer to a heartbeat is the next thing that comes."""
+        await self.send({"type": "heartbeat"})
+        return (await self.next())["type"] == "heartbeat_ack"
+
+    async def close(self) -> None:
+        await self.raw.close()
+
+
+@dataclass
+class Caller:
+    """Calls one server, under ``/`` or ``/api``."""
+
+    session: aiohttp.ClientSession
+    base: str
+    prefix: str = ""
+    opened: list[Socket] = field(default_factory=list)  # held, or the collector closes them in mid-test
+
+    def under(self, prefix: str) -> "Caller":
+        return Caller(self.session, self.base, prefix, self.opened)
+
+    async def call(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        # A stream, since aiohttp warns of large bodies that are bytes.
+        stream = None if data is None else io.BytesIO(data)
+        async with self.session.request(method, self.base + self.prefix + path, data=stream, **more) as response:
+            return response.status, json.loads(await response.read())
+
+    async def signal(self, path: str, client_id: str, **message: Any) -> tuple[int, Any]:
+        return await self.call("POST", f"{path}/webrtc/signal", {"client_id": client_id, "message": message})
+
+    async def room(self, kind: str, room: str, workspace: str = "w", **body: Any) -> str:
+        """Make a room; returns its path."""
+        status, answer = await self.call("POST", f"/{kind}/workspaces/{workspace}/rooms", {"room_id": room, **body})
+        assert status == 200, answer
+        return f"/{kind}/workspaces/{workspace}/rooms/{room}"
+
+    async def open(self, path: str, **more: Any) -> Socket:
+        self.opened.append(Socket(await self.session.ws_connect(f"{self.base}{self.prefix}{path}/ws", **more)))
+        return self.opened[-1]
+
+    async def knock(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
+        """Open a socket and send the join, without reading what comes back."""
+        socket = await self.open(path, **more)
+        await socket.send({"participant_id": participant_id, "role": role})
+        return socket
+
+    async def join(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
+        socket = await self.knock(path, participant_id, role, **more)
+        await socket.until("joined")
+        return socket
+
+    async def pair(self, kind: str, room: str = "r") -> tuple[str, Socket, Socket]:
+        """A new room's path, its producer ``p`` and its consumer ``c``, of whom both know."""
+        path = await self.room(kind, room)
+        producer, consumer = await self.join(path, "p", "producer"), await self.join(path, "c", "consumer")
+        if kind == "video":
+            await producer.until("participant_joined")
+        return path, producer, consumer
+
+    async def settled(self, path: str, **wanted: Any) -> Any:
+        """The room, once its participants are as wanted."""
+        for _ in range(int(PATIENCE / 0.01)):
+            _, answer = await self.call("GET", path)
+            participants = answer["room"]["participants"]
+            if all(participants[key] == value for key, value in wanted.items()):
+                return answer["room"]
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"wanted {wanted}, found {participants}")
+
+
+@dataclass
+class Seen:
+    """An ``Inbox`` that keeps what it gets."""
+
+    frames: list[tuple[str, np.ndarray, float]] = field(default_factory=list)
+    poses: list[dict[str, float]] = field(default_factory=list)
+    posed_at: list[float] = field(default_factory=list)
+    events: list[LinkEvent] = field(default_factory=list)
+
+    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        self.frames.append((camera, image, seen_at))
+
+    def joints(self, values, seen_at: float) -> None:
+        self.poses.append(dict(values))
+        self.posed_at.append(seen_at)
+
+    def event(self, event: LinkEvent) -> None:
+        self.events.append(event)
+
+    @property
+    def pose(self) -> dict[str, float]:
+        """Everything merged."""
+        return {name: value for pose in self.poses for name, value in pose.items()}
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Caller]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """``async with serve(is_odd=True) as caller``: a server of these settings."""
+
+    @asynccontextmanager
+    async def served(**settings: Any) -> AsyncIterator[Caller]:
+        async with serve_transport(TransportSettings(**settings)) as base, aiohttp.ClientSession() as session:
+            caller = Caller(session, base)
+            yield caller
+            await asyncio.gather(*(socket.close() for socket in caller.opened))
+
+    return served
+
+
+@pytest.fixture
+async def caller(serve: Serve) -> AsyncIterator[Caller]:
+    """A server of the default settings."""
+    async with serve() as caller:
+        yield caller
+
+
+# Quick, but with room for a busy machine: a link is lost after 1.05 s.
+QUICK = TransportTimeouts(
+    join=2.0, request=2.0, heartbeat=0.5, retry_first=0.02, retry_longest=0.1, leave=0.5, greet=0.05, connect=5.0
+)
+
+
+async def until(claim: Callable[[], Any], within: float = 30.0) -> Any:
+    """Wait until something is so."""
+    for _ in range(int(within / 0.005)):
+        if found := claim():
+            return found
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"not within {within} s: {claim}")
+
+
+class Server:
+    """A transport server that can die and come back at the same port."""
+
+    def __init__(self, stack: AsyncExitStack):
+        self.url = ""
+        self._outer = stack
+        self._life: AsyncExitStack | None = None
+        self._port = 0
+
+    async def start(self, **settings: Any) -> None:
+        self._life = AsyncExitStack()
+        self.url = await self._life.enter_async_context(serve_transport(TransportSettings(**settings), port=self._port))
+        self._port = int(self.url.rsplit(":", 1)[1])
+
+    async def kill(self) -> None:
+        if self._life is not None:
+            await self._life.aclose()
+            self._life = None
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session, session.request(method, self.url + path, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def rooms(self, kind: str, workspace: str) -> set[str]:
+        _, answer = await self.call("GET", f"/{kind}/workspaces/{workspace}/rooms")
+        return {room["id"] for room in answer["rooms"]}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with AsyncExitStack() as stack:
+        server = Server(stack)
+        await server.start()
+        yield server
+        await server.kill()
+
+
+class Proxy:
+    """A TCP proxy that can stop carrying bytes without closing, stop reading from the client, and cut."""
+
+    def __init__(self, target: str):
+        host, port = target.removeprefix("http://").split(":")
+        self.target = (host, int(port))
+        self.url = ""
+        self.carries = asyncio.Event()
+        self.carries.set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(*self.target)
+        self._writers += [writer, there[1]]
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pipe(reader, there[1]))
+                group.create_task(self._pipe(there[0], writer))
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(4096):
+                await self.carries.wait()
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+
+@pytest.fixture
+async def proxy(server: Server) -> AsyncIterator[Proxy]:
+    proxy = Proxy(server.url)
+    carrying: set[asyncio.Task[None]] = set()
+
+    async def carry(reader, writer) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        carrying.add(task)
+        try:
+            await proxy.carry(reader, writer)
+        finally:
+            carrying.discard(task)
+
+    # A small window, so that a peer that does not read is felt after a few kilobytes.
+    listener = await asyncio.start_server(carry, "127.0.0.1", 0, limit=4096)
+    proxy.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    try:
+        yield proxy
+    finally:
+        listener.close()
+        proxy.carries.set()
+        proxy.cut()
+        for task in list(carrying):
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
+        await listener.wait_closed()
+
+
+@pytest.fixture
+def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Any]]:
+    """``async with connect("front") as link``: a session's link, with these cameras."""
+
+    def link(*cameras: str, url: str = "", inbox: Any = seen, pace: TransportTimeouts = quick,
+             workspace_id: str | None = "w", session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
+        transport: Transport = RoomsTransport(pace=pace)
+        return transport.connect(
+            url or server.url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox
+        )
+
+    return link
+
+
+@pytest.fixture
+def join_robot(server: Server, quick: TransportTimeouts) -> Callable[..., AbstractAsyncContextManager[Robot]]:
+    """``async with join_robot(link.rooms) as robot``: one that is in these rooms."""
+
+    def robot(
+        rooms: Rooms, on_command: OnCommand = lambda values, at: None, pace: TransportTimeouts = quick, **more: Any
+    ):
+        return connect_robot(server.url, rooms, on_command=on_command, pace=pace, **more)
+
+    return robot
+
+
+@pytest.fixture
+def both(
+    connect, join_robot, quick: TransportTimeouts
+) -> Callable[..., AbstractAsyncContextManager[tuple[Any, Robot]]]:
+    """``async with both("front") as (link, robot)``: a session's link, and its robot."""
+
+    @asynccontextmanager
+    async def joined(*cameras: str, pace: TransportTimeouts = quick, **more: Any) -> AsyncIterator[tuple[Any, Robot]]:
+        async with connect(*cameras, pace=pace) as link, join_robot(link.rooms, pace=pace, **more) as robot:
+            yield link, robot
+
+    return joined
+
+
+@pytest.fixture
+def quick() -> TransportTimeouts:
+    return QUICK
+
+
+@pytest.fixture(name="until")
+def until_() -> Callable[..., Any]:
+    return until

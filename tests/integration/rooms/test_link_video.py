@@ -1,0 +1,442 @@
+"""Real video from a robot to a session through the embedded server."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import av
+import numpy as np
+import pytest
+import uvloop
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc.jitterbuffer import JitterFrame
+from aiortc.mediastreams import AudioStreamTrack, VideoStreamTrack
+
+from service.errors import TransportError
+from service.transport.address import Address, Kind
+from service.transport.client.camera_rooms import CameraReceiver
+from service.transport.client.connection import RoomConnection
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import connect_robot
+from service.transport.client.rooms_link import RoomsTransport, running
+from service.transport.link import LinkDown, LinkUp, Rooms
+from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
+from service.transport.server.app import serve_transport
+from service.transport.webrtc.candidates import EarlyCandidates, sort_candidates
+from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
+from service.transport.webrtc.peer import BadSignal, Peer
+
+ROOT = Path(__file__).parents[3]
+RED, GREEN = (200, 30, 40), (20, 180, 60)
+
+
+def picture(colour, height=48, width=64):
+    return np.full((height, width, 3), colour, np.uint8)
+
+
+@contextlib.asynccontextmanager
+async def filming(robot, colour, camera="front", rate=30, **size):
+    """The robot's camera sees one colour."""
+
+    async def film():
+        while True:
+            robot.show(camera, picture(colour, **size))
+            await asyncio.sleep(1 / rate)
+
+    task = asyncio.create_task(film())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def watching(url, inbox, pace):
+    """One more consumer of the camera room, as a viewer is."""
+    async with http_session() as session:
+        api = RoomsApi(session, Address.parse(url))
+        receiver = CameraReceiver("front", "s-front", api, inbox, pace, ())
+        connection = RoomConnection(
+            api, Kind.VIDEO, "w", "s-front", who="viewer", role=Role.CONSUMER, listener=receiver, pace=pace
+        )
+        await connection.open()
+        try:
+            async with running(connection.run(), receiver.run(connection)):
+                yield
+        finally:
+            await connection.close()
+
+
+def is_colour(image, colour):
+    return np.abs(image.astype(int) - colour).mean() < 3
+
+
+async def see(seen, until, colour, camera="front", within=30.0):
+    return await until(
+        lambda: any(name == camera and is_colour(image, colour) for name, image, _ in seen.frames), within
+    )
+
+
+async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both, seen, until):
+    async with both("front") as (_, robot), filming(robot, RED, height=120, width=160):
+        await see(seen, until, RED, within=3)
+    _, image, seen_at = seen.frames[-1]
+    assert image.dtype == np.uint8
+    assert image.shape == (120, 160, 3)
+    assert 0 <= time.monotonic() - seen_at < 5
+    assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
+
+
+async def test_a_session_that_comes_after_the_robot_sees_it_too(join_robot, connect, server, seen, until):
+    rooms = Rooms("w", {"front": "s-front"}, "s-joint-input", "s-joint-output")
+    await server.call("POST", "/video/workspaces/w/rooms", {"room_id": "s-front"})
+    for room in (rooms.joint_input, rooms.joint_output):
+        await server.call("POST", "/robotics/workspaces/w/rooms", {"room_id": room})
+    async with join_robot(rooms) as robot, filming(robot, RED):
+        await asyncio.sleep(0.2)
+        async with connect("front"):
+            await see(seen, until, RED)
+
+
+async def test_two_cameras_keep_apart(both, seen, until):
+    async with both("front", "wrist") as (_, robot), filming(robot, RED), filming(robot, GREEN, "wrist"):
+        await see(seen, until, RED, "front")
+        await see(seen, until, GREEN, "wrist")
+    assert {name for name, image, _ in seen.frames if is_colour(image, GREEN)} == {"wrist"}
+    assert {name for name, image, _ in seen.frames if is_colour(image, RED)} == {"front"}
+
+
+async def test_several_consumers_see_one_camera(join_robot, connect, server, seen, quick, until):
+    watchers = [type(seen)(), type(seen)()]
+    async with connect("front") as link, contextlib.AsyncExitStack() as stack:
+        robot = await stack.enter_async_context(join_robot(link.rooms))
+        for watcher in watchers:
+            await stack.enter_async_context(watching(server.url, watcher, quick))
+        await stack.enter_async_context(filming(robot, RED))
+        for each in (seen, *watchers):
+            await see(each, until, RED)
+        assert len(robot.health()["rooms"]["s-front"]["video"]["peers"]) == 3
+
+
+def test_it_works_under_uvloop(quick):
+    async def main():
+        frames, events = [], []
+        inbox = namedtuple("Inbox", "frame joints event")(
+            lambda camera, image, at: frames.append((camera, image, at)), lambda values, at: None, events.append
+        )
+        async with (
+            serve_transport() as url,
+            RoomsTransport(pace=quick).connect(
+                url, session_id="s", cameras=("front",), workspace_id="w", inbox=inbox
+            ) as link,
+            connect_robot(url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
+            filming(robot, GREEN),
+        ):
+            for _ in range(6000):
+                if any(is_colour(image, GREEN) for _, image, _ in frames):
+                    break
+                await asyncio.sleep(0.005)
+        return frames
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        frames = runner.run(main())
+    assert is_colour(frames[-1][1], GREEN)
+
+
+async def test_two_processes_see_each_other_on_a_machine_with_nothing_but_loopback(both, seen, until, monkeypatch):
+    monkeypatch.setattr("aioice.ice.get_host_addresses", lambda use_ipv4, use_ipv6: [])
+    async with both("front") as (_, robot), filming(robot, RED):
+        await see(seen, until, RED)
+
+
+async def test_the_last_picture_before_a_pause_arrives(both, seen, until):
+    async with both("front") as (_, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+        await asyncio.sleep(0.1)
+        robot.show("front", picture(GREEN))
+        await see(seen, until, GREEN)
+
+
+async def test_a_second_offer_replaces_the_first(both, seen, until):
+    async with both("front") as (link, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+        robot.restart_camera("front")
+        await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 2)
+        async with filming(robot, GREEN):
+            await see(seen, until, GREEN)
+        video = link.health()["rooms"]["s-front"]["video"]
+        assert (video["offers"], video["state"]) == (2, "connected")
+        assert seen.of(LinkDown) == []
+    assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
+
+
+async def test_video_goes_on_after_a_restart_of_the_server(both, server, seen, until):
+    async with both("front") as (link, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+            await server.kill()
+            await until(lambda: len(seen.of(LinkDown)) == 3)
+            count = len(seen.frames)
+            await until(lambda: len(seen.frames) > count)  # pictures go from peer to peer, without the server
+            await server.start()
+            await until(lambda: len(seen.of(LinkUp)) == 6 and robot.is_connected)
+            await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 2)
+        async with filming(robot, GREEN):
+            await see(seen, until, GREEN)
+
+
+ROBOT = """
+import asyncio, json, sys
+import numpy as np
+from service.transport.link import Rooms
+from service.transport.client.camera_rooms import CameraReceiver
+from service.transport.client.rest import RoomsApi, http_session
+from service.transport.client.robot import connect_robot
+
+async def main(url, rooms, colour):
+    async with connect_robot(url, Rooms(**rooms), on_command=lambda values, at: None) as robot:
+        while True:
+            robot.show("front", np.full((48, 64, 3), colour, np.uint8))
+            await asyncio.sleep(1 / 30)
+
+asyncio.run(main(*map(json.loads, sys.argv[1:])))
+"""
+
+
+async def test_a_robot_killed_without_goodbye_is_replaced_by_the_next(join_robot, connect, server, seen, until):
+    async with connect("front") as link:
+        rooms = json.dumps(dataclasses.asdict(link.rooms))
+        robot = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", ROBOT, json.dumps(server.url), rooms, json.dumps(RED), cwd=ROOT
+        )
+        try:
+            await see(seen, until, RED)
+        finally:
+            os.kill(robot.pid, signal.SIGKILL)
+            await robot.wait()
+        count = -1
+        async with asyncio.timeout(30):
+            # What it had sent is decoded, and nothing more comes.
+            while count != (count := len(seen.frames)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        async with join_robot(link.rooms) as robot, filming(robot, GREEN):
+            await see(seen, until, GREEN)
+
+
+async def test_a_picture_that_cannot_be_decoded_is_counted_and_the_stream_goes_on(both, seen, until):
+    async with both("front") as (link, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+            receiver = link._receivers["s-front"]._peer._pc.getReceivers()[0]
+            codec = next(iter(receiver._RTCRtpReceiver__codecs.values()))
+            receiver._RTCRtpReceiver__decoder_queue.put((codec, JitterFrame(b"\x10garbage", 0)))
+            await until(lambda: link.health()["rooms"]["s-front"]["video"]["decode_errors"] == 1)
+        async with filming(robot, GREEN):
+            await see(seen, until, GREEN)
+
+
+async def test_a_peer_that_falls_silent_is_asked_for_a_new_offer(both, seen, quick, until):
+    pace = dataclasses.replace(quick, silence=0.5, ask_first=0.2)
+    async with both("front", pace=pace) as (link, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+        # The robot's process lives, its track does not: as after an error in an encoder.
+        await until(lambda: any("no picture for 0.5 s" in down.reason for down in seen.of(LinkDown)))
+        async with filming(robot, GREEN):
+            await see(seen, until, GREEN)
+        assert link.health()["rooms"]["s-front"]["video"]["asked_again"] >= 1
+
+
+async def test_a_peer_that_fails_is_asked_for_a_new_offer(both, seen, until):
+    async with both("front") as (_, robot):
+        async with filming(robot, RED):
+            await see(seen, until, RED)
+        await robot._senders["front"]._peers[next(iter(robot._senders["front"]._peers))][0].close()  # says goodbye
+        async with filming(robot, GREEN):
+            await see(seen, until, GREEN, within=5)
+
+
+@pytest.mark.parametrize("sdp", ["", "garbage", "v=0\r\nm=video 9 UDP/TLS/RTP/SAVPF\r\n", "m=video x y z\r\n" * 3])
+async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(join_robot, connect, seen, until, sdp):
+    async with connect("front") as link:
+        receiver = link._receivers["s-front"]
+        receiver.received(WebrtcOffer({"type": "offer", "sdp": sdp}, "p"), 0.0)
+        receiver.received(WebrtcIce({"candidate": ""}, from_producer="p"), 0.0)
+        receiver.received(WebrtcIce({"candidate": "candidate:x.local"}, from_producer="p"), 0.0)
+        await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 1)
+        async with join_robot(link.rooms) as robot, filming(robot, RED):
+            await see(seen, until, RED)
+
+
+async def test_an_offer_without_video_is_answered_and_the_next_one_shows_the_camera(join_robot, connect, seen, until):
+    async with connect("front") as link:
+        peer = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        peer.createDataChannel("nothing to see yet")
+        await peer.setLocalDescription()
+        offer = WebrtcOffer({"type": "offer", "sdp": peer.localDescription.sdp}, "early-bird")
+        link._receivers["s-front"].received(offer, 0.0)
+        video = lambda: link.health()["rooms"]["s-front"]["video"]  # noqa: E731
+        await until(lambda: video()["offers"] == 1 and link._receivers["s-front"]._peer)
+        assert video()["refused_offers"] == 0
+        await peer.close()
+        async with join_robot(link.rooms) as robot, filming(robot, RED):
+            await see(seen, until, RED)
+
+
+async def test_sound_beside_the_picture_is_not_taken():
+    theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    theirs.addTrack(AudioStreamTrack())
+    theirs.addTrack(VideoStreamTrack())
+    await theirs.setLocalDescription()
+    ours = Peer(())
+    answer = await ours.answer(theirs.localDescription.sdp, FrameDecoder(lambda image, at: None, lambda error: None))
+    kinds = {part.split()[0]: part for part in answer.split("m=")[1:]}
+    assert "a=inactive" in kinds["audio"]
+    assert "a=recvonly" in kinds["video"]
+    assert "a=candidate:" in kinds["video"]
+    await ours.close()
+    await theirs.close()
+
+
+async def test_an_answer_out_of_turn_is_refused():
+    peer = Peer(())
+    with pytest.raises(BadSignal, match="while the connection was stable"):
+        await peer.accept("v=0\r\n")
+    await peer.close()
+
+
+async def test_candidates_that_come_before_their_offer_are_used(until):
+    """The producer's description holds no candidates at all; they trickle, and they trickle too early."""
+    theirs = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+    theirs.addTrack(VideoStreamTrack())
+    await theirs.setLocalDescription()
+    lines = theirs.localDescription.sdp.splitlines()
+    bare = "\r\n".join(line for line in lines if not line.startswith(("a=candidate", "a=end-of"))) + "\r\n"
+    early = EarlyCandidates()
+    fragment = next(line.partition(":")[2] for line in lines if line.startswith("a=ice-ufrag"))
+    for line in lines:
+        if line.startswith("a=candidate"):
+            early.keep("p", {"candidate": line[2:], "sdpMid": "0", "sdpMLineIndex": 0, "usernameFragment": fragment})
+    early.keep("p", {"candidate": "", "sdpMid": "0", "usernameFragment": fragment})
+    early.keep("p", {"candidate": "candidate:1 1 udp 1 x.local 9 typ host", "usernameFragment": "older"})
+    assert len(early.fitting("p", bare)) == sum(line.startswith("a=candidate") for line in lines) + 1
+    frames = []
+    ours = Peer(())
+    answer = await ours.answer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
+    ours.add_all(early.fitting("p", bare))
+    # Their side gets none of ours either, so only the early candidates can connect the two.
+    lines = answer.splitlines()
+    answer = "\r\n".join(line for line in lines if not line.startswith(("a=candidate", "a=end-of"))) + "\r\n"
+    await theirs.setRemoteDescription(RTCSessionDescription(answer, "answer"))
+    await until(lambda: frames)
+    await ours.close()
+    await theirs.close()
+
+
+def test_early_candidates_are_kept_by_sender_and_bounded():
+    early = EarlyCandidates(senders=2, each=3)
+    for sender in "abc":
+        for number in range(5):
+            early.keep(sender, {"candidate": f"{sender}{number}"})
+    assert early.fitting("a", "") == []
+    assert [kept["candidate"] for kept in early.fitting("c", "")] == ["c2", "c3", "c4"]
+    early.forget("c")
+    assert early.fitting("c", "") == []
+
+
+def test_mdns_candidates_leave_a_description_and_trickle_instead():
+    named, plain = "a=candidate:1 1 udp 5 abc.local 50009 typ host", "a=candidate:2 1 udp 5 10.0.0.1 50009 typ host"
+    sdp = f"v=0\r\nm=video 9\r\n{named}\r\n{plain}\r\n"
+    plain, named = sort_candidates(sdp)
+    assert "local" not in plain
+    assert "10.0.0.1" in plain
+    assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]
+
+
+async def test_an_unusable_candidate_harms_nothing():
+    peer = Peer(())
+    peer.add_all(
+        [{"candidate": "x"}, {"candidate": 5}, {}, {"candidate": "candidate:1 1 udp 1 h h typ host", "sdpMid": 7}]
+    )
+    await asyncio.sleep(0)
+    await peer.close()
+
+
+async def test_only_consumers_are_offered_to(both, until):
+    async with both("front") as (_, robot):
+        await until(lambda: robot.health()["rooms"]["s-front"]["video"]["offers"] == 1)
+        robot._senders["front"].received(ParticipantJoined("s-front", "other", Role.PRODUCER), 0.0)
+        await asyncio.sleep(0.3)
+        assert robot.health()["rooms"]["s-front"]["video"]["offers"] == 1
+
+
+# The screen, without a network.
+
+
+class Stage:
+    """A screen and the decoder thread's view of it."""
+
+    def __init__(self):
+        self.shown, self.failures = [], []
+        self.screen = FrameDecoder(lambda image, at: self.shown.append(image), self.failures.append)
+
+    async def put(self, *frames):
+        scheduled = [work for work in map(self.screen.put, frames) if work is not None]
+        for each in scheduled:
+            await each
+        return len(scheduled)
+
+
+def frame_of(colour, height=48, width=64):
+    return av.VideoFrame.from_ndarray(picture(colour, height, width), format="rgb24").reformat(format="yuv420p")
+
+
+async def test_of_pictures_that_pile_up_only_the_newest_is_shown():
+    stage = Stage()
+    # The loop is woken once for all of them, and at the end.
+    assert await stage.put(frame_of(RED), frame_of(RED), frame_of(GREEN), None) == 2
+    assert len(stage.shown) == 1
+    assert is_colour(stage.shown[0], GREEN)
+    assert stage.screen.counts() == {
+        "frames": 1, "oversize": 0, "late": 0, "superseded": 2, "decode_errors": 0, "packets_lost": 0,
+    }  # fmt: skip
+
+
+async def test_a_picture_over_the_size_limit_is_dropped_and_counted():
+    stage = Stage()
+    await stage.put(frame_of(RED, 1082, 1920))
+    await stage.put(frame_of(GREEN, 1920, 1080))
+    assert [image.shape for image in stage.shown] == [(1920, 1080, 3)]
+    assert stage.screen.oversize == 1
+
+
+@pytest.mark.parametrize(("name", "value", "late"), [("_backlog", lambda: MAX_BACKLOG + 1, 1), ("is_muted", True, 0)])
+async def test_a_picture_behind_a_backlog_and_one_of_a_muted_screen_are_not_shown(name, value, late):
+    stage = Stage()
+    setattr(stage.screen, name, value)
+    await stage.put(frame_of(RED))
+    assert (stage.shown, stage.screen.late) == ([], late)
+
+
+async def test_an_error_of_the_owner_reaches_the_owner():
+    stage = Stage()
+    stage.screen._show = lambda image, at: 1 / 0
+    await stage.put(frame_of(RED))
+    assert isinstance(stage.failures[0], ZeroDivisionError)
+
+
+async def test_another_aiortc_is_refused_with_its_version_to_install():
+    with pytest.raises(TransportError, match=r"install aiortc 1\.16"):
+        Stage().screen.fit(SimpleNamespace(track=None))

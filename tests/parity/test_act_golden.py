@@ -1,0 +1,86 @@
+"""ACT against outputs of LeRobot 0.4.4 (tests/golden/lerobot_act/README.md)."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.act import Act
+from jaxmodels.program import Scales, normalize
+from jaxmodels.types import Observation
+from jaxmodels.weights import blueprint
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
+NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+pytestmark = pytest.mark.fully_compiled
+TOLERANCE = 1e-5  # of the largest magnitude; float32 in another order of summation gives about 2e-6
+
+
+def steps(name: str):
+    with np.load(GOLDEN / name / "io.npz") as file:
+        arrays = dict(file)
+    for step in range(1 + max(int(key.split(".")[1]) for key in arrays)):
+        start = f"in.{step}."
+        observation = {key.removeprefix(start): array for key, array in arrays.items() if key.startswith(start)}
+        yield observation, {key.removeprefix(f"out.{step}."): array for key, array in arrays.items()}
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def test_all_five_are_here() -> None:
+    assert len(NAMES) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
+    policy = jaxmodels.load_policy(golden_folder(name))
+    for observation, wanted in steps(name):
+        assert error(policy.act(observation), wanted["chunk"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
+    checkpoint = lerobot_folder.read(golden_folder(name))
+    config, inputs = checkpoint.config, checkpoint.normalization.inputs
+    scales = Scales(
+        images=tuple(inputs.forward(feature) for feature in config.cameras),
+        state=inputs.forward(config.state),
+        environment_state=config.environment_state and inputs.forward(config.environment_state),
+        action=inputs.forward(config.action),
+    )
+    plan = blueprint(lambda rngs: Act(config, rngs=rngs))
+    sizes = tuple(camera.shape[1:] for camera in config.cameras)
+
+    @jax.jit
+    def act(weights, observation: Observation):
+        return plan.assemble(weights)(normalize(observation, scales, sizes))
+
+    weights = {key: jnp.asarray(array) for key, array in checkpoint.weights.items()}
+    for observation, wanted in steps(name):
+        seen = Observation(
+            images=tuple(jnp.asarray(observation[camera.name]) for camera in config.cameras),
+            state=jnp.asarray(observation["observation.state"]),
+            environment_state=observation.get("observation.environment_state"),
+        )
+        assert error(np.asarray(act(weights, seen)), wanted["chunk_normalized"]) < TOLERANCE
+
+
+def test_ensembled_actions_are_those_of_lerobot_over_many_steps(golden_folder) -> None:
+    policy = jaxmodels.load_policy(golden_folder("act_temporal_ensemble"))
+    needs = policy.requirements
+    ensembler = jaxmodels.TemporalEnsembler(needs.temporal_ensemble_coeff, needs.chunk)
+    recorded = list(steps("act_temporal_ensemble"))
+    assert len(recorded) > needs.chunk  # long enough that every weight of the mean is used
+    for observation, wanted in recorded:
+        assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE
+    ensembler.reset()
+    observation, wanted = recorded[0]
+    assert error(ensembler.update(policy.act(observation)), wanted["select_action"]) < TOLERANCE

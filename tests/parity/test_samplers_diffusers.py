@@ -1,0 +1,257 @@
+"""Samplers give diffusers' numbers for the same predictions and the same noise."""
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmodels.samplers import (
+    FlowSchedule,
+    MaskSchedule,
+    NoiseSchedule,
+    VQSchedule,
+    combine_log,
+    ddim,
+    ddim_step,
+    ddpm_step,
+    flow_euler,
+    flow_heun,
+    maskgit_step,
+    posterior,
+    truncate,
+    vq_step,
+)
+
+Case = dict[str, Any]
+Cases = dict[str, Case]
+Same = Callable[..., None]
+GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
+SCRIPT = GOLDEN.parents[2] / "tools" / "golden" / "samplers.py"
+TOLERANCE = 1e-5  # of the largest number
+DDIM = [
+    "ddim_defaults",
+    "ddim_stable_diffusion",
+    "ddim_policy",
+    "ddim_sample_eta",
+    "ddim_velocity_zero_snr",
+    "ddim_eta_one",
+]
+DDPM = [
+    "ddpm_defaults",
+    "ddpm_every_step",
+    "ddpm_large_offset",
+    "ddpm_large",
+    "ddpm_velocity_linspace",
+    "ddpm_sample_trailing",
+]
+EULER = ["euler_defaults", "euler_shifted", "euler_uniform", "euler_uniform_shifted", "euler_one_step"]
+HEUN = ["heun_defaults", "heun_shifted", "heun_one_step"]
+AMUSED = ["amused_defaults", "amused_linear", "amused_greedy", "amused_inpainting"]
+VQ = ["vq_defaults", "vq_uniform"]
+
+
+@pytest.fixture(scope="session")
+def cases() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
+    with np.load(GOLDEN / "cases.npz") as arrays:
+        for name, array in arrays.items():
+            case, part = name.split("/")
+            found[case][part] = array
+    return found
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> None:
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    assert np.isfinite(ours).all()
+    scale = max(1.0, float(np.abs(theirs).max()))
+    assert float(np.abs(ours - theirs).max()) <= tolerance * scale
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[..., None]:
+    """Asserts that arrays agree to 1e-5 of their scale."""
+    return assert_close
+
+
+def row_of(rows: Any, k: int) -> Any:
+    return jax.tree.map(lambda column: jnp.asarray(column[k]), rows)
+
+
+def echo(x: jax.Array, t: jax.Array, prediction: jax.Array) -> jax.Array:
+    """A model that answers what was recorded."""
+    return prediction
+
+
+def test_every_recorded_case_is_compared(cases: Cases) -> None:
+    assert set(cases) == {*DDIM, *DDPM, *EULER, *HEUN, *AMUSED, *VQ}
+
+
+@pytest.mark.parametrize("name", [*DDIM, *DDPM])
+def test_a_noise_schedule_is_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule = NoiseSchedule(**case["fields"])
+    steps = len(case["predictions"])
+    same(schedule.alphas, case["alphas"], 1e-6)
+    assert schedule.timesteps(steps).tolist() == case["timesteps"].tolist()
+    clean, noise = jnp.asarray(case["training.clean"]), jnp.asarray(case["training.noise"])
+    times = jnp.asarray(case["training.timesteps"])
+    same(schedule.add_noise(clean, noise, times), case["training.noisy"], 1e-6)
+    targets = {"epsilon": noise, "sample": clean, "v_prediction": case["training.velocity"]}
+    same(schedule.target(clean, noise, times), targets[schedule.prediction_type], 1e-6)
+
+
+@pytest.mark.parametrize("name", DDIM)
+def test_a_step_of_ddim_is_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule = NoiseSchedule(**case["fields"])
+    steps = len(case["predictions"])
+    for k in range(steps):
+        row, x = row_of(schedule.ddim_rows(steps), k), jnp.asarray(case["x"][k])
+        noise = jnp.asarray(case["noise"][k]) if case["eta"] else None
+        same(ddim_step(schedule, jnp.asarray(case["predictions"][k]), x, row, noise, case["eta"]), case["x"][k + 1])
+
+
+@pytest.mark.parametrize("name", [name for name in DDIM if "eta" not in name])
+def test_all_steps_of_ddim_are_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule, steps = NoiseSchedule(**case["fields"]), len(case["predictions"])
+    x = ddim(
+        echo,
+        case["x"][0].shape,
+        jax.random.key(0),
+        schedule,
+        steps=steps,
+        extras=case["predictions"],
+        start=case["x"][0],
+    )
+    same(x, case["x"][-1])
+
+
+@pytest.mark.parametrize("name", DDPM)
+def test_a_step_of_ddpm_is_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule = NoiseSchedule(**case["fields"])
+    steps = len(case["predictions"])
+    for k in range(steps):
+        row, x = row_of(schedule.ddpm_rows(steps), k), jnp.asarray(case["x"][k])
+        noise = jnp.asarray(case["noise"][k])
+        same(ddpm_step(schedule, jnp.asarray(case["predictions"][k]), x, row, noise), case["x"][k + 1])
+
+
+@pytest.mark.parametrize("name", [*EULER, *HEUN])
+def test_all_steps_of_flow_matching_are_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule = FlowSchedule(**case["fields"])
+    evaluations = len(case["predictions"])
+    steps = evaluations if name in EULER else (evaluations + 1) // 2
+    rows, sample = (schedule.euler_rows(steps), flow_euler) if name in EULER else (schedule.heun_rows(steps), flow_heun)
+    same(rows.timestep, case["timesteps"], 1e-6)
+    for count in (evaluations,) if name in HEUN else range(1, evaluations + 1):
+        # a shorter run is compared too, by a model that stands still after it
+        predictions = case["predictions"] * (np.arange(evaluations) < count)[:, None, None, None]
+        x = sample(
+            echo,
+            case["x"][0].shape,
+            jax.random.key(0),
+            schedule,
+            steps=steps,
+            extras=predictions.astype(np.float32),
+            start=case["x"][0],
+        )
+        same(x, case["x"][count])
+
+
+@pytest.mark.parametrize("name", AMUSED)
+def test_a_step_of_maskgit_is_diffusers(cases: Cases, name: str) -> None:
+    case = cases[name]
+    schedule = MaskSchedule(**{**case["fields"], "temperature": tuple(map(float, case["fields"]["temperature"]))})
+    steps = len(case["logits"])
+    rows = schedule.rows(steps)
+    assert rows.timestep.tolist() == case["timesteps"].tolist()
+    masked_at_first = jnp.sum(jnp.asarray(case["x"][0]) == schedule.mask, axis=1)
+    for k in range(steps):
+        tokens, is_new, _ = maskgit_step(
+            schedule,
+            jnp.asarray(case["logits"][k]),
+            jnp.asarray(case["x"][k]),
+            row_of(rows, k),
+            masked_at_first,
+            jnp.asarray(case["class_gumbel"][k]),
+            jnp.asarray(case["order_gumbel"][k]),
+        )
+        assert tokens.tolist() == case["x"][k + 1].tolist()
+        assert is_new.tolist() == ((case["x"][k] == schedule.mask) & (case["x"][k + 1] != schedule.mask)).tolist()
+
+
+@pytest.mark.parametrize("name", VQ)
+def test_guidance_and_truncation_of_classes_are_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    guided = combine_log(jnp.asarray(case["unconditional"]), jnp.asarray(case["conditional"]), 3.0)
+    same(guided, case["guided"])
+    cut = np.asarray(truncate(jnp.asarray(case["guided"]), case["rate"]))
+    assert np.isinf(cut).tolist() == np.isinf(case["truncated"]).tolist()
+    same(np.maximum(cut, -70), np.maximum(case["truncated"], -70), 1e-6)
+
+
+@pytest.mark.parametrize("name", VQ)
+def test_a_posterior_of_vq_diffusion_is_diffusers(cases: Cases, same: Same, name: str) -> None:
+    case = cases[name]
+    schedule = VQSchedule(**case["fields"])
+    predictions = jnp.maximum(jnp.asarray(case["truncated"]), -70)
+    noisy = jnp.asarray(case["noisy"])
+    for t, theirs in zip(case["posterior.timesteps"], case["posteriors"], strict=True):
+        ours = posterior(schedule, predictions, noisy, schedule.row(jnp.asarray(t)))
+        same(ours, theirs)
+        same(jnp.exp(ours), np.exp(theirs))
+
+
+@pytest.mark.parametrize("name", VQ)
+def test_a_chain_of_vq_diffusion_is_diffusers(cases: Cases, name: str) -> None:
+    case = cases[name]
+    schedule = VQSchedule(**case["fields"])
+    steps = len(case["gumbel"])
+    assert schedule.timesteps(steps).tolist() == case["timesteps"].tolist()
+    predictions = jnp.maximum(jnp.asarray(case["truncated"]), -70)
+    step = jax.jit(vq_step, static_argnums=0)
+    for k in range(steps):
+        row = row_of(schedule.rows(steps), k)
+        tokens = step(schedule, predictions, jnp.asarray(case["x"][k]), row, jnp.asarray(case["gumbel"][k]))
+        assert tokens.tolist() == case["x"][k + 1].tolist()
+
+
+def test_diffusers_of_today_gives_the_recorded_numbers(cases: Cases, same: Same) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: only recorded numbers are compared")
+    pytest.importorskip("diffusers", reason="diffusers is not installed: only recorded numbers are compared")
+    fresh = runpy.run_path(str(SCRIPT))["record"]()
+    assert set(fresh) == set(cases)
+    for name, case in fresh.items():
+        assert set(case) == set(cases[name])
+        for part, value in case.items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_allclose(value, cases[name][part], rtol=1e-5, atol=1e-5, err_msg=f"{name}/{part}")
+            else:
+                assert value == cases[name][part]
+
+
+@pytest.mark.parametrize("masking", ["cosine", "linear"])
+def test_as_many_tokens_are_masked_again_as_in_diffusers(masking: Any) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: only recorded numbers are compared")
+    schedulers = pytest.importorskip("diffusers", reason="diffusers is not installed").schedulers
+    for tokens, steps in [(16, 12), (96, 8), (96, 12), (112, 12), (24, 24), (256, 10)]:
+        theirs = schedulers.AmusedScheduler(mask_token_id=4, masking_schedule=masking)
+        theirs.set_timesteps(steps)
+        ours = MaskSchedule(num_classes=5, masking=masking)
+        x = torch.full((1, tokens), 4)
+        for k, t in enumerate(theirs.timesteps):
+            before = int((x == 4).sum())
+            x = theirs.step(torch.zeros(1, tokens, 4), t, x).prev_sample
+            if t > 0:
+                count = jnp.floor(jnp.asarray(tokens, jnp.float32) * ours.rows(steps).share[k])
+                assert int((x == 4).sum()) == max(1, min(int(count), before - 1)), (tokens, steps, k)

@@ -1,0 +1,58 @@
+"""The 2D transformer against outputs of diffusers 0.42.1 (tests/golden/transformer2d/README.md)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
+
+pytestmark = pytest.mark.fully_compiled
+GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
+NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+TOLERANCE = 1e-5  # largest absolute difference; outputs are of order 1, and a tanh gelu or a wrong eps shows above it
+MASKS = ("attention_mask", "encoder_attention_mask")
+
+
+def recorded(name: str) -> tuple[dict[str, Any], np.ndarray]:
+    with np.load(GOLDEN / name / "io.npz") as file:
+        arrays = dict(file)
+    wanted = arrays.pop("out.sample")
+    inputs: dict[str, Any] = {}
+    for key, array in arrays.items():
+        name = key.removeprefix("in.")
+        if name.startswith("added."):
+            inputs.setdefault("added_cond_kwargs", {})[name.removeprefix("added.")] = array
+        else:
+            inputs[name] = array
+    return inputs, wanted
+
+
+def test_all_eleven_are_here() -> None:
+    assert len(NAMES) == 11
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> None:
+    inputs, wanted = recorded(name)
+    model = Transformer2DModel.from_pretrained(golden_folder(name))
+    assert differ(model(**inputs).sample, wanted) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", NAMES)
+def test_prepared_outputs_are_those_of_diffusers(name: str, golden_folder, differ) -> None:
+    inputs, wanted = recorded(name)
+    model = Transformer2DModel.from_pretrained(golden_folder(name))
+    steady = {key: inputs.pop(key) for key in list(inputs) if key not in ("hidden_states", *MASKS)}
+    conditioning = model.prepare(**steady)
+    assert differ(model(**inputs, conditioning=conditioning).sample, wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_as_diffusers_writes_it_comes_back_the_same(name: str) -> None:
+    written = json.loads((GOLDEN / name / "config.json").read_text())
+    arguments = {key: value for key, value in written.items() if not key.startswith("_")}
+    assert Transformer2DConfig.from_json(written).to_json() == arguments

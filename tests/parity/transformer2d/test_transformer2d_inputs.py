@@ -1,0 +1,358 @@
+"""Live parity with diffusers over what a call may be given: scales, masks, timesteps, labels, sizes, forms."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmodels.transformer2d import Transformer2DModelOutput
+from tests.parity.transformer2d.conftest import live_tolerance
+
+torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
+BATCH, HEADS, TOKENS, CONTEXT = 2, 2, 15, 7
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_continuous_inputs_of_any_scale_are_normalised_alike(
+    scale: float, is_linear: bool, small, inputs_for, pair_of
+) -> None:
+    # A wrong epsilon of the group norm shows at 0.01.
+    config = small("continuous", cross_attention_dim=20, use_linear_projection=is_linear)
+    inputs = inputs_for(config)
+    inputs["hidden_states"] *= np.float32(scale)
+    assert pair_of(config).error(**inputs) <= TOLERANCE * max(1.0, scale)  # the input itself is in the output
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_inputs_far_from_zero_lose_no_more_bits_than_in_diffusers(is_linear: bool, small, inputs_for, pair_of) -> None:
+    # A variance taken as E[x^2] - E[x]^2 would. At 50 float32 is spaced 4e-6; double precision says what is right.
+    config = small("continuous", cross_attention_dim=20, use_linear_projection=is_linear)
+    inputs = inputs_for(config)
+    inputs["hidden_states"] += np.float32(50)
+    pair = pair_of(config)
+    found, theirs = pair.find(**inputs), pair.want(**inputs)
+    pair.theirs.double()
+    exact = pair.want(**{name: value.astype(np.float64) for name, value in inputs.items()})
+    assert np.abs(found - exact).max() <= max(TOLERANCE, np.abs(theirs - exact).max())
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+@pytest.mark.parametrize("norm", ["ada_norm_zero", "ada_norm_single"])
+def test_patches_of_any_scale_give_the_numbers_of_diffusers(
+    scale: float, norm: str, small, inputs_for, pair_of
+) -> None:
+    config = small("patches", norm_type=norm, num_embeds_ada_norm=9)
+    inputs = inputs_for(config)
+    inputs["hidden_states"] *= np.float32(scale)
+    assert pair_of(config).error(**inputs) <= TOLERANCE
+
+
+def masks(form: str, keys: int, queries: int) -> np.ndarray:
+    rng = np.random.default_rng(keys)
+    keep = rng.random((BATCH, keys)) < 0.6
+    keep[:, 1] = True
+
+    def bias(*shape: int) -> np.ndarray:
+        return (2 * rng.standard_normal(shape)).astype(np.float32)
+
+    match form:
+        case "bool" | "int64" | "int32" | "uint8" | "float32":
+            return keep.astype(form)
+        case "fractional":  # a little below one: biases that matter beside the scores
+            return np.float32(1) - (rng.random((BATCH, keys)) * 3e-4).astype(np.float32)
+        case "halves":
+            return np.where(keep, 1, 0.5).astype(np.float32)
+        case "bias per key":
+            return bias(BATCH, 1, keys)
+        case "bias per query and key":
+            return bias(BATCH, queries, keys)
+        case "bias per head":
+            return bias(BATCH * HEADS, queries, keys)
+        case "bias per head and key":
+            return bias(BATCH * HEADS, 1, keys)
+        case "keep per key":
+            return keep[:, None]
+        case "keep per query and key":
+            several = rng.random((BATCH, queries, keys)) < 0.6
+            several[..., 1] = True
+            return several
+        case "four dimensions":
+            return bias(BATCH, 1, 1, keys)
+        case "four dimensions with queries":
+            return bias(BATCH, 1, queries, keys)
+    raise AssertionError(form)
+
+
+FORMS = (
+    *("bool", "int64", "int32", "uint8", "float32", "fractional", "halves"),
+    *("bias per key", "bias per query and key", "bias per head", "bias per head and key"),
+    *("keep per key", "keep per query and key", "four dimensions", "four dimensions with queries"),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_of_any_form_means_what_it_means_to_diffusers(form: str, small, inputs_for, pair_of) -> None:
+    config = small("continuous", cross_attention_dim=20, num_layers=1)
+    inputs = inputs_for(config)
+    pair = pair_of(config)
+    given = {
+        "attention_mask": masks(form, TOKENS, TOKENS),
+        "encoder_attention_mask": masks(form, CONTEXT, TOKENS),
+    }
+    wanted = pair.want(**inputs, **given)
+    for name in given:  # each of them must matter, or nothing is compared
+        assert np.abs(pair.want(**inputs, **{name: given[name]}) - pair.want(**inputs)).max() > 1e-3
+    assert np.abs(pair.find(**inputs, **given) - wanted).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["discrete", "patches"])
+def test_masks_of_other_inputs_mean_the_same(kind: str, small, inputs_for, pair_of) -> None:
+    config = small(kind, cross_attention_dim=20, num_layers=1, norm_type="layer_norm")
+    if kind == "patches":
+        config |= {"norm_type": "ada_norm_single"}
+    inputs = inputs_for(config)
+    tokens = 13 if kind == "discrete" else 15
+    for form in ("float32", "bias per key", "keep per query and key"):
+        inputs["attention_mask"] = masks(form, tokens, tokens)
+        inputs["encoder_attention_mask"] = masks(form, CONTEXT, tokens)
+        assert pair_of(config).error(**inputs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["none", "bool", "bias per query and key", "bias per head", "keep per query and key"])
+@pytest.mark.parametrize("size", [(17, 19), (37, 29)])
+def test_many_tokens_give_the_numbers_of_diffusers(
+    size: tuple[int, int], form: str, small, inputs_for, pair_of
+) -> None:
+    # Attention goes another way for more scores: head by head, then in blocks that these numbers do not divide.
+    config = small("continuous", cross_attention_dim=20, num_layers=1)
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((BATCH, 16, *size)).astype(np.float32)
+    text = rng.standard_normal((BATCH, 301, 20)).astype(np.float32)
+    inputs = inputs_for(config, hidden_states=images, encoder_hidden_states=text)
+    tokens = size[0] * size[1]
+    if form != "none":
+        inputs["attention_mask"] = masks(form, tokens, tokens)
+        inputs["encoder_attention_mask"] = masks(form, 301, tokens)
+    assert pair_of(config).error(**inputs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "encoder_attention_mask"])
+def test_a_row_without_any_key_is_as_if_unmasked(name: str, small, inputs_for, pair_of) -> None:
+    config = small("continuous", cross_attention_dim=20, num_layers=1)
+    inputs = inputs_for(config)
+    pair = pair_of(config)
+    keep = np.ones((BATCH, TOKENS if name == "attention_mask" else CONTEXT), np.int64)
+    keep[1] = 0
+    found, wanted = pair.find(**inputs, **{name: keep}), pair.want(**inputs, **{name: keep})
+    assert np.abs(found[0] - wanted[0]).max() <= TOLERANCE
+    # Near -10000 float32 is spaced 1e-3: scores are rounded to that, and a last bit of difference may round apart.
+    assert np.abs(found[1] - wanted[1]).max() <= 1e-3
+    assert np.abs(found[1] - pair.find(**inputs)[1]).max() <= 1e-3
+
+
+@pytest.mark.parametrize("form", [int, np.int32, "0-d", "one"])
+@pytest.mark.parametrize("kind", ["continuous", "discrete"])
+def test_one_timestep_of_ada_norm_is_for_the_whole_batch(kind: str, form: Any, small, inputs_for, pair_of) -> None:
+    config = small(kind, norm_type="ada_norm", num_embeds_ada_norm=9)
+    pair = pair_of(config)
+    inputs = inputs_for(config, timestep=np.asarray(8))
+    given = {"0-d": np.asarray(8), "one": np.array([8])}[form] if isinstance(form, str) else form(8)
+    found = pair.find(**inputs | {"timestep": given})
+    assert np.abs(found - pair.want(**inputs)).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["continuous", "discrete"])
+def test_ada_norm_takes_a_timestep_per_element(kind: str, small, inputs_for, pair_of) -> None:
+    # diffusers cannot: it is asked once per element.
+    config = small(kind, norm_type="ada_norm", num_embeds_ada_norm=9, cross_attention_dim=20)
+    pair = pair_of(config)
+    inputs = inputs_for(config, timestep=np.array([0, 8, 3]), batch=3)
+    each = [{name: value[i : i + 1] for name, value in inputs.items() if name != "timestep"} for i in range(3)]
+    wanted = [pair.want(**each[i], timestep=inputs["timestep"][i]) for i in range(3)]
+    assert np.abs(pair.find(**inputs) - np.concatenate(wanted)).max() <= TOLERANCE
+
+
+TIMESTEPS = {
+    "int64": np.array([3, 999]),
+    "int32": np.array([3, 999], np.int32),
+    "float32": np.array([0.25, 812.75], np.float32),
+    "float64": np.array([0.25, 812.75]),
+    "float16": np.array([0.25, 812.5], np.float16),
+    "small": np.array([1e-3, 0.0], np.float32),
+    "negative": np.array([-4.5, 1000.0], np.float32),
+}
+
+
+@pytest.mark.parametrize("name", TIMESTEPS)
+@pytest.mark.parametrize("norm", ["ada_norm_zero", "ada_norm_single"])
+def test_sinusoidal_timesteps_may_be_any_numbers(name: str, norm: str, small, inputs_for, pair_of) -> None:
+    config = small("patches", norm_type=norm, num_embeds_ada_norm=9)
+    assert pair_of(config).error(**inputs_for(config, timestep=TIMESTEPS[name])) <= TOLERANCE
+
+
+@pytest.mark.parametrize("form", [int, float, "0-d", "one"])
+@pytest.mark.parametrize("norm", ["ada_norm_zero", "ada_norm_single"])
+def test_one_sinusoidal_timestep_is_for_the_whole_batch(norm: str, form: Any, small, inputs_for, pair_of) -> None:
+    config = small("patches", norm_type=norm, num_embeds_ada_norm=9, num_layers=1)
+    pair = pair_of(config)
+    given = {"0-d": np.asarray(417), "one": np.array([417])}[form] if isinstance(form, str) else form(417)
+    inputs = inputs_for(config, timestep=np.array([417, 417]))
+    assert np.abs(pair.find(**inputs | {"timestep": given}) - pair.want(**inputs)).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_the_null_class_is_the_row_after_the_last(dtype: type, small, inputs_for, pair_of) -> None:
+    config = small("patches", norm_type="ada_norm_zero", num_embeds_ada_norm=9)
+    inputs = inputs_for(config, class_labels=np.array([9, 0], dtype))
+    pair = pair_of(config)
+    assert np.abs(pair.find(**inputs) - pair.want(**inputs)).max() <= TOLERANCE
+    one = inputs | {"class_labels": inputs["class_labels"][:1], "timestep": inputs["timestep"][:1]}
+    assert np.abs(pair.find(**one) - pair.want(**one)).max() <= TOLERANCE  # one label and timestep for both
+
+
+@pytest.mark.parametrize("kind", ["continuous", "discrete"])
+def test_labels_and_conditions_that_nothing_uses_are_ignored(kind: str, small, inputs_for, pair_of) -> None:
+    config = small(kind)
+    inputs = inputs_for(config, class_labels=np.array([1, 2]), timestep=np.array(3), added_cond_kwargs={})
+    assert pair_of(config).error(**inputs) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"),
+    [
+        *(((8, 8), 1), ((8, 8), 4), ((6, 10), None), ((6, 10), 2.0), ((12, 12), None), ((4, 4), 1.5)),
+        *(((16, 2), None), ((9, 9), 2.0), ((2, 2), None)),
+    ],
+)
+def test_positions_follow_the_size_of_the_image(size: tuple[int, int], scale: Any, small, inputs_for, pair_of) -> None:
+    config = small("patches", norm_type="ada_norm_single", interpolation_scale=scale, num_layers=1)
+    config |= {"use_additional_conditions": False}
+    if scale is None:
+        config |= {"sample_size": 128, "patch_size": 16}  # positions are divided by 128 // 64 then
+        size = (8 * size[0], 8 * size[1])
+    images = np.random.default_rng(0).standard_normal((2, 3, *size)).astype(np.float32)
+    assert pair_of(config).error(**inputs_for(config, hidden_states=images)) <= TOLERANCE
+
+
+def test_positions_of_large_models_are_those_of_the_class_itself(small, inputs_for, pair_of, to_torch) -> None:
+    # diffusers' DiTTransformer2DModel, into which its own from_pretrained turns such files, does not divide positions.
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+    config = small("patches", norm_type="ada_norm_zero", num_embeds_ada_norm=9, sample_size=128, patch_size=16)
+    config |= {"attention_bias": True, "activation_fn": "gelu-approximate", "norm_elementwise_affine": False}
+    images = np.random.default_rng(0).standard_normal((2, 3, 128, 128)).astype(np.float32)
+    inputs = inputs_for(config, hidden_states=images)
+    pair = pair_of(config)
+    assert pair.error(**inputs) <= TOLERANCE
+    other = DiTTransformer2DModel(**config).eval()
+    other.load_state_dict(pair.theirs.state_dict())
+    with torch.no_grad():
+        different = other(**to_torch(inputs), return_dict=False)[0].numpy()
+    assert np.abs(different - pair.want(**inputs)).max() > 1e-2
+
+
+def test_one_patch_is_an_image(small, inputs_for, pair_of) -> None:
+    for norm in ("ada_norm_zero", "ada_norm_single"):
+        config = small("patches", norm_type=norm, num_embeds_ada_norm=9)
+        images = np.random.default_rng(0).standard_normal((2, 3, 2, 2)).astype(np.float32)
+        assert pair_of(config).error(**inputs_for(config, hidden_states=images)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", [(6, 10), (4, 8)])
+def test_images_of_ada_norm_zero_need_not_be_square(size: tuple[int, int], small, inputs_for, pair_of) -> None:
+    # diffusers puts the patches of any image into a square; its own parts in the right order say what is right.
+    config = small("patches", norm_type="ada_norm_zero", num_embeds_ada_norm=9)
+    images = np.random.default_rng(0).standard_normal((2, 3, *size)).astype(np.float32)
+    inputs = inputs_for(config, hidden_states=images)
+    pair = pair_of(config)
+    model, rows, columns = pair.theirs, size[0] // 2, size[1] // 2
+
+    def into_an_image(hidden_states: Any, timestep: Any, class_labels: Any, **_: Any) -> Any:
+        conditioning = model.transformer_blocks[0].norm1.emb(timestep, class_labels, hidden_dtype=torch.float32)
+        shift, scale = model.proj_out_1(torch.nn.functional.silu(conditioning)).chunk(2, dim=1)
+        tokens = model.proj_out_2(model.norm_out(hidden_states) * (1 + scale[:, None]) + shift[:, None])
+        patches = tokens.reshape(2, rows, columns, 2, 2, 5)
+        return patches.permute(0, 5, 1, 3, 2, 4).reshape(2, 5, 2 * rows, 2 * columns)
+
+    model._get_output_for_patched_inputs = into_an_image
+    assert pair.error(**inputs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", [(1, 1), (4, 9), (7, 1)])
+def test_continuous_images_may_have_any_size(size: tuple[int, int], small, inputs_for, pair_of) -> None:
+    config = small("continuous", cross_attention_dim=20)
+    images = np.random.default_rng(0).standard_normal((3, 16, *size)).astype(np.float32)
+    assert pair_of(config).error(**inputs_for(config, batch=3, hidden_states=images)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_discrete_inputs_may_be_shorter_than_their_square(length: int, small, inputs_for, pair_of) -> None:
+    config = small("discrete", cross_attention_dim=20)
+    ids = np.random.default_rng(0).integers(0, 11, (2, length))
+    assert pair_of(config).error(**inputs_for(config, hidden_states=ids)) <= TOLERANCE
+
+
+def test_captions_may_come_with_an_axis_of_their_own(small, inputs_for, pair_of) -> None:
+    config = small("patches", norm_type="ada_norm_single", cross_attention_dim=24, caption_channels=18)
+    captions = np.random.default_rng(0).standard_normal((2, 1, 7, 18)).astype(np.float32)
+    assert pair_of(config).error(**inputs_for(config, encoder_hidden_states=captions)) <= TOLERANCE
+
+
+def test_output_channels_may_be_one_with_a_convolution(small, inputs_for, pair_of) -> None:
+    config = small("continuous", out_channels=1)
+    assert pair_of(config).error(**inputs_for(config)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["gated", "gated-text-image"])
+def test_without_objects_the_fuser_of_gligen_is_passed_by(kind: str, small, inputs_for, pair_of) -> None:
+    config = small("continuous", cross_attention_dim=20, attention_type=kind)
+    pair = pair_of(config)
+    inputs = inputs_for(config)
+    assert pair.error(**inputs) <= TOLERANCE
+    objects = {"gligen": {"objs": np.random.default_rng(0).standard_normal((2, 5, 20)).astype(np.float32)}}
+    assert pair.error(**inputs, cross_attention_kwargs=objects) <= TOLERANCE
+    assert np.abs(pair.find(**inputs, cross_attention_kwargs=objects) - pair.find(**inputs)).max() > 1e-3
+
+
+def test_eps_of_the_norms_is_the_configs(small, inputs_for, pair_of) -> None:
+    for kind, fields in {
+        "continuous": {"norm_type": "layer_norm"},
+        "discrete": {"norm_type": "ada_norm", "num_embeds_ada_norm": 9},
+        "patches": {"norm_type": "ada_norm_single"},
+    }.items():
+        config = small(kind, norm_eps=0.3, cross_attention_dim=20, **fields)
+        assert pair_of(config).error(**inputs_for(config)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["continuous", "discrete", "patches"])
+def test_arrays_of_other_dtypes_are_taken_as_they_are_meant(kind: str, small, inputs_for, pair_of) -> None:
+    config = small(kind, cross_attention_dim=20, norm_type="ada_norm_zero", num_embeds_ada_norm=9)
+    inputs = inputs_for(config)
+    wanted = pair_of(config).find(**inputs)
+    wide = {name: value.astype(np.float64) for name, value in inputs.items() if value.dtype == np.float32}
+    narrow = {name: value.astype(np.int32) for name, value in inputs.items() if value.dtype == np.int64}
+    np.testing.assert_array_equal(pair_of(config).find(**inputs | wide | narrow), wanted)
+
+
+def test_the_output_is_an_object_or_a_tuple(small, inputs_for, pair_of) -> None:
+    config = small("continuous")
+    inputs = inputs_for(config)
+    model = pair_of(config).ours
+    output = model(**inputs)
+    assert isinstance(output, Transformer2DModelOutput)
+    assert output["sample"] is output.sample
+    assert output[0] is output.sample
+    (sample,) = model(**inputs, return_dict=False)
+    np.testing.assert_array_equal(np.asarray(sample), np.asarray(output.sample))
+
+
+def test_arguments_may_be_given_by_position(small, inputs_for, pair_of) -> None:
+    config = small("continuous", cross_attention_dim=20, norm_type="ada_norm", num_embeds_ada_norm=9)
+    inputs = inputs_for(config)
+    model = pair_of(config).ours
+    keep = np.array([[1] * 15, [1] * 8 + [0] * 7])
+    named = model(**inputs, attention_mask=keep).sample
+    in_order = (inputs["hidden_states"], inputs["encoder_hidden_states"], inputs["timestep"], None, None, None, keep)
+    np.testing.assert_array_equal(np.asarray(model(*in_order).sample), np.asarray(named))

@@ -1,0 +1,266 @@
+"""Policies to test with, and strictness: shapes checked at every call, no silent promotion of dtypes.
+
+Fixtures and hooks of the conftests of `unit/jaxmodels` and `parity`, which import all of it.
+"""
+
+# ruff: noqa: E402 - the import hook must stand before the imports it hooks
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import install_import_hook
+
+# Before anything of the package is imported. Tests neither read nor fill the user's compile cache.
+install_import_hook("jaxmodels", "beartype.beartype")
+os.environ["ROBOJAX_COMPILE_CACHE"] = "off"
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from safetensors.numpy import save_file
+
+from jaxmodels.layers.embeddings import sinusoidal
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import Feature
+from jaxmodels.weights import blueprint
+from tests.testing.compiling import FLAGS, compiling_quickly
+
+TESTS = Path(__file__).parents[1]
+GOLDEN = TESTS / "golden" / "lerobot_act"
+PROGRAMS = "PYTEST_PROGRAMS"
+WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some hundredths
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test compiled is there for the others of the run, in all its processes; not what a user compiled.
+
+    Who sets PYTEST_PROGRAMS to a folder keeps it for the next run.
+    """
+    if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
+        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(PROGRAMS, None))
+    use_programs(os.environ[PROGRAMS])
+    # Another worker may just be writing it; then it is compiled here too.
+    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Programs are compiled here, which takes a slow machine a minute each."""
+    for item in items:
+        if (
+            any(item.path.is_relative_to(TESTS / part) for part in ("unit/jaxmodels", "parity"))
+            and item.get_closest_marker("timeout") is None
+        ):
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def use_programs(folder: str | None) -> None:
+    """Compiled programs are kept in this folder from now on."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""
+    if request.node.get_closest_marker("fully_compiled") is not None:
+        jax.clear_caches()  # of what other modules compiled quickly
+        yield
+        return
+    with compiling_quickly():
+        yield
+
+
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """For single tests of a module that is fully compiled."""
+    with compiling_quickly():
+        yield
+
+
+@pytest.fixture
+def no_programs() -> Iterator[None]:
+    """As if nobody had said where compiled programs are kept."""
+    use_programs(None)
+    yield
+    use_programs(os.environ[PROGRAMS])
+
+
+def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
+    """The environment of a process that a test starts, with what the run has compiled.
+
+    Args:
+        devices: as many are made out of one processor.
+        quick: compile without XLA's slow passes, as `compiling_quickly` does.
+    """
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(FLAGS if quick else ())]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
+        "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(WORTH_KEEPING),
+    }
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def seeded_weights(keys: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The rule of tests/golden/lerobot_act/README.md."""
+    weights = {}
+    for name, entry in keys["keys"].items():
+        shape = tuple(entry["shape"])
+        rng = np.random.default_rng([keys["seed"], zlib.crc32(name.encode())])
+        if name in keys["fixed"]:
+            weights[name] = sinusoidal(*shape[1:])[None]
+        elif name.endswith("running_var"):
+            weights[name] = np.float32(0.5 + rng.random(shape))
+        else:
+            x = rng.standard_normal(shape).astype(np.float32)
+            if len(shape) > 1:
+                weights[name] = x / np.float32(np.sqrt(np.prod(shape[1:])))
+            else:
+                weights[name] = np.float32(1) * name.endswith("weight") + np.float32(0.1) * x
+    return weights
+
+
+@pytest.fixture(scope="session")
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A golden policy's folder with its weights in it."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            for path in (GOLDEN / name).iterdir():
+                (folder / path.name).write_bytes(path.read_bytes())
+            if not (folder / "model.safetensors").exists():
+                save_file(seeded_weights(json.loads((folder / "keys.json").read_text())), folder / "model.safetensors")
+            made[name] = folder
+        return made[name]
+
+    return make
+
+
+def small_config(
+    *, cameras: tuple[str, ...] = (), state: int | None = 6, environment: int | None = None, **fields: Any
+) -> ActConfig:
+    """An ACT of a few thousand parameters; cameras are 32x32."""
+    inputs = [Feature(f"observation.images.{name}", "VISUAL", (3, 32, 32)) for name in cameras]
+    if state is not None:
+        inputs.insert(0, Feature("observation.state", "STATE", (state,)))
+    if environment is not None or not cameras:
+        inputs.append(Feature("observation.environment_state", "ENV", (environment or 4,)))
+    values: dict[str, Any] = {
+        "input_features": tuple(inputs),
+        "output_features": (Feature("action", "ACTION", (5,)),),
+        "vision_backbone": "small_cnn",
+        "dim_model": 16,
+        "n_heads": 2,
+        "dim_feedforward": 24,
+        "n_encoder_layers": 2,
+        "latent_dim": 4,
+        "n_vae_encoder_layers": 1,
+        "chunk_size": 6,
+        "n_action_steps": 3,
+    }
+    return ActConfig(**{**values, **fields})
+
+
+def random_stats(features: tuple[Feature, ...], seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    stats = {}
+    for feature in features:
+        shape = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
+        mean, std = rng.uniform(0.2, 0.8, shape), rng.uniform(0.1, 0.6, shape)
+        values = {"mean": mean, "std": std, "min": mean - 2 * std, "max": mean + 3 * std}
+        values |= {"q01": mean - 1.9 * std, "q99": mean + 2.1 * std, "q10": mean - std, "q90": mean + 1.2 * std}
+        stats[feature.name] = {name: value.astype(np.float32) for name, value in values.items()}
+    return stats
+
+
+def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights as large as initial ones, biases, norms and statistics away from 0 and 1, so that a wrong one shows.
+
+    NumPy draws them: JAX would compile a program for each shape, 12 s of them for a ResNet-18.
+    """
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, array in blueprint(lambda rngs: Act(config, rngs=rngs)).shapes.items():
+        x = rng.standard_normal(array.shape).astype(np.float32)
+        if name.endswith("latent_encoder.positions"):
+            weights[name] = sinusoidal(*array.shape[1:])[None]
+        elif len(array.shape) == 1:
+            weights[name] = np.float32(name.endswith((".scale", ".variance"))) + np.float32(0.1) * np.abs(x)
+        elif name.endswith(".kernel"):
+            size = 0.6 if len(array.shape) == 2 else 1.4  # of dense layers and of convolutions
+            weights[name] = x * np.float32(size / np.sqrt(np.prod(array.shape[:-1])))
+        else:
+            weights[name] = x
+    return weights
+
+
+def make_checkpoint(config: ActConfig, seed: int = 0, **sidecar: Any) -> Checkpoint:
+    features = (*config.input_features, *config.output_features)
+    normalization = from_stats(
+        config.input_features, config.output_features, config.normalization_mapping, random_stats(features, seed)
+    )
+    return Checkpoint(config, lively_weights(config, seed), normalization, Sidecar(**sidecar))
+
+
+def make_observation(config: ActConfig, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    observation = {}
+    for feature in config.input_features:
+        if feature.type == "VISUAL":
+            observation[feature.name] = rng.integers(0, 256, (batch, *feature.shape[1:], 3), np.uint8)
+        else:
+            observation[feature.name] = rng.standard_normal((batch, *feature.shape)).astype(np.float32)
+    return observation
+
+
+@pytest.fixture
+def small() -> Callable[..., ActConfig]:
+    return small_config
+
+
+@pytest.fixture
+def checkpoint_of() -> Callable[..., Checkpoint]:
+    return make_checkpoint
+
+
+@pytest.fixture
+def observation_of() -> Callable[..., dict[str, np.ndarray]]:
+    return make_observation
+
+
+@pytest.fixture
+def stats_of() -> Callable[..., dict[str, dict[str, np.ndarray]]]:
+    return random_stats
+
+
+@pytest.fixture(scope="session")
+def small_of() -> Callable[..., ActConfig]:
+    """`small`, for fixtures that live longer than a test."""
+    return small_config
+
+
+@pytest.fixture(scope="session")
+def checkpoint_for() -> Callable[..., Checkpoint]:
+    """`checkpoint_of`, for fixtures that live longer than a test."""
+    return make_checkpoint

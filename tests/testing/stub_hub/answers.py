@@ -1,0 +1,32 @@
+"""What the stub says, and how it refuses: status, headers, body."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tests.testing.stub_hub.failures import Failure
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One HTTP answer; with ``breaks`` only half of its body is sent before that failure."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    breaks: Failure | None = None
+
+
+class Refusal(Exception):
+    """A request that ends in an error; ``code`` becomes ``X-Error-Code``, which the client makes its errors of."""
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(message)
+        named = {"X-Error-Code": code} if code else {}
+        body = json.dumps({"error": message}).encode()
+        self.answer = Answer(status, body, {"Content-Type": "application/json", "X-Error-Message": message, **named})
+
+
+def as_json(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Answer:
+    """A value as JSON."""
+    return Answer(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})

@@ -1,0 +1,157 @@
+"""Webhooks of the stub and the seven requests that manage them, with replay besides.
+
+Source: huggingface_hub 2.4 on the wire. An update sets exactly what it was sent, so that a client that sends an empty
+``watched`` by accident is seen to empty it.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.testing.stub_hub.answers import Answer, Refusal, as_json
+
+WATCHED = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
+DOMAINS = ("repo", "discussion")
+SUSPENDED = "suspended-after-failure"
+
+
+@dataclass
+class Webhook:
+    """One of the user's webhooks; ``disabled`` is a bool or ``SUSPENDED``."""
+
+    id: str
+    watched: list[dict[str, str]]
+    domains: list[str]
+    url: str | None = None
+    job: dict[str, Any] | None = None
+    secret: str | None = None
+    disabled: bool | str = False
+    failures: int = 0  # in a row
+
+    def as_json(self, echoes_secrets: bool) -> dict[str, Any]:
+        secret = {"secret": self.secret} if echoes_secrets else {"hasSecret": self.secret is not None}
+        target = {"job": self.job} if self.job else {"url": self.url}
+        return {
+            "id": self.id,
+            **target,
+            "watched": self.watched,
+            "domains": self.domains,
+            **secret,
+            "disabled": self.disabled,
+        }
+
+    def is_for(self, repo_type: str, repo: str, scope: str) -> bool:
+        """Whether something of this scope in this repo is delivered to it."""
+        if self.disabled is not False or scope.split(".")[0] not in self.domains:
+            return False
+        owner = repo.split("/")[0]
+        return any(
+            item["name"] == (owner if item["type"] in ("user", "org") else repo)
+            and item["type"] in ("user", "org", repo_type)
+            for item in self.watched
+        )
+
+
+class Webhooks(dict[str, Webhook]):
+    """All of them by id, and their HTTP requests.
+
+    Args:
+        replay: what sends a delivery of a webhook again and gives the HTTP status; KeyError when there is none.
+    """
+
+    def __init__(self, echoes_secrets: bool, replay: Callable[[Webhook, str], int]):
+        super().__init__()
+        self.echoes_secrets = echoes_secrets
+        self._replay = replay
+        self._lock = threading.Lock()
+        self._made = 0
+
+    def answer(self, method: str, parts: list[str], body: bytes) -> Answer:
+        """One request; ``parts`` is the path after ``/api/settings/webhooks``."""
+        with self._lock:
+            match method, parts:
+                case "GET", []:
+                    return as_json([webhook.as_json(self.echoes_secrets) for webhook in self.values()])
+                case "POST", []:
+                    return self._one(self._create(_object(body)))
+                case "GET", [name]:
+                    return self._one(self._find(name))
+                case "POST", [name]:
+                    return self._one(self._update(self._find(name), _object(body)))
+                case "DELETE", [name]:
+                    del self[self._find(name).id]
+                    return Answer(200)
+                case "POST", [name, "enable" | "disable" as what]:
+                    webhook = self._find(name)
+                    webhook.disabled, webhook.failures = what == "disable", 0
+                    return self._one(webhook)
+                case "POST", [name, "replay", log]:
+                    webhook = self._find(name)
+                case _:
+                    raise Refusal(405, f"{method} is not allowed here")
+        # Outside the lock: the receiver may ask for its webhooks before it answers.
+        try:
+            return as_json({"status": self._replay(webhook, log)})
+        except KeyError:
+            raise Refusal(404, f"No delivery {log}") from None
+
+    def _one(self, webhook: Webhook) -> Answer:
+        return as_json({"webhook": webhook.as_json(self.echoes_secrets)})
+
+    def _find(self, name: str) -> Webhook:
+        if name not in self:
+            raise Refusal(404, f"Webhook {name} not found")
+        return self[name]
+
+    def _create(self, wanted: dict[str, Any]) -> Webhook:
+        if ("url" in wanted) == ("jobSourceId" in wanted):
+            raise Refusal(400, 'One of "url" and "jobSourceId" is wanted')
+        self._made += 1
+        webhook = Webhook(f"{self._made:024x}", *_checked(wanted))
+        self._fill(webhook, wanted)
+        self[webhook.id] = webhook
+        return webhook
+
+    def _update(self, webhook: Webhook, wanted: dict[str, Any]) -> Webhook:
+        webhook.watched, webhook.domains = _checked({"domains": webhook.domains, **wanted})
+        self._fill(webhook, wanted)
+        return webhook
+
+    def _fill(self, webhook: Webhook, wanted: dict[str, Any]) -> None:
+        if "secrets" in wanted and not ("jobSourceId" in wanted or webhook.job):
+            raise Refusal(400, '"secrets" are only for jobs')
+        if "url" in wanted:
+            webhook.url, webhook.job = str(wanted["url"]), None
+        if "jobSourceId" in wanted:
+            command = ["echo", str(wanted["jobSourceId"])]
+            webhook.url, webhook.job = None, {"dockerImage": "python:3.12", "command": command, "arguments": []}
+        if webhook.job is not None and "secrets" in wanted:
+            named = {**webhook.job.get("secrets", {}), **wanted["secrets"]}
+            webhook.job["secrets"] = {name: value for name, value in named.items() if value}
+        if "secret" in wanted:
+            if not wanted["secret"].isascii():
+                raise Refusal(400, '"secret" has to be ASCII')
+            webhook.secret = wanted["secret"] or None
+
+
+def _checked(wanted: dict[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
+    watched, domains = wanted.get("watched"), wanted.get("domains", list(DOMAINS))
+    if not isinstance(watched, list) or not all(
+        isinstance(item, dict) and item.get("type") in WATCHED and isinstance(item.get("name"), str) for item in watched
+    ):
+        raise Refusal(400, f'"watched" has to be a list of a type ({", ".join(WATCHED)}) and a name each')
+    if not isinstance(domains, list) or not set(domains) <= set(DOMAINS):
+        raise Refusal(400, f'"domains" has to be a list of {" and ".join(DOMAINS)}')
+    return watched, domains
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        wanted = json.loads(body)
+    except ValueError:
+        raise Refusal(400, "The body is no JSON") from None
+    if not isinstance(wanted, dict):
+        raise Refusal(400, "The body is no JSON object")
+    return wanted

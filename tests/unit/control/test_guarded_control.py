@@ -1,0 +1,286 @@
+"""Control with limits: how motion begins, goes on, is refused, held and slowed down; time is a number."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.control.aggregation import Ensembled
+from service.control.config import ControlConfig
+from service.control.controller import Controller, TickResult
+from service.control.hold import Ramp
+from service.control.joints import SO100, JointTable
+from service.control.limits import Asked, LimitsFile, Said, motion_limits
+from service.control.observation_buffer import ObservationBuffer, Snapshot
+from service.errors import InvalidRequest
+from tests.unit.control.conftest import POSE
+
+FRAME = np.zeros((8, 8, 3), np.uint8)
+TABLE = JointTable(SO100)
+PACE = ControlConfig(rate=20, action_rate=20, action_steps=10, chunk=20, width=6)
+
+
+def towards(step: float, joint: int = 0) -> Callable[[Snapshot], np.ndarray]:
+    def plan(snapshot: Snapshot) -> np.ndarray:
+        chunk = np.repeat(snapshot.joints[None, None], PACE.chunk, axis=1)
+        chunk[0, :, joint] += step * np.arange(1, PACE.chunk + 1, dtype=np.float32)
+        return chunk
+
+    return plan
+
+
+@dataclass
+class Arm:
+    """A robot that is at once where it is sent, a camera, and a policy that answers at once."""
+
+    policy: Callable[[Snapshot], np.ndarray]
+    asked: Asked = field(default_factory=Asked)
+    pace: ControlConfig = PACE
+    sees: bool = True
+    is_choked: bool = False
+    now: float = 100.0
+    sent: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffer = ObservationBuffer(["front"], TABLE)
+        self.control = Controller(self.buffer, self.pace, motion_limits(TABLE, self.asked))
+        self.move(np.array([0, 0, 0, 0, 0, 50.0]))
+        self.control.begin(self.now)
+
+    def move(self, pose: np.ndarray) -> None:
+        self.buffer.put_joints(dict(zip(TABLE.names, pose.tolist(), strict=True)), self.now)
+
+    def tick(self, times: int = 1, *, follows: bool = True) -> "Arm":
+        for _ in range(times):
+            if self.sees:
+                self.buffer.put_frame("front", FRAME, self.now)
+            self.do(self.control.tick(self.now), follows)
+            self.now = self.control.next_deadline(self.now + 1e-4)
+        return self
+
+    def do(self, step: TickResult, follows: bool = True) -> None:
+        if step.command is not None and self.is_choked:
+            self.control.acknowledge(False, self.now)
+        elif step.command is not None:
+            self.control.acknowledge(True, self.now)
+            self.sent.append(step.command)
+            if follows:
+                self.move(step.command)
+        if step.ask is not None:
+            self.control.answer(self.policy(step.ask), self.now + 1e-3)
+
+    @property
+    def steps(self) -> np.ndarray:
+        return np.abs(np.diff(np.array(self.sent), axis=0))
+
+
+def asked(mode: Any = "clamp", requested: float | None = None, **said: float) -> Asked:
+    numbers: dict[str, Any] = dict(said)
+    joints = {name: Said(**numbers, origin="f") for name in TABLE.names}
+    return Asked(mode, requested, file=LimitsFile("f", joints) if said else None)
+
+
+async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
+    async with rigged(motion=Asked(setting=9.0)) as rig:
+        with pytest.raises(InvalidRequest, match="'knee'"):
+            await rig.running(max_relative_target={"knee": 1.0})
+        await rig.running(max_relative_target={"gripper": 0.05})
+        await rig.until(lambda: rig.stats["safety"]["clamped"].get("seam", 0) > 0)
+        safety = rig.stats["safety"]
+        json.dumps(safety, allow_nan=False)
+        assert safety["mode"] == "clamp"
+        assert safety["unlimited"] == []
+        assert (safety["limits"]["Jaw"]["step"], safety["limits"]["Jaw"]["origin"]) == (0.05, "request, joint table")
+        assert safety["limits"]["Elbow"]["step"] == 9
+        assert set(safety["clamped_joints"]) == {"Jaw"}
+        # A hold, as after a pause of the machine, is where the robot is, however far from where it was sent.
+        steps = [
+            abs(later.values["Jaw"] - earlier.values["Jaw"])
+            for earlier, later in pairwise(rig.link.sent)
+            if later.values != POSE
+        ]
+        assert max(steps) <= 0.0501
+
+
+def test_the_first_motion_begins_at_the_measured_pose_and_glides() -> None:
+    def far(snapshot: Snapshot) -> np.ndarray:
+        return np.full((1, PACE.chunk, 6), 90, np.float32)
+
+    for mode in ("clamp", "refuse"):
+        arm = Arm(far, asked(mode, velocity=100.0)).tick(6)
+        assert [round(float(command[0])) for command in arm.sent] == [5, 10, 15, 20, 25]
+        assert arm.control.rejected == 0
+        # Somebody moves the arm while it is held: it goes on from there.
+        arm.sees = False
+        arm.tick(10)
+        arm.move(np.array([-40, 0, 0, 0, 0, 50.0]))
+        arm.sees = True
+        before = len(arm.sent)
+        arm.tick(3)
+        assert [round(float(command[0])) for command in arm.sent[before:]] == [-35, -30]
+
+
+def test_no_step_is_larger_than_max_relative_target_whatever_the_policy_wants() -> None:
+    arm = Arm(towards(4.0), asked(requested=1.5)).tick(30)
+    assert arm.steps.max() == pytest.approx(1.5, abs=1e-4)
+    assert arm.control.guard.clamped["step"] > 0
+    assert arm.control.hold is None
+    assert arm.control.starvations == 0
+
+
+def test_a_policy_is_judged_by_what_it_wanted_not_by_what_it_was_let_do() -> None:
+    arm = Arm(towards(4.0), asked(requested=1.5)).tick(30)
+    assert 3.999 < arm.control.largest_step[0] < 8.001, "at a seam it is also ahead of where the arm was let go"
+    calm = Arm(towards(1.0), asked(requested=2.5)).tick(30)
+    assert calm.control.largest_step[0] == pytest.approx(1.0, abs=1e-4)
+    assert calm.control.guard.clamped.total == 0
+
+
+def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
+    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(), action_steps=1)):
+        arm = Arm(towards(1.0), pace=pace).tick(20)
+        assert arm.control.guard.clamped.total == 0, pace
+        assert arm.steps.max() <= max(20 / pace.rate, 1.0) * 1.2
+
+
+@pytest.mark.parametrize(
+    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
+)
+def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: ControlConfig) -> None:
+    random = np.random.default_rng(3)
+
+    def wild(snapshot: Snapshot) -> np.ndarray:
+        # As far as a chunk can be believed at all; further out it is refused whole.
+        plan = random.normal(0, 10 ** random.uniform(0, 30), (1, PACE.chunk, 6))
+        return np.clip(plan, -99, 199).astype(np.float32)
+
+    arm = Arm(wild, asked(requested=3.0, velocity=80.0, low=-20.0, high=60.0), pace).tick(200)
+    commands = np.array(arm.sent)
+    assert len(commands) > 190
+    assert commands.min() >= -20.001
+    assert commands.max() <= 60.001
+    assert arm.steps.max() <= min(3.0, 80 / pace.rate) * 1.001
+
+
+def test_a_chunk_refused_for_its_limits_is_a_hold_and_three_in_a_row_want_a_stop() -> None:
+    arm = Arm(towards(1.0), asked("refuse", velocity=60.0)).tick(15)
+    assert arm.control.chunks > 1
+    arm.policy = towards(4.0)
+    arm.tick(12)
+    assert arm.control.hold is not None
+    assert arm.control.hold.code == "policy_invalid"
+    assert "velocity of joint 'Rotation': changes by 4, the limit is 3 per action" in arm.control.hold.text
+    assert arm.control.rejected_for == "velocity"
+    arm.tick(4)
+    assert arm.control.stop_wanted is not None
+    assert arm.control.stop_wanted[0] == "policy_invalid"
+    assert arm.control.fault is None
+    assert arm.steps.max() <= 3.001
+
+
+def test_a_hold_is_at_once_and_a_ramp_slows_down_before_it() -> None:
+    def held(on_hold: Any) -> tuple[Arm, np.ndarray]:
+        arm = Arm(towards(4.0), asked(acceleration=400.0), replace(PACE, on_hold=on_hold)).tick(15, follows=True)
+        arm.control.obstruct("link_lost", "lost")
+        before = len(arm.sent)
+        arm.tick(20, follows=False)  # where it is told to go it does not come: what is measured stays
+        return arm, np.array(arm.sent[before - 1 :])[:, 0]
+
+    arm, commands = held("hold")
+    assert len(commands) == 5
+    assert (commands == commands[0]).all(), "it is where it was sent"
+    arm, commands = held("ramp")
+    changes = np.diff(commands)[:-4]
+    assert (np.diff(changes) <= 1e-3).all(), "ever slower"
+    assert 0 < changes[-1] < changes[0] < 4.0
+    assert np.abs(np.diff(changes)).max() <= 400 / 20**2 + 1e-3
+    assert (commands[-4:] == arm.buffer.pose[0]).all(), "then the measured pose, four times"  # type: ignore[index]
+    assert arm.control.hold is not None
+    assert arm.control.hold.code == "link_lost"
+
+
+def test_after_a_ramp_motion_goes_on_from_where_it_was_commanded() -> None:
+    arm = Arm(towards(4.0), asked(velocity=100.0), replace(PACE, on_hold="ramp")).tick(10)
+    arm.control.obstruct("link_lost", "lost")
+    arm.tick(2)
+    arm.control.clear("link_lost")
+    arm.tick(8)
+    assert arm.control.hold is None
+    assert arm.steps.max() <= 5.001
+
+
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: Any) -> None:
+    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold=on_hold)).tick(12)
+    told = len(arm.sent)
+    for tick in range(20):
+        if tick == 1:
+            arm.control.clear("compiling")
+        else:
+            arm.control.obstruct("compiling", "for a while")
+        arm.tick()
+        arm.control.withdraw()
+    held = arm.sent[told:]
+    assert len(held) >= 4 + (on_hold == "ramp")
+    assert all((each == held[-1]).all() for each in held[-4:])
+
+    arm.move(np.array([-60, 0, 0, 0, 0, 50.0]))  # by hand
+    arm.control.clear("compiling")
+    arm.policy = towards(0.0)
+    told = len(arm.sent)
+    arm.tick(6)
+    assert {float(each[0]) for each in arm.sent[told:]} == {-60.0}
+
+
+@pytest.mark.parametrize("slowed", [0, 1])
+def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down(slowed: int) -> None:
+    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold="ramp")).tick(12)
+    if slowed:
+        arm.control.obstruct("compiling", "for a while")
+        arm.tick(slowed)
+    arm.now += 5.0
+    arm.move(np.array([-60, 0, 0, 0, 0, 50.0]))  # by hand
+    arm.sees = False
+    told = len(arm.sent)
+    arm.tick(20)
+    assert [float(each[0]) for each in arm.sent[told:]] == 4 * [-60.0]
+
+
+@pytest.mark.parametrize(("ticks", "holds"), [(4, {}), (20, {"link_choked": 1})])
+def test_what_a_link_does_not_take_is_no_step_of_the_motion(ticks: int, holds: dict[str, int]) -> None:
+    arm = Arm(towards(2.0), asked(step=2.5)).tick(12)
+    told = len(arm.sent)
+    arm.is_choked = True
+    arm.tick(ticks)
+    assert len(arm.sent) == told
+    arm.is_choked = False
+    arm.tick(20)
+    assert len(arm.sent) > told + 10
+    assert arm.steps.max() <= 2.5 + 1e-3
+    assert arm.control.holds.by_reason() == holds
+
+
+def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
+    arm = Arm(towards(4.0), pace=replace(PACE, on_hold="ramp")).tick(10)
+    arm.control.obstruct("link_lost", "lost")
+    arm.tick(1)
+    before = len(arm.sent)
+    arm.do(arm.control.halt(arm.now))
+    arm.tick(10)
+    assert len(arm.sent) - before == 4
+    assert (np.array(arm.sent[before:]) == arm.sent[before]).all()
+
+
+def test_a_ramp_ends_in_half_a_second_at_its_range_and_of_an_arm_that_stands_at_once() -> None:
+    limits = motion_limits(TABLE, asked(acceleration=1.0))
+    ramp = Ramp(limits, np.full(6, 99.0), np.full(6, 200.0), 50)
+    commands = []
+    while (command := ramp.next()) is not None:
+        commands.append(command)
+    assert len(commands) == 25
+    assert np.array(commands).max() == 100
+    assert Ramp(limits, np.zeros(6), np.zeros(6), 50).next() is None

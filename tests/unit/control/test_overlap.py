@@ -1,0 +1,248 @@
+"""How chunks are joined: by LeRobot's functions, aligned by due time, and with every part of control around them."""
+
+from dataclasses import replace
+from itertools import cycle, pairwise
+
+import numpy as np
+import pytest
+
+from jaxmodels import Requirements
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from service.control.action_queue import ActionQueue
+from service.control.aggregation import DEFAULT, OVERLAPS, Aggregation, Crossfaded, Ensembled, Weighted, overlap_of
+from service.control.chunk_scheduler import prefix_of
+from service.control.observation_buffer import Snapshot
+from tests.unit.control.test_control import PACE, POSE, World, plan
+
+# lerobot/async_inference/configs.py, AGGREGATE_FUNCTIONS, of 1 (old) and 2 (new).
+LEROBOT = {"weighted_average": 1.7, "latest_only": 2.0, "average": 1.5, "conservative": 1.3}
+ACT = Requirements(policy_type="act", action=6, chunk=20, action_steps=5)
+
+
+def constant(value: float, length: int = 10) -> np.ndarray:
+    return np.full((length, 1), value, np.float32)
+
+
+@pytest.mark.parametrize("name", LEROBOT)
+def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) -> None:
+    queue = ActionQueue(0.1, overlap=OVERLAPS[name])
+    queue.push(constant(1), seen_at=0.0, now=0.0)
+    joined = queue.joined(constant(2), seen_at=0.4)
+    assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
+    assert joined[6:, 0].tolist() == [2, 2, 2, 2], "beyond the old chunk there is only the new one"
+
+
+def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
+    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    for number, value in enumerate((0, 4, 8)):
+        seen_at = 0.1 * number
+        queue.push(queue.joined(constant(value), seen_at), seen_at, seen_at)
+    assert queue.joined(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
+
+
+def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_the_points_there() -> None:
+    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    ramp = np.arange(10, dtype=np.float32)[:, None]
+    queue.push(ramp, seen_at=0.0, now=0.0)
+    # The same motion, seen two and a half actions later: nothing of it changes.
+    joined = queue.joined(ramp + 2.5, seen_at=0.25)
+    assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
+
+
+def test_a_chunk_that_was_seen_before_the_plan_begins_is_weighed_where_the_plan_has_something() -> None:
+    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue.push(constant(1), seen_at=0.3, now=0.3)
+    assert queue.joined(constant(2), seen_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
+
+
+def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
+    queue = ActionQueue(0.1, overlap=Crossfaded(3))
+    queue.push(constant(0), seen_at=0.0, now=0.0)
+    joined = queue.joined(constant(4), 0.2, 3)
+    assert joined[:, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 4], "the first that can be done is number 3"
+    # Two actions are left of the plan.
+    assert queue.joined(constant(3), 0.7, 1)[:, 0].tolist() == pytest.approx([0, 1, 2, 3, 3, 3, 3, 3, 3, 3])
+    assert queue.joined(constant(3), 0.9, 5)[:, 0].tolist() == [0] + [3] * 9, "and none of those that can be done"
+
+
+def test_a_plan_that_is_over_is_not_joined_with() -> None:
+    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue.push(constant(1), seen_at=0.0, now=5.0)
+    new = constant(2)
+    assert queue.joined(new, 0.5) is new
+
+
+@pytest.mark.parametrize("coefficient", [0.01, 0.0, -3.0, 10.0, -10.0])
+@pytest.mark.parametrize("count", [1, 4, 100])
+def test_an_ensemble_weighs_the_newest_by_lerobots_series(coefficient: float, count: int) -> None:
+    weights = np.exp(-coefficient * np.arange(count + 1, dtype=np.longdouble))
+    [share] = Ensembled(coefficient).share(np.array([count]), np.array([1]))
+    assert share == pytest.approx(float(weights[-1] / weights.sum()), abs=1e-12)
+
+
+def test_what_an_ensemble_forgets_is_one_prediction_after_another_overlap_was_chosen() -> None:
+    queue = ActionQueue(0.1, overlap=Ensembled(0.0))
+    for _ in range(5):
+        queue.push(queue.joined(constant(0), 0.0), 0.0, 0.0)
+    queue.join_by(OVERLAPS["average"])
+    queue.join_by(Ensembled(0.0))
+    assert queue.joined(constant(4), 0.0)[0, 0] == pytest.approx(2)
+
+
+def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() -> None:
+    assert overlap_of(ACT).name == DEFAULT
+    assert overlap_of(replace(ACT, temporal_ensemble_coeff=0.2)) == Ensembled(0.2)
+    assert overlap_of(replace(ACT, temporal_ensemble_coeff=0.2), "average").name == "average"
+    assert overlap_of(ACT, "ensemble") == Ensembled(0.01)
+    assert overlap_of(ACT, "ensemble", -0.5) == Ensembled(-0.5)
+    assert overlap_of(replace(ACT, takes_prefix=True), "rtc").sends_plan
+    assert overlap_of(ACT, "crossfade", action_rate=50) == Crossfaded(12), "it lasts a time, not so many actions"
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient", "said"),
+    [
+        ("rtc", None, "wants a policy that continues the plan"),
+        ("weighted", None, "none of this name; possible with this policy: 'replace', 'weighted_average'"),
+        ("average", 0.1, "has no coefficient"),
+        ("ensemble", 11.0, "wanted -10 to 10"),
+        ("ensemble", float("nan"), "wanted -10 to 10"),
+    ],
+)
+def test_what_cannot_be_says_what_can(name: str, coefficient: float | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        overlap_of(ACT, name, coefficient)
+    assert "'rtc'," not in str(error.value), "it is not offered to a policy without a prefix"
+
+
+# In control.
+
+
+def line_at(moment: float) -> float:
+    return POSE["Rotation"] + (moment - 100)
+
+
+def line(snapshot: Snapshot) -> np.ndarray:
+    """A straight motion that is the same whenever one looks: one unit per second."""
+    steps = (snapshot.seen_at - 100 + 0.05 * np.arange(20, dtype=np.float64))[None, :, None]
+    return (np.array(list(POSE.values())) + steps).astype(np.float32)
+
+
+def noisy(snapshot: Snapshot) -> np.ndarray:
+    """The same plan each time, off by an amount that changes from chunk to chunk."""
+    off = 0.5 if round(snapshot.seen_at * 20) % 2 else -0.5
+    return (plan(snapshot) + off).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("rate", [20, 50, 10])
+def test_every_overlap_moves_at_every_rate_and_is_changed_without_a_missed_tick(name: str, rate: float) -> None:
+    pace = replace(PACE, rate=rate, action_steps=5)
+    world = World(pace=pace, policy=noisy, latency=0.12).begin().run(1.0)
+    before = len(world.sent)
+    world.control.adjust(replace(pace, overlap=OVERLAPS[name], action_steps=4, ask_ahead=0.2))
+    world.run(2.0)
+    assert world.control.starvations == world.control.missed_ticks == 0
+    assert world.control.hold is None
+    assert np.diff([at for at, _ in world.sent[before - 1 :]]) == pytest.approx(1 / rate)
+
+
+def test_mixing_overlaps_make_the_seams_smaller() -> None:
+    def roughness(name: str) -> float:
+        pace = replace(PACE, overlap=OVERLAPS[name], action_steps=5)
+        world = World(pace=pace, policy=lambda seen: noisy(seen) * np.float32(0.1), latency=0.12).begin().run(5.0)
+        return float(np.abs(np.diff([command[0] for command in world.commands()], 3)).mean())
+
+    rough = {name: roughness(name) for name in ("replace", "weighted_average", "average", "crossfade")}
+    assert rough["replace"] > rough["weighted_average"] > rough["average"]
+    assert rough["crossfade"] < 0.7 * rough["replace"]
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_another_policy_is_led_over_to_and_nothing_of_the_old_plan_is_joined_with(name: str) -> None:
+    world = World(pace=replace(PACE, overlap=OVERLAPS[name]), policy=line).begin().run(1.02)
+    world.control.hurry()
+    world.latency = 0.2
+    world.run(0.06)
+    _, asked = world.answers.pop()
+    changed = world.now
+    world.control.answer((line(asked) - 1).astype(np.float32), world.now, fade=3)
+    world.run(0.5)
+    # How far from the new policy's motion, at each tick.
+    off = [command[0] - line_at(at) + 1 for at, command in world.sent if at > changed]
+    assert off[:4] == pytest.approx([0.75, 0.5, 0.25, 0], abs=1e-4)
+    assert off[4:] == pytest.approx([0] * (len(off) - 4), abs=1e-4)
+
+
+def test_only_what_a_control_can_change_while_it_runs_is_adjusted() -> None:
+    world = World().begin()
+    with pytest.raises(ValueError, match="only overlap, ask_ahead, action_steps"):
+        world.control.adjust(replace(PACE, rate=30))
+
+
+# Real-time chunking.
+
+
+def continuing(snapshot: Snapshot) -> np.ndarray:
+    """Begins with what will have been done, as a policy does that takes a prefix, and then jumps on by 0.3."""
+    actions, [delay], [length] = (snapshot.prefix[name] for name in (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH))
+    chunk = (plan(snapshot) + 0.3).astype(np.float32)
+    begin = min(int(delay), int(length))
+    chunk[0, :begin] = actions[0, :begin]
+    return chunk
+
+
+def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_computed() -> None:
+    chunks: list[tuple[float, np.ndarray, Snapshot]] = []
+
+    def policy(snapshot: Snapshot) -> np.ndarray:
+        chunks.append((snapshot.seen_at, continuing(snapshot), snapshot))
+        return chunks[-1][1]
+
+    world = (
+        World(pace=replace(PACE, overlap=OVERLAPS["rtc"], action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+    )
+    sent = {round((at - 100) / 0.05): command for at, command in world.sent}
+    assert len(chunks) > 8
+    for seen_at, chunk, snapshot in chunks[2:-1]:
+        [delay], [length] = snapshot.prefix[PREFIX_DELAY], snapshot.prefix[PREFIX_LENGTH]
+        # Three ticks pass while it is computed, and the tick that asks is one, too.
+        assert (delay, length) == (4, 12)
+        assert snapshot.prefix[PREFIX_ACTIONS].shape == (1, 20, 6)
+        assert not snapshot.prefix[PREFIX_ACTIONS][0, length:].any()
+        tick = round((seen_at - 100) / 0.05)
+        done = [sent[tick + number] for number in range(int(delay))]
+        assert chunk[0, :delay] == pytest.approx(np.array(done))
+    assert world.control.asking["delay_actions"] == 4
+
+
+def test_what_follows_the_given_actions_is_led_over_to() -> None:
+    def largest_step(overlap: Aggregation) -> float:
+        sides = cycle((0.15, -0.15))
+
+        def policy(snapshot: Snapshot) -> np.ndarray:
+            chunk = line(snapshot) + np.float32(next(sides))
+            begin = int(snapshot.prefix[PREFIX_DELAY][0])
+            chunk[0, :begin] = snapshot.prefix[PREFIX_ACTIONS][0, :begin]
+            return chunk
+
+        world = World(pace=replace(PACE, overlap=overlap, action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+        return max(abs(late[0] - early[0]) for early, late in pairwise(world.commands()[20:]))
+
+    assert largest_step(Weighted("replaced", 1.0, sends_plan=True)) == pytest.approx(0.05 + 0.3, abs=1e-3)
+    assert largest_step(OVERLAPS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
+
+
+def test_without_a_plan_a_policy_is_given_none_and_only_real_time_chunking_sends_any() -> None:
+    world = World(pace=replace(PACE, overlap=OVERLAPS["rtc"]), latency=1.0).begin().run(0.1)
+    [(_, snapshot)] = world.answers
+    assert snapshot.prefix[PREFIX_LENGTH].tolist() == snapshot.prefix[PREFIX_DELAY].tolist() == [0]
+    assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
+    other = World(pace=replace(PACE, overlap=OVERLAPS["average"]), latency=1.0).begin().run(0.1)
+    assert other.answers[0][1].prefix == {}
+
+
+def test_no_more_of_a_plan_is_said_to_be_over_than_there_is() -> None:
+    prefix = prefix_of(np.ones((3, 6), np.float32), 7, PACE)
+    assert prefix[PREFIX_DELAY].tolist() == prefix[PREFIX_LENGTH].tolist() == [3]
+    assert prefix[PREFIX_DELAY].dtype == np.int32

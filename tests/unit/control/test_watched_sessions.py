@@ -1,0 +1,341 @@
+"""What watchdogs do to a session that runs: it holds, is degraded, resumes, or is stopped until somebody resets it."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from service.control.observers import Tick
+from service.control.watchdog import WatchdogTimeouts
+from service.errors import MoveRefused
+from service.sessions.request import NewSession, SessionSettings
+from service.stage import Stage
+from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
+from service.transport.link import BadInput, RobotLeft
+from tests.unit.control.conftest import LENIENT, POSE
+
+
+async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        rig.is_dark = True
+        await rig.until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
+        sent = rig.link.sent
+        await rig.until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
+        held = len(rig.link.sent)
+        assert rig.stats["watch"]["is_blind"]
+        assert "camera 'front': no new frame" in session.status().error_message
+        await asyncio.sleep(0.1)
+        assert len(rig.link.sent) == held, "nothing but the hold went out"
+        rig.is_dark = False
+        await rig.until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
+        assert session.status().error_message is None
+        assert [event for event, _ in rig.events] == ["session.created", "session.started"]
+
+
+async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_when_it_sees_again(rig) -> None:
+    session = await rig.running()
+    rig.is_dark = True
+    await rig.until(lambda: session.stage is Stage.STOPPED)
+    rig.is_dark = False
+    assert rig.stats["stop_code"] == "camera_stale"
+    assert rig.stats["emergency_stop"].startswith("camera_stale: camera 'front': no new frame")
+    await rig.until(lambda: session.drive.control.is_idle)
+    held = len(rig.link.sent)
+    await asyncio.sleep(0.1)
+    assert len(rig.link.sent) == held
+    with pytest.raises(MoveRefused, match="camera_stale"):
+        await rig.sessions.start("s")
+    await rig.sessions.reset("s")
+    await asyncio.sleep(0.1)
+    assert (session.stage, len(rig.link.sent)) == (Stage.STOPPED, held), "a reset moves nothing"
+    await rig.sessions.start("s")
+    await rig.until(lambda: len(rig.link.sent) > held + 5)
+    assert rig.stats["stop_code"] is None
+
+
+async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_cameras(rigged) -> None:
+    async with rigged() as rig:
+        requirements = ScriptedPolicy().requirements
+        rig.policies["policy"] = ScriptedPolicy(type(requirements)(**{**vars(requirements), "cameras": {}}))
+        session = await rig.running(camera_names=())
+        rig.link.go_down()
+        assert session.stage is Stage.RECONNECTING
+        await rig.until(lambda: session.stage is Stage.STOPPED)
+        assert rig.stats["stop_code"] == "link_lost"
+
+
+async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        await rig.until(lambda: len(session.drive.control.actions) > 0)
+        rig.is_dark = rig.is_dumb = True
+        before = time.monotonic()
+        rig.link.reconnect()
+        sent = len(rig.link.sent)
+        assert len(session.drive.control.actions)
+        await rig.until(lambda: session.drive.control.hold is not None)
+        assert len(session.drive.control.actions) == 0, "the plan from before is gone"
+        rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
+        assert "no frame since a link was lost" in session.drive.buffer.lacking(time.monotonic()).text
+        rig.is_dark = False
+        await asyncio.sleep(0.1)
+        targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
+        assert set(targets) <= {1.0}, "only the measured pose went out"
+        rig.is_dumb = False
+        await rig.until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
+
+
+async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
+    async with rigged(patience=LENIENT) as rig:
+        session = await rig.running()
+        rig.is_dumb = True
+        await asyncio.sleep(0.02)
+        rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
+        await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
+        await rig.until(lambda: session.stage is Stage.DEGRADED)
+        assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
+        rig.is_dumb = False
+        await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
+
+
+async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_not(rig) -> None:
+    await rig.sessions.create(NewSession("s", "policy", "memory://"))
+    rig.link.deliver_joints({"Rotation": 2048.0, "Pitch": 101.0, "shoulder_lift": 101.0, "Jaw": -12.0})
+    warning = rig.stats["warnings"]["joints_odd"]
+    assert warning.endswith("another unit: Rotation 2048 (range -100..100), Jaw -12 (range 0..100)")
+    rig.link.deliver_joints({"Rotation": 3.0, "Jaw": 1.0})
+    assert rig.stats["warnings"] == {}
+
+
+async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigged) -> None:
+    async with rigged() as rig:
+        session = await rig.running()
+        rig.still = np.zeros((48, 64, 3), np.uint8)
+        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
+        assert session.stage is Stage.RUNNING
+        rig.still = None
+        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == [])
+    async with rigged(patience=WatchdogTimeouts(frozen_after=0.1, frozen_stops=True)) as rig:
+        await rig.running()
+        rig.still = np.zeros((48, 64, 3), np.uint8)
+        await rig.until(lambda: rig.stats["stop_code"] == "camera_frozen")
+
+
+BAD = (
+    {"Rotation": float("nan")},
+    {"Pitch": float("inf")},
+    {"Jaw": 1e300},
+    {"Elbow": "12"},
+    {"shoulder_pan": 3.0, "Rotation": 4.0},
+    {"Tail": 1.0},
+)
+
+
+@pytest.mark.parametrize("values", BAD, ids=lambda values: "-".join(values))
+async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robot(rig, values) -> None:
+    session = await rig.running()
+    measured = session.drive.buffer.measured()
+    for _ in range(19):
+        rig.link.deliver_joints(values)
+    assert session.stage is Stage.RUNNING
+    assert session.drive.buffer.measured() == measured
+    rig.link.deliver_joints(values)
+    assert session.stage is Stage.STOPPED
+    assert rig.stats["stop_code"] == "bad_input"
+    assert sum(rig.stats["inputs_dropped"].values()) == 20
+    assert rig.link.sent[-1].values == measured, "held where it was last measured"
+
+
+async def test_frames_of_the_wire_that_cannot_be_read_count_as_bad_input_too(rig) -> None:
+    session = await rig.running()
+    for _ in range(20):
+        session.drive.event(BadInput({"malformed": 1}))
+    assert rig.stats["stop_code"] == "bad_input"
+    assert rig.stats["inputs_dropped"] == {"malformed": 20}
+
+
+async def test_bad_input_stops_only_a_robot_that_moves(rig) -> None:
+    session = await rig.running()
+    await rig.sessions.stop("s")
+    for _ in range(50):
+        rig.link.deliver_joints({"Tail": 1.0})
+    assert not session.is_latched
+    assert rig.stats["watch"]["bad_inputs"] > 0
+
+
+async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_session_only(rigged) -> None:
+    async with rigged(stuck_after=3.0) as rig:
+        hang = threading.Event()
+        rig.policies["policy"] = ScriptedPolicy(failures=[np.zeros((1, 20, 6), np.float32), hang])
+        rig.policies["other"] = ScriptedPolicy()
+        session = await rig.running()
+        await rig.until(lambda: session.stage is Stage.ERROR)
+        hang.set()
+        holds = rig.stats["holds"]
+        # A pause of the machine is a hold between two of these.
+        assert 1 <= holds["inference_slow"] <= 1 + holds.get("paused", 0)
+        assert "did not return in 3 s" in session.status().error_message
+        assert rig.sessions.engine.facts()["threads_replaced"] == 1
+        other = await rig.sessions.create(NewSession("other", "other", "memory://", rate=50))
+        assert other.stage is Stage.READY
+
+
+async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(rig) -> None:
+    session = await rig.running()
+    session.drive.control.stop_wanted = ("policy_invalid", "three chunks in a row left the limits")
+    await rig.until(lambda: session.stage is Stage.STOPPED)
+    assert rig.stats["stop_code"] == "policy_invalid"
+    assert rig.stats["emergency_stop"] == "policy_invalid: three chunks in a row left the limits"
+    assert session.drive.control.stop_wanted is None
+
+
+async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) -> None:
+    session = await rig.running()
+    rig.link.deliver_emergency_stop("\ud800no\n" + 9999 * "!", "\udfff")
+    assert session.stage is Stage.STOPPED
+    session.latch.encode()
+    assert session.latch.startswith("no !!!")
+    assert len(session.latch) < 300
+
+
+@pytest.mark.parametrize("where", ["room", "all"])
+async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_successor(rig, where: str) -> None:
+    await rig.running()
+    rig.transport.leaving = asyncio.Event()
+    deleting = asyncio.create_task(rig.sessions.delete("s"))
+    await rig.until(lambda: rig.link.is_closed)
+    if where == "room":
+        rig.link.deliver_emergency_stop("smoke")
+    else:
+        assert await rig.sessions.emergency_stop("smoke") == []
+    rig.transport.leaving.set()
+    await deleting
+    session = await rig.sessions.create(NewSession("s", "policy", "memory://"))
+    assert session.stage is Stage.STOPPED
+    assert "smoke" in session.latch
+
+
+async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig) -> None:
+    await rig.running()
+    rig.link.is_choked = True
+    await rig.sessions.stop("s")
+    await asyncio.sleep(0.3)
+    told = len(rig.link.sent)
+    rig.link.is_choked = False
+    await rig.until(lambda: rig.session.drive.control.is_idle)
+    assert [each.values for each in rig.link.sent[told:]] == 4 * [POSE]
+    rig.link.is_choked = True
+    await rig.sessions.stop("s")
+    await rig.until(lambda: rig.session.drive.control.is_idle)
+
+
+async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
+    async with rigged() as rig:
+        session = await rig.running()
+        held: list[bool] = []
+
+        def tell(event: str, about: dict[str, object]) -> None:
+            if event != "session.deleted":
+                held.append(session.drive.control.is_running)
+                raise RuntimeError("out of order")
+
+        rig.sessions._tell = tell
+        other = await rig.sessions.create(NewSession("other", "policy", "memory://", rate=50))
+        assert await rig.sessions.emergency_stop("both") == ["s", "other"]
+        assert {session.is_latched, other.is_latched} == {True}
+        assert held == [True, False, False]  # the other one is made, then both are stopped
+        assert rig.transport.links[0].sent[-1].values == POSE
+
+
+async def test_words_of_a_person_are_no_code(rig) -> None:
+    await rig.running()
+    await rig.sessions.emergency_stop("careful: a hand", "s")
+    assert (rig.stats["stop_code"], rig.stats["emergency_stop"]) == ("asked", "careful: a hand")
+
+
+async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
+    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+        session = await rig.running()
+        control = session.drive.control
+        sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
+        session.attach(plans)
+        time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
+        assert len(control.actions), "there is a plan that must not be done"
+        await rig.until(lambda: bool(plans.sent))
+        until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
+        assert until_then
+        assert set(until_then) == {1.0}, "the hold, and nothing else before the new plan"
+        assert control.holds["paused"] == paused + 1
+
+
+class Plans:
+    """Notes how many commands had gone out when each plan came."""
+
+    def __init__(self, link: MemoryLink):
+        self.sent: list[int] = []
+        self._link = link
+
+    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+
+    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        self.sent.append(len(self._link.sent))
+
+    def ticked(self, tick: Tick) -> None: ...
+
+
+async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
+    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+        session = await rig.running()
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[None] = asyncio.Queue()
+
+        async def hear() -> None:
+            # As with a socket: what is readable wakes its reader, and the reader wakes the session.
+            await inbox.get()
+            await asyncio.sleep(0)
+            rig.link.deliver_emergency_stop("a hand", "robot")
+
+        hearing = asyncio.create_task(hear())
+        await asyncio.sleep(0)
+        sent = len(rig.link.sent)
+        told = threading.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, None)
+            told.set()
+
+        threading.Timer(0.05, tell).start()
+        time.sleep(0.2)  # noqa: ASYNC251
+        assert told.wait(30)
+        rounds = 0
+        while not session.is_latched:
+            rounds += 1
+            assert rounds < 8, "it is heard before the next tick"
+            await asyncio.sleep(0)
+        await hearing
+        await rig.until(lambda: session.drive.control.is_idle)
+        assert {one.values["Rotation"] for one in rig.link.sent[sent:]} == {1.0}, "only holds after the block"
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: float) -> None:
+    async with rigged(frame_age_limit=5.0) as rig:
+        # Its plan lasts 8 s: a pause of the machine is no hold.
+        rig.policies["policy"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, chunk=400))
+        session = await rig.running()
+        wall, holds = time.time, rig.stats["holds"]
+        monkeypatch.setattr(time, "time", lambda: wall() + jump)
+        sent = len(rig.link.sent)
+        await rig.until(lambda: len(rig.link.sent) > sent + 10)
+        assert rig.stats["holds"] == holds
+        assert session.stage is Stage.RUNNING
+
+
+def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
+    patience = SessionSettings().patience
+    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (0.3, 3.0, 30.0)
+    assert (patience.frozen_after, patience.frozen_stops, patience.bad_inputs) == (2.0, False, 20)

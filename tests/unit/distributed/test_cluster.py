@@ -1,0 +1,519 @@
+"""A front and its engines, without Ray: first loads side by side, updates in turn, and copies that failed again."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from service.distributed import cluster as cluster_module
+from service.distributed import ray_connection, replication
+from service.distributed.artifacts import Listing as Files
+from service.distributed.artifacts import PolicyArtifact
+from service.distributed.cluster import REJOINING, Cluster
+from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
+from service.distributed.pool import Listed, Listing
+from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask
+from service.distributed.remote_engine import RemoteLoader
+from service.distributed.scaling import Bounds
+from service.errors import PolicyError
+from service.inference.device_worker import DeviceGone
+from service.inference.engine import Engine, LoadedPolicy, Policy
+from service.inference.loaded_policy import InferenceResult
+from service.testing import SO100_REQUIREMENTS
+from tests.testing.pauses import Pauses
+from tests.testing.rig import OBSERVATION
+from tests.testing.waiting import until
+
+
+class Call:
+    """What Ray gives for a call: to be awaited, or heard of."""
+
+    def __init__(self) -> None:
+        self.answer: Future[Any] = Future()
+        self.answer.set_running_or_notify_cancel()  # whoever gives up waiting does not end it
+
+    def run(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            self.answer.set_result(method(*arguments))
+        except Exception as error:
+            self.answer.set_exception(error)
+
+    def future(self) -> "Future[Any]":
+        return self.answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self.answer).__await__()
+
+
+class Actor:
+    """Ray's handle of an object: its methods are called by ``remote``. Only loading takes a while, in a thread."""
+
+    def __init__(self, of: Any):
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._of, name)
+
+        def remote(*arguments: Any) -> Call:
+            call = Call()
+            if name == "load":
+                threading.Thread(target=call.run, args=(method, arguments), name="actor", daemon=True).start()
+            else:
+                call.run(method, arguments)
+            return call
+
+        return SimpleNamespace(remote=remote)
+
+
+class House:
+    """All engines.
+
+    Attributes:
+        loading: names of those that load now.
+        most: how many did so at a time.
+        gate: what each waits for while it loads.
+        refusals: of each, what its next loads come to.
+        load: that each says it has.
+        looks: questions to the pool.
+        meanwhile: happens while the pool is asked.
+        silence: what a question to the pool comes to then.
+        unreached: what a question to an engine comes to.
+        is_there: whether it can be joined.
+        store: of objects, by what stands for them.
+    """
+
+    def __init__(self, count: int):
+        self.names = [f"robojax-{number}" for number in range(1, count + 1)]
+        self.loading: set[str] = set()
+        self.most = 0
+        self.gate: Callable[[], object] = lambda: None
+        self.refusals: dict[str, list[Refusal]] = {}
+        self.loads: list[str] = []
+        self.is_there = True
+        self.store: dict[int, bytes] = {}
+        self.load = 0.0
+        self.silence: Exception | None = None
+        self.looks = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.unreached: dict[str, Exception] = {}
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        if not self.is_there:
+            raise CannotJoin("nothing answers at head:6379")
+
+    def put(self, piece: bytes) -> int:
+        number = len(self.store)
+        self.store[number] = piece
+        return number
+
+    def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
+        return ""
+
+    def part(self, front: str) -> None:
+        pass
+
+    def listing(self, front: str) -> Listing:
+        self.looks += 1
+        self.meanwhile()
+        if self.silence is not None:
+            raise self.silence
+        begun = Begun(version("robojax"), "here", 1, ())
+        return Listing(tuple(Listed(name, Actor(Resident(self, name)), begun) for name in self.names))
+
+    def enter(self, name: str) -> None:
+        with self._lock:
+            self.loads.append(name.removeprefix("robojax-"))
+            self.loading.add(name)
+            self.most = max(self.most, len(self.loading))
+
+    def leave(self, name: str) -> None:
+        with self._lock:
+            self.loading.discard(name)
+
+
+class Resident:
+    """One engine."""
+
+    def __init__(self, house: House, name: str):
+        self._house, self._name = house, name
+
+    def load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
+        house = self._house
+        for piece in (piece for pieces in parcel.pieces.values() for piece in pieces):
+            assert piece in house.store, "it is another cluster's"
+        house.enter(self._name)
+        try:
+            house.gate()
+            if refusals := house.refusals.get(self._name):
+                return refusals.pop(0)
+            return Loaded(parcel.sha, SO100_REQUIREMENTS, "cpu:0", [dict(SO100_REQUIREMENTS.cameras)])
+        finally:
+            house.leave(self._name)
+
+    def stage(self, sha: str) -> str | None:
+        return "reading" if self._name in self._house.loading else None
+
+    def facts(self, handles: Sequence[str]) -> EngineFacts:
+        if error := self._house.unreached.get(self._name):
+            raise error
+        return EngineFacts(load=self._house.load)
+
+    def rehearse(self, handle: str, sizes: Any) -> float:
+        return 0.001
+
+    def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:
+        return InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.001, 0.0, 0.001)
+
+
+class Front:
+    """A cluster with its engine, as a server has them."""
+
+    def __init__(self, house: House, cluster: Cluster, engine: Engine, stack: AsyncExitStack):
+        self.house, self.cluster, self.engine = house, cluster, engine
+        self._stack = stack
+
+    async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
+        load = RemoteLoader(self.cluster)
+        return await self._stack.enter_async_context(
+            self.engine.policy(load, str(folder), None, lambda word: None, like=like)
+        )
+
+    @property
+    def trouble(self) -> str:
+        return str(self.cluster.facts()["trouble"] or "")
+
+
+def where(served: LoadedPolicy) -> list[str]:
+    return sorted(replica.policy.device for replica in served.replicas)
+
+
+@pytest.fixture
+async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[House], Awaitable[Front]]]:
+    monkeypatch.setattr(cluster_module, "PERIOD", 0.1)
+    monkeypatch.setattr(ray_connection.ray, "shutdown", lambda: None)
+    async with AsyncExitStack() as stack:
+
+        async def begin(house: House) -> Front:
+            cluster = Cluster("local", "front", EngineOptions(), Bounds())
+
+            def join() -> None:
+                house.open()
+                cluster._connection.number += 1
+
+            monkeypatch.setattr(cluster._connection, "open", join)
+            monkeypatch.setattr(cluster_module.ray, "put", house.put)
+            monkeypatch.setattr(cluster_module, "find_pool", lambda options, bounds: Actor(house))
+            engine = Engine(switch_interval=None, are_elsewhere=True)
+            await cluster.open(engine)
+            stack.push_async_callback(engine.close)
+            stack.push_async_callback(cluster.close)
+            policies = await stack.enter_async_context(AsyncExitStack())
+            return Front(house, cluster, engine, policies)
+
+        yield begin
+
+
+@pytest.fixture
+def update(tmp_path: Path) -> Path:
+    update = tmp_path / "update"
+    update.mkdir()
+    (update / "config.json").write_text('{"type": "act"}')
+    (update / "model.safetensors").write_bytes(b"other weights")
+    return update
+
+
+async def test_a_first_policy_is_loaded_into_all_engines_at_a_time(begin: Any, folder: Path) -> None:
+    house = House(4)
+    house.gate = threading.Barrier(4, timeout=20).wait  # none goes on before all have begun
+    front = await begin(house)
+    assert where(await front.load(folder)) == ["1", "2", "3", "4"]
+    assert front.trouble == ""
+
+
+async def test_an_update_is_loaded_into_one_after_the_other(begin: Any, folder: Path, update: Path) -> None:
+    front = await begin(House(3))
+    first = await front.load(folder)
+    front.house.most = 0
+    assert where(await front.load(update, like=first.policy)) == ["1", "2", "3"]
+    assert front.house.most == 1
+
+
+async def test_an_update_that_one_engine_cannot_have_is_refused_and_what_runs_goes_on(
+    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
+    front = await begin(House(3))
+    first = await front.load(folder)
+    front.house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
+    with pytest.raises(PolicyError, match=r"cannot be loaded: 2: out of memory"):
+        await front.load(update, like=first.policy)
+    assert where(first) == ["1", "2", "3"]
+    await until(lambda: front.trouble == "")
+
+
+async def test_so_is_another_one_where_robots_ask(begin: Any, folder: Path) -> None:
+    house = House(3)
+    house.load = 0.2
+    front = await begin(house)
+    await until(lambda: all(one["load"] for one in front.cluster.facts()["engines"]))
+    assert where(await front.load(folder)) == ["1", "2", "3"]
+    assert house.most == 1
+
+
+async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.05)
+    house = House(3)
+    house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 4
+    front = await begin(house)
+    served = await front.load(folder)
+    assert where(served) == ["1", "3"]
+    await until(lambda: "2 goes without policy" in front.trouble)
+    assert "which others have: out of memory (tried" in front.trouble
+    assert (await front.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+    await until(lambda: where(served) == ["1", "2", "3"])
+    await until(lambda: front.trouble == "")
+    assert house.loads.count("2") == 5
+    assert (house.loads.count("1"), house.loads.count("3")) == (1, 1), "those that have it are left alone"
+
+
+@pytest.mark.parametrize("name", ["1", "2"])
+async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder: Path, name: str) -> None:
+    house = House(3)
+    house.refusals[f"robojax-{name}"] = [Refusal("engine", "its disk is full")] * 1000
+    front = await begin(house)
+    assert where(await front.load(folder)) == sorted({"1", "2", "3"} - {name})
+    await until(lambda: f"{name} goes without policy" in front.trouble)
+
+
+async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.02)
+    house = House(2)
+    house.refusals = {name: [Refusal("policy", "config.json: no such type")] * 1000 for name in house.names}
+    front = await begin(house)
+    with pytest.raises(PolicyError, match=r"cannot be loaded: config.json: no such type"):
+        await front.load(folder)
+    await asyncio.sleep(0.2)
+    assert sorted(house.loads) == ["1", "2"]
+    assert front.trouble == ""
+
+
+async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "FIRST_RETRY", 0.3)
+    house = House(2)
+    house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
+    front = await begin(house)
+    async with front.engine.policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
+        await until(lambda: front.trouble)
+    await until(lambda: front.trouble == "")
+    loads = house.loads.count("2")
+    await asyncio.sleep(0.5)
+    assert house.loads.count("2") == loads
+
+
+async def test_whoever_waits_for_an_engine_that_leaves_is_told_at_once(begin: Any) -> None:
+    house, gate = House(2), threading.Event()
+    house.gate = gate.wait
+    front = await begin(house)
+    answer = front.cluster.ask("2", "load", PolicyArtifact(Files("", ()), {}), None)
+    house.names.remove("robojax-2")
+    with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
+        await asyncio.wait_for(asyncio.wrap_future(answer), 30)
+    gate.set()
+    with pytest.raises(DeviceGone, match="engine 2 is not there any more"):
+        front.cluster.ask("2", "stage", "0" * 64).result(0)
+
+
+async def test_a_pool_that_does_not_answer_is_said_and_engines_go_on(begin: Any, folder: Path) -> None:
+    house = House(2)
+    front = await begin(house)
+    served = await front.load(folder)
+    house.silence = RayError("the head is gone")
+    await until(lambda: front.trouble == "the pool of engines does not answer")
+    assert (await front.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+    house.silence = None
+    await until(lambda: front.trouble == "")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(ActorDiedError(), "its process ended"), (ActorUnavailableError("lost", None), "it cannot be reached")],
+)
+async def test_whether_an_engine_ended_is_only_said_where_it_is_known(
+    begin: Any, error: Exception, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = House(2)
+    front = await begin(house)
+    house.names.remove("robojax-2")
+    house.silence = RayError("so that only the engine itself says it")
+    house.unreached["robojax-2"] = error
+    await until(lambda: "2" in front.engine.failed)
+    assert f"device 2 is not used any more: {why} ({type(error).__name__})" in caplog.text
+    assert front.engine.failed == ("2",)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (
+            ConnectionError("Could not find any running Ray instance.\nMore of it"),
+            "Could not find any running Ray instance.",
+        ),
+        (
+            RuntimeError("Initialization failure from server:\nTraceback\n  x.py\nOSError: no disk"),
+            "from server: OSError: no disk",
+        ),
+        (ValueError(), "ValueError()"),
+    ],
+)
+async def test_what_ray_says_of_a_cluster_that_cannot_be_joined_is_told_without_its_traceback(
+    raised: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(*args: object, **more: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray_connection.ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(CannotJoin) as error:
+        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(switch_interval=None, are_elsewhere=True))
+    assert str(error.value).endswith(told)
+    assert "Traceback" not in str(error.value)
+
+
+async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*args: object, **more: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray_connection.ray, "init", init)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(CannotJoin, match=r"Failed to connect to Ray cluster, though something listens.*TOKEN_PATH"):
+            Connection(f"ray://{address}").open()
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(CannotJoin, match=r"Failed to connect to Ray cluster, though something listens.*TOKEN_PATH"):
+            Connection("auto").open()
+    with pytest.raises(CannotJoin, match=rf"^nothing answers at {address} .*RAY_ADDRESS says where it is"):
+        Connection("auto").open()
+
+
+async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_run(
+    begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster_module, "AGAIN", 0.05)
+    house = House(2)
+    front = await begin(house)
+    served = await front.load(folder)
+    house.silence, house.is_there = RayError("the head is gone"), False
+    house.unreached = {name: ActorUnavailableError("lost", None) for name in house.names}
+    # Before and after that a machine that stands still has not lost its cluster.
+    monkeypatch.setattr(cluster_module, "GONE", 0.3)
+    await until(lambda: front.trouble == REJOINING)
+    assert front.cluster.facts()["engines"] == []
+    robot = asyncio.create_task(front.engine.infer(served, OBSERVATION))
+    with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
+        await front.load(update)
+    await until(lambda: "cannot be joined again yet: nothing answers at head:6379" in caplog.text)
+    assert not robot.done()
+
+    monkeypatch.setattr(cluster_module, "GONE", 60.0)
+    house.silence, house.is_there, house.unreached = None, True, {}
+    house.store.clear()  # the new head's
+    house.names = ["robojax-1", "robojax-3"]
+    async with asyncio.timeout(30):
+        assert (await robot).chunk.shape == (1, 20, 6)
+    await until(lambda: len(where(served)) == 2)
+    await until(lambda: front.trouble == "")
+    assert caplog.text.count("cannot be joined again yet") == 1
+
+
+async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_silent_too(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(cluster_module, "ANSWER", 60.0)
+    house = House(2)
+    front = await begin(house)
+    await front.load(folder)
+    house.unreached = {"robojax-2": TimeoutError()}
+    now += 1.2 * cluster_module.SILENT
+    looks = house.looks
+    await until(lambda: house.looks > looks + 3)
+    assert front.engine.failed == (), "the pool answers, and says that it lives"
+
+    def the_other_one_is_heard_of() -> None:
+        nonlocal now
+        known = front.cluster._known["1"]
+        now += 1.2 * cluster_module.SILENT
+        end = time.monotonic() + 30
+        while known.heard_at < now and time.monotonic() < end:
+            time.sleep(0.001)
+
+    house.silence, house.meanwhile = TimeoutError(), the_other_one_is_heard_of
+    await until(lambda: front.engine.failed == ("2",))
+    looks = house.looks
+    await until(lambda: house.looks > looks + 3)
+    assert [one["engine"] for one in front.cluster.facts()["engines"]] == ["1"]
+    house.silence, house.meanwhile, house.unreached = None, lambda: None, {}
+    await until(lambda: len(front.cluster.facts()["engines"]) == 2)
+
+
+async def test_what_others_put_into_the_folder_meanwhile_is_not_run(
+    begin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(1)
+    front = await begin(house)
+    await front.load(folder)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    front.cluster._connection.number += 1
+    house.names.append("robojax-2")
+    await until(lambda: "2 goes without policy" in front.trouble)
+    assert "the files there are others than those that run; restart the session" in front.trouble
+    assert house.loads == ["1"]
+
+
+@pytest.mark.parametrize(
+    "error", [RayError("gone"), ConnectionError("reset"), Exception("Ray Client is not connected")]
+)
+async def test_whatever_ray_raises_where_nobody_answers_is_one_error(error: Exception) -> None:
+    house = House(1)
+    house.silence = error
+    with pytest.raises(NoAnswer):
+        await ask(Actor(house), 1.0, "listing", "front")
+    with pytest.raises(NoAnswer, match="not connected"):
+        await ask(None, 1.0, "listing", "front")
+
+
+async def test_what_takes_too_long_is_no_answer(pauses: Pauses) -> None:
+    class Silent:
+        """Its method is asked, and Ray's client stands still."""
+
+        def __init__(self, until: threading.Event):
+            self.listing = SimpleNamespace(remote=lambda front: until.wait(10))
+
+    until = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(NoAnswer, match="TimeoutError"):
+        await ask(Silent(until), 0.01, "listing", "front")
+    assert pauses.running(began) < 5
+    until.set()

@@ -1,0 +1,67 @@
+"""The flags of a cluster, and what is said where Ray is not installed."""
+
+import sys
+
+import pytest
+
+import service.api
+from service.app import create_app
+from service.settings import Settings, SettingsError, load_settings
+
+
+@pytest.mark.parametrize("engine", ["here", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
+def test_where_engines_may_be(engine: str) -> None:
+    assert load_settings({"engine": engine}).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"engine": "ray"}, "wanted here, ray-local, ray-auto or ray://HOST:PORT"),
+        ({"engine": "ray://user@host:1"}, "wanted here, ray-local"),
+        ({"engine": "ray-local\n"}, "wanted here, ray-local"),
+        ({"engines": "3", "engines_most": "2"}, "found 3 and 2; wanted engines <= engines_most"),
+        (
+            {"hosts_count": "2", "devices": "all", "placement": "shard", "engine": "ray-auto"},
+            "found 2 and ray-auto; wanted one of the two",
+        ),
+        ({"engine_resources": "GPU"}, "wanted NAME=AMOUNT with commas between, not 'GPU'"),
+        ({"engine_resources": "GPU=0"}, "greater than 0"),
+        ({"front_name": "lab-1"}, "found without database; wanted --database postgresql://... for all servers"),
+        ({"database": "mysql://ann:secret@db/robojax"}, "found another value; wanted postgresql://USER@HOST:PORT/NAME"),
+        ({"front_url": "http://10.0.0.5:8001/api"}, "without a path"),
+        ({"front_url": "ftp://10.0.0.5"}, "wanted http://HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_says_what_can(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError, match=says.replace("://", ".*")):
+        load_settings(flags)
+
+
+def test_resources_are_read_from_a_flag() -> None:
+    assert load_settings({"engine_resources": "TPU=4, CPU=8"}).engine_resources == {"TPU": 4.0, "CPU": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("driver", "settings", "says"),
+    [
+        (
+            "asyncpg",
+            {"database": "postgresql://db/robojax"},
+            r"database: PostgreSQL needs asyncpg.*pip install 'robojax\[postgres\]'",
+        ),
+        ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install 'robojax\[ray\]'"),
+    ],
+)
+def test_without_its_driver_it_is_said_how_to_get_it(
+    driver: str, settings: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What imports a driver, and is imported only by servers that need one, is imported anew, and put back afterwards.
+    for parent, module in ((service, "distributed"), (service.api, "redirects")):
+        if module in vars(parent):
+            monkeypatch.setattr(parent, module, vars(parent)[module])
+        for name in [name for name in sys.modules if name.startswith(f"{parent.__name__}.{module}")]:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, driver, None)
+    with pytest.raises(SettingsError, match=says):
+        create_app(Settings(**settings, state="off"))

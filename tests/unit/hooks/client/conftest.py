@@ -1,0 +1,101 @@
+"""A Hub on this machine, of both kinds: one that tells secrets back, and one that tells only that there is one."""
+
+import http.server
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+
+from hooks.client import WebhooksClient
+from hooks.threads import begin
+from tests.testing.stub_hub import StubHub
+from tests.testing.stub_hub.failures import Failure
+
+Result = TypeVar("Result")
+
+
+@pytest.fixture(autouse=True)
+def no_login(monkeypatch, tmp_path) -> None:
+    """No token of whoever runs the tests, and none of their settings."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WEBHOOK_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr("hooks.client.client.FIRST_WAIT", 0.01)
+
+
+@pytest.fixture(params=[True, False], ids=["secret echoed", "has secret only"])
+def hub(request) -> Iterator[StubHub]:
+    with StubHub(token="hf_token", echoes_secrets=request.param) as hub:
+        yield hub
+
+
+@pytest.fixture
+def stub() -> Iterator[StubHub]:
+    """For what has nothing to do with secrets."""
+    with StubHub(token="hf_token") as hub:
+        yield hub
+
+
+@pytest.fixture
+def client(stub) -> WebhooksClient:
+    return WebhooksClient(stub.url, "hf_token")
+
+
+@pytest.fixture
+def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
+    """Let the limit of a call be over as soon as this failure holds its answer back, and never by the clock.
+
+    A limit that is short enough for a test is over before anything was sent when the machine stands still for a while.
+    """
+
+    def set_limit(failure: Failure) -> None:
+        def within(seconds: float, work: Callable[[], Result]) -> Result:
+            held, future = failure.held, begin(work)
+            while not future.done():
+                if failure.held > held:
+                    raise TimeoutError(f"not done in {seconds:g} s")
+                time.sleep(0.002)
+            return future.result()
+
+        monkeypatch.setattr("hooks.client.client.within", within)
+
+    return set_limit
+
+
+class Receiver:
+    """An address that answers deliveries with ``status``, or 403 where the secret is another than ``secret``."""
+
+    def __init__(self) -> None:
+        self.status, self.secret = 200, ""
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                receiver.got.append((headers, self.rfile.read(int(headers["content-length"]))))
+                is_wrong = receiver.secret not in ("", headers.get("x-webhook-secret"))
+                self.send_response(403 if is_wrong else receiver.status)
+                self.end_headers()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()

@@ -1,0 +1,248 @@
+"""The seven operations and replay, against a Hub: what reaches it, and what comes back."""
+
+import inspect
+import json
+import logging
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+import hooks.client as management
+from hooks.client import AsyncWebhooksClient, HubRefused, WebhookInfo, WebhooksClient, WebhookWatchedItem
+from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
+from tests.testing.stub_hub.answers import Answer, Refusal
+
+URL, SECRET = "https://example.com/hook", "a-long-enough-secret"
+WATCHED = [WebhookWatchedItem("user", "someone"), {"type": "org", "name": "others"}]
+ALL = {"url": URL, "watched": WATCHED, "domains": ["repo", "discussion"], "secret": SECRET}
+
+
+def bodies(hub) -> list[object]:
+    return [json.loads(request.body) for request in hub.requests if request.body]
+
+
+def wire(hub) -> list[tuple[str, str, object]]:
+    found = [(request.method, request.path, json.loads(request.body or b"null")) for request in hub.requests]
+    hub.requests.clear()
+    return found
+
+
+def _functions(endpoint: str) -> SimpleNamespace:
+    where = {"endpoint": endpoint, "token": "hf_token"}
+    names = [name for name in management.__all__ if name.endswith(("_webhook", "_webhooks"))]
+    return SimpleNamespace(**{name: partial(getattr(management, name), **where) for name in names})
+
+
+@pytest.mark.parametrize("of", [WebhooksClient, AsyncWebhooksClient, _functions])
+async def test_a_webhook_from_its_making_to_its_end(hub, of):
+    client = _functions(hub.url) if of is _functions else of(hub.url, "hf_token")
+
+    async def ask(name, *arguments, **named):
+        result = getattr(client, name)(*arguments, **named)
+        return await result if inspect.isawaitable(result) else result
+
+    made = await ask("create_webhook", **ALL)
+    assert isinstance(made, WebhookInfo)
+    assert made.url == URL
+    assert made.watched == [huggingface_hub.WebhookWatchedItem("user", "someone"), WebhookWatchedItem("org", "others")]
+    assert (made.domains, made.status, made.has_secret) == (["repo", "discussion"], "enabled", True)
+    assert made.secret == (SECRET if hub.webhooks.echoes_secrets else None)
+    assert await ask("get_webhook", made.id) == made
+    assert (await ask("update_webhook", made.id, url=f"{URL}/new")).url == f"{URL}/new"
+    assert [webhook.id for webhook in await ask("list_webhooks")] == [made.id]
+    assert (await ask("disable_webhook", made.id)).status == "disabled"
+    assert (await ask("enable_webhook", made.id)).disabled is False
+    assert await ask("delete_webhook", made.id) is None
+    assert await ask("list_webhooks") == []
+    with pytest.raises(UnknownWebhook, match=made.id):
+        await ask("get_webhook", made.id)
+    with pytest.raises(InvalidWebhook):
+        await ask("create_webhook", watched=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("create_webhook", ALL),
+        ("create_webhook", {"job_id": "687f", "watched": WATCHED, "secrets": {"HF_TOKEN": "hf_x"}}),
+        ("create_webhook", {"url": URL, "watched": WATCHED, "domains": ["repo"]}),
+        ("update_webhook", {"webhook_id": f"{1:024x}", **ALL}),
+        ("enable_webhook", {"webhook_id": f"{1:024x}"}),
+        ("disable_webhook", {"webhook_id": f"{1:024x}"}),
+        ("get_webhook", {"webhook_id": f"{1:024x}"}),
+        ("delete_webhook", {"webhook_id": f"{1:024x}"}),
+        ("list_webhooks", {}),
+    ],
+)
+def test_what_is_sent_is_what_huggingface_hub_sends(stub, client, name, arguments):
+    theirs = HfApi(stub.url, "hf_token")
+    theirs.create_webhook(url=URL, watched=[{"type": "model", "name": "someone/arm"}])
+    theirs.create_webhook(url=URL, watched=[{"type": "model", "name": "someone/arm"}])
+    stub.requests.clear()
+    getattr(client, name)(**arguments)
+    (ours,) = wire(stub)
+    if name == "delete_webhook":
+        arguments, ours = {"webhook_id": f"{2:024x}"}, (ours[0], ours[1].replace(f"{1:024x}", f"{2:024x}"), ours[2])
+    getattr(theirs, name)(**arguments)
+    assert [ours] == wire(stub)
+
+
+# The peer: sends an empty list of watched with it, and the webhook watches nothing any more.
+def test_an_update_of_the_url_alone_keeps_what_is_watched(hub):
+    client = WebhooksClient(hub.url, "hf_token")
+    made = client.create_webhook(**ALL | {"domains": ["repo"]})
+    changed = client.update_webhook(made.id, url=f"{URL}/new")
+    watched = [{"type": "user", "name": "someone"}, {"type": "org", "name": "others"}]
+    assert bodies(hub)[-1] == {"watched": watched, "domains": ["repo"], "url": f"{URL}/new"}
+    assert (changed.url, changed.watched, changed.has_secret) == (f"{URL}/new", made.watched, True)
+    # What huggingface_hub does with the same call.
+    HfApi(hub.url, "hf_token").update_webhook(made.id, url=f"{URL}/new")
+    assert bodies(hub)[-1] == {"watched": [], "url": f"{URL}/new"}
+    assert client.get_webhook(made.id).watched == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"secret": "another-long-secret"}, {"domains": ["discussion"]}, {"watched": ["model:someone/arm"]}]
+)
+def test_an_update_changes_what_is_named_alone(stub, client, change):
+    made = client.create_webhook(**ALL)
+    client.update_webhook(made.id, **change)
+    now = client.get_webhook(made.id)
+    found = {"secret": now.secret, "domains": now.domains, "watched": [str(item) for item in now.watched]}
+    before = {"secret": SECRET, "domains": made.domains, "watched": ["user:someone", "org:others"]}
+    assert found == before | change
+    assert now.url == URL
+
+
+def test_an_update_refuses_to_watch_nothing_unless_it_is_meant(stub, client):
+    made = client.create_webhook(**ALL)
+    with pytest.raises(InvalidWebhook, match="allow_empty=True"):
+        client.update_webhook(made.id, watched=[])
+    assert len(bodies(stub)) == 1
+    assert client.update_webhook(made.id, watched=[], allow_empty=True).watched == []
+
+
+def test_a_job_is_given_its_secrets(stub, client):
+    made = client.create_webhook(job_id="687f", watched="model:someone/arm", secrets={"HF_TOKEN": "hf_1", "A": "1"})
+    assert made.url is None
+    assert made.job is not None
+    client.update_webhook(made.id, job_id="687f", secrets={"A": ""})
+    assert bodies(stub)[-1]["secrets"] == {"A": ""}  # type: ignore[index]
+    assert "hf_1" not in repr(made)
+
+
+def test_nothing_is_sent_that_cannot_be_right(stub, client):
+    for wrong in ({"job_id": "687f"}, {"watched": []}, {"domains": ["repos"]}, {"url": "http://robot.local"}):
+        with pytest.raises(InvalidWebhook):
+            client.create_webhook(**ALL | wrong)
+    with pytest.raises(TypeError, match="watch'"):
+        client.create_webhook(url=URL, watch=WATCHED)
+    assert stub.requests == []
+
+
+def test_http_is_allowed_by_the_client(stub):
+    client = WebhooksClient(stub.url, "hf_token", allow_http=["robot.local"])
+    assert client.create_webhook(url="http://robot.local/x", watched=WATCHED).url == "http://robot.local/x"
+
+
+def test_a_type_that_is_not_known_is_sent_and_the_warning_is_about_this_line(stub, client):
+    with pytest.warns(UserWarning, match="'robot' is not known") as told, pytest.raises(HubRefused, match="400"):
+        client.create_webhook(url=URL, watched=["robot:arm"])
+    assert told[0].filename == __file__
+    assert bodies(stub)[-1]["watched"] == [{"type": "robot", "name": "arm"}]  # type: ignore[index]
+
+
+def test_an_unknown_webhook_is_an_error_of_both_libraries(stub, client):
+    with pytest.raises(UnknownWebhook, match="there is no webhook 'nope'") as caught:
+        client.delete_webhook("nope")
+    error = caught.value
+    assert isinstance(error, HfHubHTTPError)
+    assert (error.status, error.response.status_code) == (404, 404)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.status) == (type(error), str(error), 404)
+
+
+@pytest.mark.parametrize(
+    ("token", "said"), [("hf_wrong", "401"), (False, "hf auth login"), (True, "hf auth login"), (None, "HF_TOKEN")]
+)
+def test_a_token_that_is_wrong_or_missing_says_what_to_do(stub, token, said):
+    with pytest.raises(HubTrouble) as caught:
+        WebhooksClient(stub.url, token).list_webhooks()
+    assert said in str(caught.value)
+
+
+def test_the_token_of_one_call_comes_first_and_that_of_the_environment_last(stub, monkeypatch):
+    with pytest.raises(HubRefused):
+        WebhooksClient(stub.url, "hf_token").list_webhooks(token="hf_other")
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    assert WebhooksClient(stub.url).list_webhooks() == []
+    assert WebhooksClient(api=HfApi(stub.url, "hf_token", user_agent="mine/1")).list_webhooks() == []
+    assert "mine/1" in stub.requests[-1].headers["user-agent"]
+
+
+def test_a_token_that_cannot_be_sent_is_not_told():
+    with pytest.raises(InvalidWebhook) as caught:
+        WebhooksClient("http://127.0.0.1:9", "hf_one\nhf_two").list_webhooks()
+    assert "hf_one" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'"text"', b'{"webhook": 5}', b"{}"])
+def test_an_answer_that_is_none_is_said(stub, client, body, monkeypatch):
+    monkeypatch.setattr(stub.webhooks, "_one", lambda webhook: Answer(200, body))
+    with pytest.raises(HubTrouble, match="answered"):
+        client.create_webhook(**ALL)
+    assert len(stub.requests) == 1
+
+
+def test_a_list_that_is_none_is_said(stub, client):
+    stub.script("GET /api/settings/webhooks", "short")
+    with pytest.raises(HubTrouble, match="no JSON"):
+        client.list_webhooks()
+
+
+@pytest.mark.parametrize("endpoint", ["huggingface.co", "ftp://huggingface.co", ""])
+def test_an_endpoint_that_is_no_address_is_refused(endpoint):
+    with pytest.raises(InvalidWebhook, match="endpoint"):
+        WebhooksClient(endpoint)
+
+
+def test_no_secret_is_in_a_log_or_an_error(hub, caplog, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_DEBUG", True)
+    client = WebhooksClient(hub.url, "hf_token")
+    with caplog.at_level(logging.DEBUG, "huggingface_hub"), caplog.at_level(logging.DEBUG, "hooks"):
+        logging.getLogger("huggingface_hub").addHandler(caplog.handler)
+        try:
+            made = client.create_webhook(**ALL)
+            client.update_webhook(made.id, secret=SECRET, url=URL)
+            client.create_webhook(job_id="687f", watched=WATCHED, secrets={"A": "of-the-job"})
+            hub.script("POST", 400)
+            monkeypatch.setattr("tests.testing.stub_hub.hub.Refusal", _quoting)
+            with pytest.raises(HubRefused) as caught:
+                client.create_webhook(**ALL)
+        finally:
+            logging.getLogger("huggingface_hub").removeHandler(caplog.handler)
+    told = [caplog.text, str(caught.value), repr(caught.value), str(caught.value.server_message), repr(client)]
+    for text in told:
+        for secret in (SECRET, "of-the-job", "hf_token"):
+            assert secret not in text
+    assert "curl" in caplog.text
+    assert "********" in str(caught.value)
+
+
+def _quoting(status: int, message: str, code: str = ""):
+    """A server that repeats what it was sent."""
+    return Refusal(status, f"secret {SECRET} is not good", code)
+
+
+def test_a_replay_gives_the_status_of_the_receiver(stub, client, monkeypatch):
+    made = client.create_webhook(url=URL, watched="model:someone/arm")
+    monkeypatch.setattr(stub.webhooks, "_replay", lambda webhook, log: {"good": 200, "bad": 503}[log])
+    assert client.replay(made.id, "good") == 200
+    assert client.replay(made.id, "bad") == 503
+    with pytest.raises(UnknownWebhook, match="with a delivery 'other'"):
+        client.replay(made.id, "other")

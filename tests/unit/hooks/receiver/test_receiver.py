@@ -1,0 +1,606 @@
+"""A delivery from its POST to the answer: what is refused, and what the sender is told."""
+
+import asyncio
+import io
+import json
+import logging
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import sanic
+from pydantic import BaseModel
+
+from hooks.errors import HooksError, InvalidWebhook
+from hooks.payload import WebhookPayload
+from hooks.receiver import intake
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.receiver.events import Event, Status
+from hooks.receiver.intake import Rates
+from hooks.receiver.receiver import Receiver
+from hooks.signatures import sign_github, sign_standard
+from tests.testing.pauses import Pauses
+
+SECRET = "a-secret-of-sixteen"
+SIGNED = {"x-webhook-secret": SECRET}
+
+
+class Sha(BaseModel):
+    sha: str | None
+
+
+def echo(payload: dict) -> dict:
+    return payload
+
+
+# The peer: head_sha is None in every handler.
+async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, make_payload) -> None:
+    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
+
+    async def pushed(payload: WebhookPayload) -> Sha:
+        return Sha(sha=payload.repo.head_sha)
+
+    assert receiver.add(pushed) == "/webhooks/pushed"
+    assert receiver.registered == {"/webhooks/pushed": pushed}
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/pushed", make_payload(sha="c" * 40), headers=SIGNED)
+        assert (told.status, told.json) == (200, {"sha": "c" * 40})
+
+
+# The peer: 422 for a bucket, another type and version 4; new fields are dropped.
+@pytest.mark.parametrize("model", [WebhookPayload, huggingface_hub.WebhookPayload, dict])
+async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(serving, make_payload, model) -> None:
+    receiver, seen = Receiver(), []
+
+    def handler(payload) -> None:
+        seen.append(payload if isinstance(payload, dict) else payload.model_dump(by_alias=True, exclude_unset=True))
+
+    handler.__annotations__["payload"] = model
+    receiver.add(handler, "x")
+    sent = [make_payload(f"robots/{number}", later={"number": number}) for number in range(3)]
+    sent[0]["repo"]["type"] = "bucket"
+    sent[0]["updatedFiles"] = [{"path": "a.bin", "action": "add", "xetHash": "1", "size": 2}]
+    sent[1]["repo"]["type"] = "something-new"
+    sent[2]["webhook"]["version"] = 4
+    async with serving(receiver) as sender:
+        told = [await sender.post("/webhooks/x", payload) for payload in sent]
+    assert [(one.status, one.json) for one in told] == [(200, None)] * 3
+    assert seen == sent
+
+
+# The peer: 422 and its schema, before the secret is looked at.
+@pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
+async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), lambda payload: None, "x") as sender:
+        told = await sender.post("/webhooks/x", data=body)
+        assert (told.status, told.json) == (401, {"error": "x-webhook-secret header not set."})
+        told = await sender.post("/webhooks/x", data=body, headers={"x-webhook-secret": "wrong"})
+        assert (told.status, told.json) == (403, {"error": "Invalid webhook secret."})
+        told = await sender.post("/webhooks/x", data=body, headers=SIGNED)
+        assert told.status == 422
+
+
+async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(serving, make_payload) -> None:
+    receiver = Receiver()
+    receiver.add(lambda payload: None, "x")
+    broken = make_payload(event={"scope": 3, "private-value": "x"}, webhook={"id": "private-value"})
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/x", broken)
+        assert told.status == 422
+        assert told.json["fields"] == ["event.action", "event.scope", "webhook.version"]
+        assert "private" not in json.dumps(told.json)
+        assert (await sender.post("/webhooks/x", make_payload(discussion={}, comment=3))).status == 200
+        text = {"content-type": "text/plain"}
+        told = await sender.post("/webhooks/x", data=json.dumps(make_payload("a/b")), headers=text)
+        assert told.status == 200
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_all_four_kinds_of_handlers_are_called_with_or_without_a_body(serving, make_payload, is_async) -> None:
+    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
+
+    def both(payload: WebhookPayload, request: sanic.Request) -> list:
+        return [payload.repo.name, request.json["repo"]["name"]]
+
+    def only_payload(payload: WebhookPayload) -> str:
+        return payload.repo.name
+
+    def only_request(request: sanic.Request) -> str:
+        return request.method
+
+    def nothing() -> int:
+        return 3
+
+    for function in (both, only_payload, only_request, nothing):
+
+        async def later(*arguments, function=function, **named):
+            return function(*arguments, **named)
+
+        later.__wrapped__ = function  # type: ignore[attr-defined]
+        receiver.add(later if is_async else function, function.__name__)
+    async with serving(receiver) as sender:
+        told = {
+            name: await sender.post(f"/webhooks/{name}", make_payload(), headers=SIGNED)
+            for name in ("both", "only_payload", "only_request", "nothing")
+        }
+        assert {name: (one.status, one.json) for name, one in told.items()} == {
+            "both": (200, ["robots/act"] * 2),
+            "only_payload": (200, "robots/act"),
+            "only_request": (200, "POST"),
+            "nothing": (200, 3),
+        }
+        for name in ("only_request", "nothing"):
+            for _ in range(2):
+                empty = await sender.post(f"/webhooks/{name}", headers=SIGNED)
+                assert empty.status == 200
+                assert "x-webhook-duplicate" not in empty.headers
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
+async def test_other_methods_are_405(serving, method: str) -> None:
+    async with serving(Receiver(), echo, "/deep/er/") as sender:
+        told = await sender.post("/webhooks/deep/er", method=method)
+        assert (told.status, told.headers["allow"]) == (405, "POST")
+
+
+# The peer: 200.
+async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
+    # Where it takes longer to send, the connection may end before the answer is read.
+    monkeypatch.setattr("hooks.receiver.intake.DRAINED_WITHIN", 60.0)
+    receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
+    receiver.add(echo)
+
+    async def pieces():
+        for _ in range(50):
+            yield bytes(1 << 20)
+
+    async with serving(receiver) as sender:
+        told = await sender.post("/webhooks/echo", data=io.BytesIO(bytes(50 << 20)), headers=SIGNED)
+        assert (told.status, told.json) == (413, {"error": "The body has more than 1048576 bytes."})
+        told = await sender.post("/webhooks/echo", data=pieces(), headers=SIGNED)
+        assert told.status == 413
+        # Who asks first is told at once: nothing of the body is sent.
+        head = b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 52428800\r\nexpect: 100-continue\r\n\r\n"
+        assert b" 413 " in await sender.raw(head)
+        assert (await sender.post("/webhooks/echo", {"a": "x" * 900_000}, headers=SIGNED)).status == 200
+
+
+async def test_a_body_that_drips_is_408(serving) -> None:
+    async with serving(Receiver(ReceiverSettings(read_within=0.05)), echo) as sender:
+        assert b" 408 " in await sender.raw(b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+
+
+async def test_a_source_that_sends_too_much_is_429(serving) -> None:
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,), burst=2, rate=0.01)), echo) as sender:
+        told = [await sender.post("/webhooks/echo", {"n": number}, headers=SIGNED) for number in range(3)]
+    assert [one.status for one in told] == [200, 200, 429]
+    assert int(told[2].headers["retry-after"]) > 50
+
+
+async def test_secrets_rotate_and_an_endpoint_may_have_its_own(serving) -> None:
+    receiver = Receiver(ReceiverSettings(secrets=("old-secret", "new-secret"), github_secrets=("hub",)))
+    receiver.add(echo)
+    receiver.add(echo, "own", secret="own-secret")
+    body = b'{"a": 1}'
+    async with serving(receiver) as sender:
+        for path, good in (("echo", ["old-secret", "new-secret"]), ("own", ["own-secret"])):
+            for secret in ("old-secret", "new-secret", "own-secret"):
+                told = await sender.post(f"/webhooks/{path}", data=body, headers={"x-webhook-secret": secret})
+                assert told.status == (200 if secret in good else 403)
+        signed = {"x-hub-signature-256": sign_github("hub", body)}
+        assert (await sender.post("/webhooks/echo", data=body, headers=signed)).status == 200
+        assert (await sender.post("/webhooks/own", data=body, headers=signed)).status == 401
+
+
+async def test_standard_webhooks_are_verified_over_the_bytes_that_came(serving) -> None:
+    receiver = Receiver(ReceiverSettings(standard_secrets=("whsec_AAAA",)))
+    receiver.add(echo)
+    body, at = b'{ "a" : 1 }', int(time.time())
+    headers = {"webhook-id": "msg_1", "webhook-timestamp": str(at)}
+    async with serving(receiver) as sender:
+        for signed, status in ((body, 200), (b'{"a":1}', 403)):
+            signature = sign_standard("whsec_AAAA", "msg_1", at, signed)
+            told = await sender.post("/webhooks/echo", data=body, headers={**headers, "webhook-signature": signature})
+            assert told.status == status
+        assert (await sender.post("/webhooks/echo", data=body)).status == 401
+
+
+async def test_what_is_filtered_out_is_ignored_and_never_runs(serving, make_payload) -> None:
+    receiver, seen = Receiver(), []
+    async with serving(
+        receiver, lambda payload: seen.append(payload.repo.name), "x", repos="robots/*", scopes="repo", refs="main"
+    ) as sender:
+        told = [
+            await sender.post("/webhooks/x", payload)
+            for payload in (
+                make_payload("others/act"),
+                make_payload(event={"action": "create", "scope": "discussion"}),
+                make_payload(updatedRefs=[{"ref": "refs/pr/1", "newSha": "c"}]),
+            )
+        ]
+        assert [(one.status, one.json) for one in told] == [(200, {"status": "ignored"})] * 3
+        assert (await sender.post("/webhooks/x", make_payload())).json is None
+        events = await receiver.events(status=Status.IGNORED)
+    assert seen == ["robots/act"]
+    assert len(events) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, None),
+        ("text", "text"),
+        ([1, {"a": 2.5}], [1, {"a": 2.5}]),
+        (True, True),
+        (Sha(sha="x"), {"sha": "x"}),
+        (object(), None),
+        (float("nan"), None),
+    ],
+)
+async def test_any_value_is_told_as_json(serving, value: object, told: object) -> None:
+    async with serving(Receiver(), lambda: value, "x") as sender:
+        answer = await sender.post("/webhooks/x")
+        assert (answer.status, answer.json) == (200, told)
+
+
+async def test_a_response_of_the_handlers_own_passes(serving) -> None:
+    def own(payload: dict) -> sanic.HTTPResponse:
+        return sanic.json({"made": payload["n"]}, 201, {"x-own": "1"})
+
+    async with serving(Receiver(), own) as sender:
+        for _ in range(2):
+            told = await sender.post("/webhooks/own", {"n": 3}, headers={"webhook-id": "1"})
+            assert (told.status, told.json, told.headers["x-own"]) == (201, {"made": 3}, "1")
+        assert told.headers["x-webhook-duplicate"] == "true"
+
+
+# The peer: three runs.
+async def test_three_deliveries_of_one_event_run_once_also_across_a_restart(serving, make_payload, tmp_path) -> None:
+    runs = []
+
+    def receiver() -> Receiver:
+        made = Receiver(ReceiverSettings(database=tmp_path / "events.sqlite3"))
+        made.add(lambda payload: runs.append(payload.repo.name) or len(runs), "x")
+        made.add(lambda payload: runs.append("other"), "y")
+        return made
+
+    same = {"webhook-id": "delivery-1"}
+    async with serving(receiver()) as sender:
+        first = await sender.post("/webhooks/x", make_payload(), headers=same)
+        second = await sender.post("/webhooks/x", make_payload(), headers=same)
+    async with serving(receiver()) as sender:
+        third = await sender.post("/webhooks/x", make_payload(), headers=same)
+        assert [(one.status, one.json) for one in (first, second, third)] == [(200, 1)] * 3
+        assert [one.headers.get("x-webhook-duplicate") for one in (first, second, third)] == [None, "true", "true"]
+        assert runs == ["robots/act"]
+        # Another endpoint, another webhook and another delivery are other events.
+        await sender.post("/webhooks/y", make_payload(), headers=same)
+        await sender.post("/webhooks/x", make_payload(webhook={"id": "w2", "version": 3}), headers=same)
+        await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": "delivery-2"})
+    assert len(runs) == 4
+
+
+async def test_without_an_id_an_equal_body_is_a_duplicate_for_a_while(serving) -> None:
+    runs = []
+
+    def note(payload: dict) -> None:
+        runs.append(payload["n"])
+
+    for window, count in ((60.0, 2), (0.0, 3)):
+        receiver = Receiver(ReceiverSettings(same_body_within=window))
+        receiver.add(note)
+        runs.clear()
+        async with serving(receiver) as sender:
+            for number in (1, 2, 1):
+                await sender.post("/webhooks/note", {"n": number})
+        assert len(runs) == count
+
+
+# The peer: a sender of a handler of 60 s waits 60 s.
+async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
+    serving, make_payload, until, pauses: Pauses
+) -> None:
+    receiver = Receiver(ReceiverSettings(answer_within=0.05))
+    goes_on, runs = threading.Event(), []
+
+    def slow(payload: dict) -> str:
+        runs.append(payload)
+        assert goes_on.wait(60)
+        return "done"
+
+    receiver.add(slow)
+    same = {"webhook-id": "1"}
+    async with serving(receiver) as sender:
+        began = time.monotonic()
+        told = await sender.post("/webhooks/slow", make_payload(), headers=same)
+        assert pauses.running(began) < 1
+        assert told.status == 202
+        assert told.json == {"status": "accepted", "event_id": told.json["event_id"]}
+        again = await sender.post("/webhooks/slow", make_payload(), headers=same)
+        assert (again.status, again.json) == (202, told.json)
+        goes_on.set()
+        await until(receiver, told.json["event_id"])
+        last = await sender.post("/webhooks/slow", make_payload(), headers=same)
+        assert (last.status, last.json, last.headers["x-webhook-duplicate"]) == (200, "done", "true")
+        assert len(runs) == 1
+
+
+async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> None:
+    receiver, ran = Receiver(), asyncio.Event()
+
+    async def later(payload: dict) -> None:
+        ran.set()
+
+    async with serving(receiver, later, mode="queue") as sender:
+        assert (await sender.post("/webhooks/later", make_payload())).status == 202
+        await asyncio.wait_for(ran.wait(), 30)
+
+
+# The peer: 6.0 s, as three sync handlers of 2 s run on its loop; benchmarks/webhook_receive.py has both.
+async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving, make_payload) -> None:
+    receiver = Receiver(ReceiverSettings(answer_within=30.0))
+    goes_on, running = threading.Event(), threading.Semaphore(0)
+
+    def slow(payload: dict) -> None:
+        running.release()
+        assert goes_on.wait(60)
+
+    receiver.add(slow)
+    async with serving(receiver, lambda: "quick", "quick") as sender:
+        slow_ones = [
+            asyncio.create_task(sender.post("/webhooks/slow", make_payload(f"a/{number}"))) for number in range(3)
+        ]
+        for _ in range(3):
+            await asyncio.to_thread(running.acquire)
+        took = []
+        for _ in range(20):
+            began = time.perf_counter()
+            assert (await sender.post("/webhooks/quick")).json == "quick"
+            took.append(time.perf_counter() - began)
+        goes_on.set()
+        assert [one.status for one in await asyncio.gather(*slow_ones)] == [200] * 3
+    assert sorted(took)[10] < 0.05
+
+
+async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payload, until) -> None:
+    receiver = Receiver(ReceiverSettings(max_waiting=2, retry_after=7))
+    goes_on = asyncio.Event()
+
+    async def wait(payload: dict) -> None:
+        await goes_on.wait()
+
+    async with serving(receiver, wait, mode="queue") as sender:
+
+        async def send(number: int):
+            return await sender.post("/webhooks/wait", make_payload(f"a/{number}"), headers={"webhook-id": str(number)})
+
+        assert [(await send(number)).status for number in range(3)] == [202, 202, 503]
+        assert (await send(2)).headers["retry-after"] == "7"
+        assert (await send(1)).status == 202  # a duplicate takes no place
+        goes_on.set()
+        await until(receiver)
+        assert (await send(2)).status == 202
+
+
+async def test_a_sender_that_goes_away_does_not_end_its_event(serving, make_payload) -> None:
+    began, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(payload: dict) -> None:
+        began.set()
+        await goes_on.wait()
+        done.set()
+
+    async with serving(Receiver(), slow) as sender:
+        task = asyncio.create_task(sender.post("/webhooks/slow", make_payload()))
+        await asyncio.wait_for(began.wait(), 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        goes_on.set()
+        await asyncio.wait_for(done.wait(), 30)
+
+
+async def test_an_error_of_the_handler_is_500_without_its_text_and_the_next_try_runs(
+    serving, make_payload, caplog
+) -> None:
+    receiver, attempts = Receiver(), []
+
+    def breaks(payload: dict, event: Event) -> str:
+        attempts.append(event.attempt)
+        if len(attempts) < 3:
+            raise RuntimeError("private detail")
+        return "well"
+
+    receiver.add(breaks)
+    same = {"webhook-id": "1"}
+    async with serving(receiver) as sender:
+        told = [await sender.post("/webhooks/breaks", make_payload(), headers=same) for _ in range(4)]
+        event = await receiver.event(told[0].json["event_id"])
+    assert [one.status for one in told] == [500, 500, 200, 200]
+    assert set(told[0].json) == {"error", "event_id"}
+    assert "private" not in json.dumps(told[0].json)
+    assert attempts == [1, 2, 3]
+    assert (event.status, event.attempt, event.error) == (Status.DONE, 3, None)
+    assert "private detail" in caplog.text
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), asyncio.CancelledError(), KeyboardInterrupt(), StopIteration(), Panic()], ids=repr
+)
+async def test_a_handler_cannot_end_the_server(serving, error: BaseException, caplog) -> None:
+    receiver = Receiver()
+
+    async def ends() -> None:
+        raise error
+
+    def ends_too() -> None:
+        raise error
+
+    receiver.add(ends)
+    receiver.add(ends_too)
+    async with serving(receiver, lambda: 3, "well") as sender:
+        assert [(await sender.post(f"/webhooks/{name}")).status for name in ("ends", "ends_too")] == [500, 500]
+        assert (await sender.post("/webhooks/well")).json == 3
+
+
+async def test_a_response_of_a_handler_is_sent_whole_whatever_its_headers_say_of_its_length(serving) -> None:
+    receiver, headers = Receiver(), {"Content-Length": "500", "Transfer-Encoding": "chunked", "X-Of": "another server"}
+    async with serving(
+        receiver, lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on"
+    ) as sender:
+        told = await sender.post("/webhooks/passed_on")
+    assert (told.status, told.json, told.headers["x-of"]) == (201, "short", "another server")
+
+
+async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
+    receiver, seen = Receiver(ReceiverSettings(secrets=(SECRET,))), []
+    receiver.add(lambda event: seen.append(event), "x")
+    headers = {**SIGNED, "authorization": "Bearer private", "webhook-id": "1", "user-agent": "hub"}
+    async with serving(receiver) as sender:
+        await sender.post("/webhooks/x", make_payload(), headers=headers)
+        recent = await receiver.recent()
+    assert (seen[0].headers["user-agent"], seen[0].delivery_id, seen[0].webhook_id) == ("hub", "1", "webhook-1")
+    assert json.loads(seen[0].body) == make_payload()
+    assert [event.repo for event in recent] == ["robots/act"]
+    assert SECRET not in repr(seen) + repr(recent)
+    assert "private" not in repr(seen[0].headers)
+
+
+@pytest.mark.parametrize("trouble", ["full", "locked"])
+async def test_what_cannot_be_written_is_not_acknowledged(
+    serving, make_payload, tmp_path: Path, monkeypatch, caplog, trouble: str
+) -> None:
+    monkeypatch.setattr("hooks.database.LOCK_PATIENCE", 0.05)
+    receiver, runs = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3")), []
+    async with serving(receiver, lambda payload: runs.append(1), "x") as sender:
+        inbox = receiver._running.inbox
+        other = sqlite3.connect(tmp_path / "e.sqlite3", isolation_level=None)
+        if trouble == "locked":
+            other.execute("BEGIN IMMEDIATE")
+        else:
+            await inbox.database.run(lambda connection: connection.execute("PRAGMA max_page_count=1").fetchall())
+        same = {"webhook-id": "1"}
+        told = await sender.post("/webhooks/x", make_payload(padding="x" * 100_000), headers=same)
+        assert (told.status, told.headers["retry-after"]) == (503, "5")
+        assert "is not acknowledged" in caplog.text
+        assert runs == []
+        if trouble == "locked":
+            other.execute("ROLLBACK")
+        else:
+            await inbox.database.run(lambda connection: connection.execute("PRAGMA max_page_count=1000000").fetchall())
+        other.close()
+        told = await sender.post("/webhooks/x", make_payload(padding="x" * 100_000), headers=same)
+        assert (told.status, runs) == (200, [1])
+
+
+def test_what_cannot_be_added_is_refused() -> None:
+    receiver = Receiver()
+    receiver.add(echo)
+    with pytest.raises(ValueError, match=r"^Webhook /webhooks/echo already exists\.$"):
+        receiver.add(echo, "/echo/")
+    for wrong in (
+        {"path": ""},
+        {"path": "a b"},
+        {"path": "<id>"},
+        {"mode": "later"},
+        {"coalesce": "all"},
+        {"retry": 3},
+        {"timeout": 0},
+        {"secret": ""},
+    ):
+        with pytest.raises(InvalidWebhook):
+            receiver.add(lambda: None, **{"path": "x", **wrong})
+    with pytest.raises(InvalidWebhook, match="give it one"):
+        receiver.add(lambda: None)
+    receiver.blueprint()
+    with pytest.raises(HooksError, match="before the server is made"):
+        receiver.add(echo, "late")
+
+
+async def test_a_second_receiver_of_the_same_file_is_refused(serving, tmp_path: Path) -> None:
+    def receiver() -> Receiver:
+        made = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3"))
+        made.add(echo)
+        return made
+
+    async with serving(receiver()):
+        with pytest.raises(HooksError, match="another receiver"):
+            async with serving(receiver()):
+                raise AssertionError("it started")
+    async with serving(receiver()):
+        pass
+
+
+async def test_the_log_of_a_refusal_names_no_secret(serving, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serving(Receiver(ReceiverSettings(secrets=(SECRET,))), echo) as sender:
+        await sender.post("/webhooks/echo", {}, headers={"x-webhook-secret": "guessed-secret"})
+        await sender.post("/webhooks/echo", {"a": 1}, headers=SIGNED)
+    assert "guessed-secret" not in caplog.text
+    assert SECRET not in caplog.text
+
+
+async def test_deliveries_of_one_event_at_the_same_moment_run_once(serving, make_payload) -> None:
+    receiver, runs, goes_on = Receiver(), [], asyncio.Event()
+
+    async def note(event: Event) -> str:
+        runs.append(event.id)
+        await goes_on.wait()
+        return "noted"
+
+    async with serving(receiver, note) as sender:
+        same = {"webhook-id": "1"}
+        sent = [asyncio.create_task(sender.post("/webhooks/note", make_payload(), headers=same)) for _ in range(5)]
+        done, waiting = await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
+        while len(waiting) > 1:
+            more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        goes_on.set()
+        told = [await one for one in (*done, *waiting)]
+    assert [one.status for one in told] == [202, 202, 202, 202, 200]
+    assert len(runs) == 1
+
+
+async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
+    async with serving(Receiver(), echo) as sender:
+        told = await sender.raw(
+            b"POST /webhooks/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n", whole=True
+        )
+        assert told.startswith(b"HTTP/1.1 400 ")
+        assert b'{"error":"The body cannot be read."}' in told
+
+
+async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
+    receiver, seen = Receiver(), []
+
+    async def look(request: sanic.Request) -> None:
+        seen.append((request.json, request.headers["user-agent"], request.path))
+
+    async with serving(receiver, look, mode="queue", secret=SECRET) as sender:
+        await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
+        await until(receiver)
+    assert seen == [(make_payload(), "hub", "/webhooks/look")]
+
+
+def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
+    limit = Rates(rate=2.0, burst=3)
+    assert [limit.take("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert limit.take("b", 10.0) == 0.0
+    assert limit.take("a", 10.4) > 0
+    assert limit.take("a", 10.5) == 0.0
+    assert [limit.take("a", 1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(intake, "SOURCES", 2)
+    limit = Rates(rate=1.0, burst=1)
+    for source in ("a", "b", "c"):
+        limit.take(source, 0.0)
+    assert limit.take("c", 0.0) > 0
+    assert limit.take("a", 0.0) == 0.0

@@ -1,0 +1,321 @@
+"""The real HfApi and the real hf command manage the registry as they manage the Hub."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from huggingface_hub import HfApi, WebhookWatchedItem
+from huggingface_hub.errors import BadRequestError, HfHubHTTPError
+
+from hooks.registry.registry import Registry
+from tests.testing.target import TargetServer
+from tests.unit.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
+
+WATCHED = [WebhookWatchedItem(type="model", name="lab/act"), WebhookWatchedItem(type="user", name="julien")]
+PUBLIC = "http://93.184.215.14/hook"
+BASE = "/api/settings/webhooks"
+
+
+class Served:
+    def __init__(self, registry: Registry, url: str):
+        self.registry, self.url = registry, url
+        self.api = HfApi(endpoint=url, token=TOKEN)
+
+    async def call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return await asyncio.to_thread(method, *arguments, **named)
+
+    async def request(self, method: str, path: str, token: str | None = TOKEN, **named: Any) -> tuple[int, Any, Any]:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, self.url + path, headers=headers, **named) as answer,
+        ):
+            return answer.status, await answer.json(content_type=None), answer.headers
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[jobs.retrain]\nargv = ["true"]\nsecrets = ["HF_TOKEN"]\nenv = { HIDDEN = "value-of-env" }\n')
+    registry = Registry(settings(database=tmp_path / "registry.sqlite3", jobs_file=jobs, max_webhooks=5))
+    async with serve(registry) as url:
+        yield Served(registry, url)
+
+
+async def test_the_real_client_goes_through_the_whole_life_of_a_webhook(served: Served) -> None:
+    api, call = served.api, served.call
+    assert await call(api.list_webhooks) == []
+    made = await call(api.create_webhook, url=PUBLIC, watched=WATCHED, domains=["repo"], secret="my-secret")
+    assert (made.url, made.watched, made.domains, made.secret, made.disabled, made.job) == (
+        PUBLIC,
+        WATCHED,
+        ["repo"],
+        None,
+        False,
+        None,
+    )
+    assert len(made.id) == 24
+    assert await call(api.get_webhook, made.id) == made
+    assert await call(api.list_webhooks) == [made]
+    changed = await call(api.update_webhook, made.id, url=PUBLIC + "/2")
+    assert (changed.url, changed.watched, changed.domains) == (PUBLIC + "/2", WATCHED, ["repo"])
+    changed = await call(api.update_webhook, made.id, watched=WATCHED[:1], domains=["repo", "discussion"])
+    assert (changed.watched, changed.domains) == (WATCHED[:1], ["repo", "discussion"])
+    assert (await call(api.disable_webhook, made.id)).disabled is True
+    assert (await call(api.enable_webhook, made.id)).disabled is False
+    assert await call(api.delete_webhook, made.id) is None
+    with pytest.raises(HfHubHTTPError, match="there is no webhook of this id") as error:
+        await call(api.get_webhook, made.id)
+    assert error.value.response.status_code == 404
+
+
+async def test_the_default_domains_of_the_client_are_the_hubs(served: Served) -> None:
+    made = await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
+    assert made.domains == ["repo", "discussion"]
+
+
+async def test_a_webhook_for_sessions_needs_to_watch_nothing(served: Served) -> None:
+    made = await served.call(served.api.create_webhook, url=PUBLIC, watched=[], domains=["session"])
+    assert (made.domains, made.watched) == (["session"], [])
+
+
+async def test_whoami_answers_for_both_kinds_of_token(served: Served) -> None:
+    for token, role in ((TOKEN, "write"), (READ_TOKEN, "read")):
+        me = await served.call(HfApi(endpoint=served.url, token=token).whoami)
+        assert (me["name"], me["auth"]["accessToken"]["role"]) == ("robojax", role)
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "text"),
+    [
+        (False, 401, "A token of this registry is needed"),
+        ("hf_" + "x" * 30, 401, "Invalid credentials in Authorization header"),
+        (READ_TOKEN, 403, "This token may only read webhooks"),
+    ],
+)
+async def test_a_token_that_is_none_or_wrong_or_may_only_read_is_told_so(
+    served: Served, token: Any, status: int, text: str
+) -> None:
+    with pytest.raises(HfHubHTTPError, match=text) as error:
+        await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED, token=token)
+    assert error.value.response.status_code == status
+    assert await served.call(served.api.list_webhooks) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({"url": "http://169.254.169.254/latest"}, "the metadata server of a cloud"),
+        ({"url": "http://10.1.2.3/hook"}, "10.1.2.3 is private.*--registry-allow 10.1.2.0/24"),
+        ({"url": "http://u:p@example.com/"}, "user name or password"),
+        ({"url": "ftp://example.com"}, "wanted http or https"),
+        ({"watched": []}, "watched: wanted at least one item"),
+        ({"watched": [{"type": "planet", "name": "x"}]}, "type 'planet', wanted one of bucket, dataset"),
+        ({"watched": [{"type": "model", "name": "../x"}]}, "name '../x', wanted name or owner/name"),
+        ({"watched": [{"type": "model", "name": "a"}] * 101}, "at most 100 items"),
+        ({"domains": ["weather"]}, "domains: 'weather', wanted repo, discussion, session"),
+        ({"domains": []}, "wanted a list of repo, discussion, session"),
+        ({"secret": "geheim-ä"}, "secret: wanted printable ASCII"),
+        ({"secret": "x" * 513}, "secret: 513 characters, wanted at most 512"),
+        ({"secret": "whsec_!"}, "go on in base64"),
+    ],
+)
+async def test_what_cannot_be_is_refused_with_the_reason(served: Served, named: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadRequestError, match=text):
+        await served.call(served.api.create_webhook, **{"url": PUBLIC, "watched": WATCHED, **named})
+    made = await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
+    if named != {"watched": []}:  # which the client also sends when it is not named
+        with pytest.raises(BadRequestError, match=text):
+            await served.call(served.api.update_webhook, made.id, **named)
+    assert await served.call(served.api.get_webhook, made.id) == made
+
+
+async def test_all_that_is_wrong_is_said_at_once(served: Served) -> None:
+    body = {"url": 3, "watched": 4, "domains": ["x"], "secret": "\n"}
+    status, answer, headers = await served.request("POST", BASE, json=body)
+    assert status == 400
+    for name in ("url", "watched", "domains", "secret"):
+        assert f"{name}: " in answer["error"]
+        assert f"{name}: " in headers["X-Error-Message"]
+    assert headers["X-Error-Code"] == "BadRequest"
+
+
+@pytest.mark.parametrize("body", [b"", b"[", b"[]", b'"x"', b"[" * 100_000, b"{" + b" " * 300_000])
+async def test_a_body_that_is_no_object_is_a_400(served: Served, body: bytes) -> None:
+    status, answer, _ = await served.request("POST", BASE, data=body)
+    assert status == 400
+    assert answer["error"].startswith("body: ")
+
+
+async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a_400(served: Served) -> None:
+    for body, text in (
+        ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
+        ({}, "wanted one of them"),
+        ({"job": {"command": ["rm"]}}, "registered by the operator"),
+        ({"url": PUBLIC, "watched": [5]}, "watched[0]: wanted {'type'"),
+        ({"url": PUBLIC, "secrets": {"HF_TOKEN": "x"}}, "wanted with jobSourceId only"),
+        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: wanted an object"),
+        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "is no name of a variable"),
+        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "HF_TOKEN: wanted text"),
+        ({"url": PUBLIC, "secret": 5}, "secret: int, wanted text"),
+    ):
+        status, answer, _ = await served.request("POST", BASE, json={"watched": [], **body})
+        assert (status, text in answer["error"]) == (400, True)
+
+
+async def test_the_limit_on_webhooks_is_told(served: Served) -> None:
+    for _ in range(5):
+        await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
+    with pytest.raises(BadRequestError, match="there are 5 webhooks, and no more may be"):
+        await served.call(served.api.create_webhook, url=PUBLIC, watched=WATCHED)
+
+
+async def test_job_webhooks_name_a_job_of_the_operator_and_its_secrets(served: Served) -> None:
+    api, call = served.api, served.call
+    with pytest.raises(HfHubHTTPError, match="there is no job 'rm -rf'; registered by the operator: retrain") as error:
+        await call(api.create_webhook, job_id="rm -rf", watched=WATCHED)
+    assert error.value.response.status_code == 404
+    with pytest.raises(BadRequestError, match="takes no LD_PRELOAD; it takes: HF_TOKEN"):
+        await call(api.create_webhook, job_id="retrain", watched=WATCHED, secrets={"LD_PRELOAD": "/tmp/x.so"})
+    made = await call(api.create_webhook, job_id="retrain", watched=WATCHED, secrets={"HF_TOKEN": "hf_hidden"})
+    assert (made.url, made.job.labels) == (None, {"id": "retrain"})
+    changed = await call(api.update_webhook, made.id, url=PUBLIC)
+    assert (changed.url, changed.job) == (PUBLIC, None)
+    _, answer, _ = await served.request("GET", f"{BASE}/{made.id}")
+    assert "secretNames" not in answer["webhook"]
+
+
+async def test_an_update_that_names_no_secret_keeps_it(served: Served) -> None:
+    body = {"url": PUBLIC, "watched": [{"type": "model", "name": "act"}], "secret": "of-the-webhook"}
+    _, answer, _ = await served.request("POST", BASE, json=body)
+    _, answer, _ = await served.request("POST", f"{BASE}/{answer['webhook']['id']}", json={"domains": ["repo"]})
+    assert (answer["webhook"]["hasSecret"], answer["webhook"]["domains"]) == (True, ["repo"])
+
+
+async def test_secrets_go_in_and_never_come_out(
+    served: Served, target: TargetServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, variable = "very-hidden-secret", "very-hidden-variable"
+    caplog.set_level("DEBUG")
+    body = {"url": target.url, "watched": [{"type": "model", "name": "act"}], "secret": secret}
+    texts = []
+    _, answer, _ = await served.request("POST", BASE, json=body)
+    texts.append(answer)
+    webhook = answer["webhook"]["id"]
+    assert answer["webhook"]["hasSecret"] is True
+    job = {"jobSourceId": "retrain", "watched": body["watched"], "secret": secret, "secrets": {"HF_TOKEN": variable}}
+    texts.append((await served.request("POST", BASE, json=job))[1])
+    target.answers = []
+    await served.registry.emit_repo("act", "b" * 40, "a" * 40)
+    await target.wait_for(1)
+    assert target.got[0].headers["x-webhook-secret"] == secret
+    for path in ("", f"/{webhook}", f"/{webhook}/deliveries"):
+        texts.append((await served.request("GET", BASE + path))[1])
+    told = json.dumps(texts) + caplog.text
+    for hidden in (secret, variable, "value-of-env", TOKEN):
+        assert hidden not in told
+    _, answer, _ = await served.request("POST", f"{BASE}/{webhook}", json={"watched": [], "secret": ""})
+    assert answer["webhook"]["hasSecret"] is False
+
+
+async def test_the_delivery_log_and_a_replay_to_where_it_points_now(served: Served, target: TargetServer) -> None:
+    made = await served.call(
+        served.api.create_webhook, url=f"{target.url}/old", watched=[{"type": "model", "name": "act"}]
+    )
+    await served.registry.emit_repo("act", "b" * 40, "a" * 40)
+    await target.wait_for(1)
+    path = f"{BASE}/{made.id}/deliveries"
+    for _ in range(3000):
+        _, answer, _ = await served.request("GET", path)
+        if answer["deliveries"][0]["status"] == "delivered":
+            break
+        await asyncio.sleep(0.01)
+    [entry] = answer["deliveries"]
+    assert entry["type"] == "repo.content"
+    assert entry["webhookDeliveryId"] == target.got[0].id
+    assert (entry["attempts"][0]["status"], entry["attempts"][0]["excerpt"]) == (200, "fine")
+    await served.call(served.api.update_webhook, made.id, url=f"{target.url}/new", secret="new")
+    status, answer, _ = await served.request("POST", f"{BASE}/{made.id}/replay/{entry['id']}")
+    assert (status, answer) == (200, {"status": 200})
+    assert [got.id for got in target.got] == [entry["webhookDeliveryId"]] * 2
+    assert target.got[1].headers["x-webhook-secret"] == "new"
+    assert target.got[0].body == target.got[1].body
+    status, answer, _ = await served.request("POST", f"{BASE}/{made.id}/replay/none")
+    assert (status, "no delivery of this id" in answer["error"]) == (404, True)
+    for limit in ("0", "201", "x", "-1"):
+        assert (await served.request("GET", f"{path}?limit={limit}"))[0] == 400
+    assert (await served.request("GET", f"{path}?limit=1&before={entry['id']}"))[1] == {"deliveries": []}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", ""),
+        ("POST", ""),
+        ("GET", "/x"),
+        ("POST", "/x"),
+        ("DELETE", "/x"),
+        ("POST", "/x/enable"),
+        ("POST", "/x/disable"),
+        ("POST", "/x/replay/y"),
+        ("GET", "/x/deliveries"),
+    ],
+)
+async def test_every_route_asks_for_a_token_first_and_knows_no_unknown_webhook(
+    served: Served, method: str, path: str
+) -> None:
+    for token in (None, "", "wrong", TOKEN[:-1], TOKEN + "t"):
+        status, _, headers = await served.request(method, BASE + path, token, data=b"no json")
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+    if path:
+        body = {"watched": []} if path == "/x" and method == "POST" else None
+        status, answer, _ = await served.request(method, BASE + path, json=body)
+        assert (status, answer["error"]) == (404, "there is no webhook of this id")
+
+
+def hf(url: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "HF_HOME": str(home / "hf"),
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command = [str(Path(sys.executable).with_name("hf")), "webhooks", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+async def test_the_real_hf_command_manages_it(served: Served, tmp_path: Path) -> None:
+    async def run(*arguments: str) -> str:
+        done = await asyncio.to_thread(hf, served.url, tmp_path, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    await run("create", "--url", PUBLIC, "--watch", "model:lab/act", "--domain", "repo", "--secret", "my-secret")
+    [made] = await served.call(served.api.list_webhooks)
+    await run("update", made.id, "--url", PUBLIC + "/2")
+    await run("disable", made.id)
+    [row] = json.loads(await run("ls", "--format", "json"))
+    assert row == {
+        "id": made.id,
+        "url": PUBLIC + "/2",
+        "disabled": True,
+        "domains": ["repo"],
+        "watched": ["model:lab/act"],
+    }
+    await run("delete", made.id, "--yes")
+    assert await served.call(served.api.list_webhooks) == []
+    refused = await asyncio.to_thread(
+        hf, served.url, tmp_path, "create", "--url", "http://10.0.0.1", "--watch", "model:a"
+    )
+    assert refused.returncode != 0
+    assert "10.0.0.1 is private" in refused.stdout + refused.stderr

@@ -1,0 +1,242 @@
+"""Which events reach which webhooks, and how they look there."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from aiohttp import web
+
+from hooks.errors import HooksError
+from hooks.payload import WebhookPayload
+from hooks.registry.delivery import Schedule
+from hooks.registry.registry import Registry
+from hooks.registry.sender import SenderSettings
+from hooks.registry.store import Watched, Webhook
+from hooks.signatures import is_standard
+from tests.testing.target import TargetServer
+from tests.testing.waiting import until
+from tests.unit.hooks.registry.serving import settings
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[Registry]:
+    async with Registry(settings()).running() as running:
+        yield running
+
+
+async def add(registry: Registry, url: str, **named: Any) -> Webhook:
+    body = {"url": url, "watched": [{"type": "model", "name": "lab/act"}], **named}
+    return await registry.management.create(body)
+
+
+async def log(registry: Registry, webhook: Webhook) -> list[dict[str, Any]]:
+    return await registry.management.deliveries(webhook.id, 100, None)
+
+
+async def until_finished(registry: Registry, webhook: Webhook) -> dict[str, Any]:
+    async def newest() -> dict[str, Any] | None:
+        entries = await log(registry, webhook)
+        return entries[0] if entries and all(entry["status"] != "waiting" for entry in entries) else None
+
+    found = await until(newest)
+    assert found is not None
+    return found
+
+
+async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
+    """What the API says then."""
+
+    async def disabled() -> Any:
+        return (await registry.management.get(webhook.id)).wire()["disabled"]
+
+    return await until(disabled)
+
+
+@pytest.mark.parametrize(
+    ("watched", "scope", "repo", "is_wanted"),
+    [
+        (Watched("model", "lab/act"), "repo.content", ("model", "lab/act"), True),
+        (Watched("model", "Lab/ACT"), "repo", ("model", "lab/act"), True),
+        (Watched("model", "lab/act"), "repo.content", ("dataset", "lab/act"), False),
+        (Watched("model", "lab/act"), "repo.content", ("model", "lab/act2"), False),
+        (Watched("model", "lab/act"), "discussion.comment", ("model", "lab/act"), False),
+        (Watched("org", "lab"), "repo.content", ("dataset", "lab/anything"), True),
+        (Watched("user", "lab"), "repo.config", ("space", "lab/anything"), True),
+        (Watched("user", "lab"), "repo.content", ("model", "labs/act"), False),
+        (Watched("user", "act"), "repo.content", ("model", "act"), False),
+        (Watched("model", "act"), "repo.content", ("model", "act"), True),
+        (Watched("bucket", "lab/b"), "repo.content", ("bucket", "lab/b"), True),
+        (Watched("model", "lab/act"), "repo.something.new", ("model", "lab/act"), True),
+    ],
+)
+def test_a_webhook_wants_what_it_watches(watched: Watched, scope: str, repo: tuple[str, str], is_wanted: bool) -> None:
+    webhook = Webhook("1", "http://x", None, (watched,), ("repo",))
+    assert webhook.wants(scope, *repo) is is_wanted
+    assert not webhook.wants_sessions
+
+
+async def test_an_event_of_ours_is_read_by_huggingface_hubs_model_and_by_ours(
+    registry: Registry, target: TargetServer
+) -> None:
+    webhook = await add(registry, target.url, secret="s" * 20)
+    assert await registry.emit_repo("lab/act", NEW, OLD) == 1
+    assert await registry.emit_repo("lab/other", NEW, OLD) == 0
+    await target.wait_for(1)
+    [got] = target.got
+    theirs = huggingface_hub.WebhookPayload.model_validate_json(got.body)
+    ours = WebhookPayload.model_validate_json(got.body)
+    assert (theirs.repo.name, theirs.event.scope, theirs.webhook.id) == ("lab/act", "repo.content", webhook.id)
+    assert ours.webhook.version == 3
+    assert (ours.repo.head_sha, ours.new_sha("main")) == (NEW, NEW)
+    assert ours.updatedRefs is not None
+    assert ours.updatedRefs[0].oldSha == OLD
+    assert is_standard(
+        ["s" * 20],
+        got.id,
+        got.headers["webhook-timestamp"],
+        got.headers["webhook-signature"],
+        got.body,
+        now=float(got.headers["webhook-timestamp"]),
+    )
+
+
+async def test_session_events_go_to_every_webhook_of_that_domain_as_standard_webhooks(
+    registry: Registry, target: TargetServer
+) -> None:
+    await add(registry, f"{target.url}/repo")
+    webhook = await add(registry, f"{target.url}/session", watched=[], domains=["session"], secret="x" * 20)
+    data = {
+        "session_id": "s1",
+        "missed_ticks": 0,
+        "rate": float("nan"),
+        "path": Path("/p"),
+        "list": (1, {"a": None}),
+        "no\udcfftext": "\ud800.bin",
+    }
+    assert await registry.emit_session("session.policy.swapped", data) == 1
+    await target.wait_for(1)
+    body = target.got[0].json
+    assert set(body) == {"type", "timestamp", "data"}
+    assert body["type"] == "session.policy.swapped"
+    assert body["timestamp"].endswith("Z")
+    assert body["data"] == {
+        "session_id": "s1",
+        "missed_ticks": 0,
+        "rate": None,
+        "path": "/p",
+        "list": [1, {"a": None}],
+        "no?text": "?.bin",
+    }
+    await until_finished(registry, webhook)
+    assert (await log(registry, webhook))[0]["subject"] == "session:s1"
+    with pytest.raises(ValueError, match=r"wanted words with dots between, e\.g\. session\.started"):
+        await registry.emit_session("Session Started!", {})
+
+
+async def test_a_hub_event_is_relayed_whole_and_once_to_each_webhook_that_watches_its_repo(
+    registry: Registry, target: TargetServer
+) -> None:
+    payload = {
+        "event": {"action": "update", "scope": "repo.content"},
+        "repo": {
+            "type": "model",
+            "name": "lab/act",
+            "id": "621ffdc036468d709f17434d",
+            "private": False,
+            "owner": {"id": "628b753283ef59b5be89e937"},
+            "url": {"web": "https://huggingface.co/lab/act"},
+            "headSha": NEW,
+            "somethingNew": {"kept": True},
+        },
+        "webhook": {"id": "at-the-hub", "version": 3},
+        "updatedRefs": [{"ref": "refs/heads/main", "oldSha": OLD, "newSha": NEW}],
+    }
+    first, second = await add(registry, f"{target.url}/1"), await add(registry, f"{target.url}/2")
+    await add(registry, f"{target.url}/3", watched=[{"type": "dataset", "name": "lab/act"}])
+    assert await registry.emit_payload(payload, event_id="delivery-1") == 2
+    assert await registry.emit_payload(WebhookPayload.model_validate(payload), event_id="delivery-1") == 0
+    await target.wait_for(2)
+    assert len({got.id for got in target.got}) == 2
+    bodies = [got.json for got in target.got]
+    assert await registry.emit_payload(bodies[0]) == 0, "what it sent itself goes round for ever"
+    assert {body.pop("webhook")["id"] for body in bodies} == {first.id, second.id}
+    del payload["webhook"]
+    assert bodies == [payload, payload]
+    with pytest.raises(ValueError, match="event"):
+        await registry.emit_payload({"no": "payload"})
+
+
+async def test_a_webhook_that_says_410_is_disabled(registry: Registry, target: TargetServer) -> None:
+    webhook = await add(registry, target.url)
+    target.answers = [web.Response(status=410)]
+    await registry.emit_repo("lab/act", NEW, OLD)
+    await target.wait_for(1)
+    assert await until_disabled(registry, webhook) is True
+    assert await registry.emit_repo("lab/act", OLD, NEW) == 0
+
+
+async def test_a_webhook_that_fails_again_and_again_is_suspended_until_it_is_enabled(target: TargetServer) -> None:
+    sender = SenderSettings(schedule=Schedule(waits=(0.0, 0.01), jitter=0.0))
+    async with Registry(settings(sender=sender, suspend_after=2)).running() as registry:
+        webhook = await add(registry, target.url)
+        target.answers = [web.Response(status=500) for _ in range(4)]
+        await registry.emit_repo("lab/act", NEW, OLD)
+        await registry.emit_repo("lab/act", OLD, NEW)
+        assert await until_disabled(registry, webhook) == "suspended-after-failure"
+        assert await registry.emit_repo("lab/act", NEW, OLD) == 0
+        enabled = await registry.management.enable(webhook.id)
+        assert enabled.disabled == ""
+        assert await registry.emit_repo("lab/act", NEW, OLD) == 1
+        await target.wait_for(5)
+        assert (await registry.facts())["deliveries_failed"] == 2
+
+
+async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target: TargetServer) -> None:
+    sender = SenderSettings(schedule=Schedule(waits=(0.0,)))
+    async with Registry(settings(sender=sender, suspend_after=2)).running() as registry:
+        webhook = await add(registry, target.url)
+        target.answers = [web.Response(status=status) for status in (500, 200, 500)]
+        for _ in range(3):
+            await registry.emit_repo("lab/act", NEW, OLD)
+        await target.wait_for(3)
+        await until_finished(registry, webhook)
+        assert not (await registry.management.get(webhook.id)).disabled
+
+
+async def test_what_waited_while_a_webhook_was_disabled_is_sent_when_it_is_enabled_to_its_new_url(
+    registry: Registry, target: TargetServer
+) -> None:
+    webhook = await add(registry, f"{target.url}/old")
+    target.answers = [web.Response(status=500)]
+    await registry.emit_repo("lab/act", NEW, OLD)
+    await target.wait_for(1)
+    await registry.management.disable(webhook.id)
+    await until(lambda: len(target.got) >= 1)
+    await registry.management.update(webhook.id, {"watched": [], "url": f"{target.url}/new"})
+    await registry.management.enable(webhook.id)
+    await target.wait_for(2)
+    assert len({got.id for got in target.got}) == 1
+    assert (await until_finished(registry, webhook))["status"] == "delivered"
+
+
+async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target: TargetServer) -> None:
+    webhook = await add(registry, target.url)
+    target.gate.clear()
+    await registry.emit_repo("lab/act", NEW, OLD)
+    await target.wait_for(1)
+    await registry.emit_repo("lab/act", OLD, NEW)
+    await registry.management.delete(webhook.id)
+    target.gate.set()
+    await asyncio.sleep(0.05)
+    assert len(target.got) == 1
+    assert (await registry.facts())["deliveries_waiting"] == 0
+
+
+async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:
+    with pytest.raises(HooksError, match="does not run; it does while its server does"):
+        await Registry(settings()).emit_session("session.started", {})

@@ -1,0 +1,299 @@
+"""Jobs: only those of the operator's file, with the payload and nothing of the server's, in bounds, to their end."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hooks.errors import InvalidSettings
+from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
+from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, environment, load_jobs, run_process
+from hooks.registry.registry import Registry
+from tests.testing.pauses import Pauses
+from tests.testing.waiting import lives, until
+from tests.unit.hooks.registry.serving import settings
+
+PARCEL = DeliveryRequest("msg_1", b'{"repo":{"name":"lab/act","type":"model"}}', is_hub=True)
+TELL = "import json, os; print(json.dumps(dict(os.environ)))"
+READ_FILE = """
+import json, os
+path = os.environ["WEBHOOK_PAYLOAD_FILE"]
+data = json.load(open(path))
+print(len(json.dumps(data["filler"])), oct(os.stat(path).st_mode & 0o777), "WEBHOOK_PAYLOAD" in os.environ, path)
+"""
+
+
+def python(code: str, tmp_path: Path, **named: Any) -> Job:
+    return Job("job", (sys.executable, "-c", code), tmp_path, **named)
+
+
+async def run(job: Job, *, parcel: DeliveryRequest = PARCEL, folder: Path | None = None, **destination: Any) -> Outcome:
+    courier = JobDeliverer({"job": job}, folder, 1)
+    try:
+        return await courier.deliver(Destination("w", job="job", **destination), parcel, 0.0)
+    finally:
+        await courier.close()
+
+
+async def test_a_job_gets_the_event_and_nothing_of_the_servers_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "of-the-server")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    job = python(TELL, tmp_path, env={"MODE": "offline"}, secrets=("TOKEN",), max_output=1 << 16)
+    outcome = await run(job, secret=None, secrets={"TOKEN": "t" * 9, "LD_PRELOAD": "x"})
+    assert (outcome.exit_status, outcome.error) == (0, None)
+    told = json.loads(outcome.excerpt)
+    path = told.pop("WEBHOOK_PAYLOAD_FILE")
+    assert not Path(path).exists()
+    told.pop("LC_CTYPE", None)  # which Python itself sets
+    assert told == {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "LANG": "C.UTF-8",
+        "MODE": "offline",
+        "TOKEN": "***",
+        "WEBHOOK_ID": "msg_1",
+        "WEBHOOK_PAYLOAD": PARCEL.body.decode(),
+        "WEBHOOK_REPO_ID": "lab/act",
+        "WEBHOOK_REPO_TYPE": "model",
+    }
+
+
+@pytest.mark.parametrize(("surplus", "is_in"), [(0, True), (1, False)])
+def test_a_payload_is_in_the_environment_as_long_as_linux_takes_it(tmp_path: Path, surplus: int, is_in: bool) -> None:
+    body = b"x" * (MAX_VARIABLE - len("WEBHOOK_PAYLOAD=") - 1 + surplus)
+    job = Job("job", ("true",), tmp_path)
+    given = environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
+    assert ("WEBHOOK_PAYLOAD" in given) is is_in
+    assert given["WEBHOOK_SECRET"] == "s"
+    assert "WEBHOOK_REPO_ID" not in given
+    subprocess.run(["/bin/true"], env=given, check=True)
+    if not is_in:
+        with pytest.raises(OSError, match="Argument list too long"):
+            subprocess.run(["/bin/true"], env=given | {"WEBHOOK_PAYLOAD": body.decode()}, check=True)
+
+
+async def test_a_payload_of_a_bucket_with_10_000_files_is_read_from_its_file(tmp_path: Path) -> None:
+    body = json.dumps({"filler": ["x" * 165] * 10_000}).encode()
+    assert len(body) > 1_700_000 - 10_000
+    outcome = await run(python(READ_FILE, tmp_path), parcel=DeliveryRequest("msg_1", body), folder=tmp_path / "aside")
+    size, mode, is_in, path = outcome.excerpt.split()
+    assert (int(size) > 1_600_000, mode, is_in) == (True, "0o600", "False")
+    assert not Path(path).exists()
+    assert not (tmp_path / "aside").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import sys; print('out'); sys.stdout.flush(); print('err', file=sys.stderr)", 0, "out\nerr\n"),
+    ],
+)
+async def test_output_and_exit_status_are_told(tmp_path: Path, code: str, status: int, text: str) -> None:
+    outcome = await run(python(code, tmp_path))
+    assert (outcome.exit_status, outcome.excerpt) == (status, text)
+
+
+async def test_of_much_output_the_end_is_kept(tmp_path: Path) -> None:
+    outcome = await run(python("print('x' * 5_000_000 + 'end')", tmp_path, max_output=100))
+    assert outcome.excerpt.endswith("end\n")
+    assert len(outcome.excerpt) <= 100
+
+
+async def test_a_program_that_is_not_there_is_a_failed_attempt(tmp_path: Path) -> None:
+    outcome = await run(Job("job", ("/no/such/program",), tmp_path))
+    assert (outcome.exit_status, outcome.error) == (None, "the job does not start: No such file or directory")
+    outcome = await JobDeliverer({}, None, 1).deliver(Destination("w", job="old"), PARCEL, 0.0)
+    assert outcome.error == "job 'old' is not in the operator's file any more"
+
+
+def sleepers(marks: Path) -> str:
+    """A job that ignores the polite signal, with a child that does too; both say who they are."""
+    return f"""
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+print("asleep", flush=True)
+open({str(marks)!r} + "/" + str(os.getpid()), "w").close()
+time.sleep(60)
+"""
+
+
+def test_the_time_limit_ends_the_whole_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hooks.registry.jobs.GRACE", 0.2)
+    (tmp_path / "marks").mkdir()
+    both_sleep_since: list[float] = []
+
+    def monotonic() -> float:
+        """Stands still until both sleep: a busy machine takes its time to start them."""
+        now = time.monotonic()
+        if not both_sleep_since:
+            if len(list((tmp_path / "marks").iterdir())) < 2:
+                return 0.0
+            both_sleep_since.append(now)
+        return now - both_sleep_since[0]
+
+    monkeypatch.setattr("hooks.registry.jobs.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    job = python(sleepers(tmp_path / "marks"), tmp_path)
+    ended = run_process(job.argv, tmp_path, {}, timeout=0.5, max_output=100, stop=threading.Event())
+    assert ended.error == "ended after its 0.5 s"
+    assert ended.status == -signal.SIGKILL
+    assert b"asleep" in ended.output
+    processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
+    assert len(processes) == 2
+    assert not any(lives(process) for process in processes)
+
+
+def test_what_a_job_leaves_in_the_background_ends_with_it(tmp_path: Path, pauses: Pauses) -> None:
+    (tmp_path / "marks").mkdir()
+    code = sleepers(tmp_path / "marks").replace("time.sleep(60)", "time.sleep(60 if child == 0 else 0.2)")
+    began = time.monotonic()
+    ended = run_process((sys.executable, "-c", code), tmp_path, {}, timeout=30, max_output=100, stop=threading.Event())
+    assert (ended.status, ended.error) == (0, None)
+    assert pauses.running(began) < 5
+    assert not any(lives(int(path.name)) for path in (tmp_path / "marks").iterdir())
+
+
+# Through the registry.
+
+
+def jobs_file(tmp_path: Path, code: str, **named: Any) -> Path:
+    path = tmp_path / "jobs.toml"
+    lines = [f"{name} = {json.dumps(value)}" for name, value in named.items()]
+    path.write_text("\n".join(["[jobs.job]", f"argv = {json.dumps([sys.executable, '-c', code])}", *lines]))
+    return path
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tuple[Registry, str]]:
+    made = settings(jobs_file=jobs_file(tmp_path, code, **named), database=tmp_path / "registry.sqlite3")
+    async with Registry(made).running() as registry:
+        webhooks = await registry.management.list()
+        body = {"jobSourceId": "job", "watched": [], "domains": ["session"], "secret": "hidden-secret"}
+        webhook = webhooks[0] if webhooks else await registry.management.create(body)
+        yield registry, webhook.id
+
+
+async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
+    async def entry() -> dict[str, Any] | None:
+        [one] = await registry.management.deliveries(webhook, 10, None)
+        return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
+
+    found = await until(entry)
+    assert found is not None
+    return found
+
+
+async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; path = 'count'; done = os.path.exists(path); open(path, 'w').close(); "
+        "print(os.environ['WEBHOOK_ID'], os.environ['WEBHOOK_SECRET']); sys.exit(0 if done else 7)"
+    )
+    async with running(tmp_path, code) as (registry, webhook):
+        await registry.emit_session("session.started", {"session_id": "1"})
+        entry = await finished(registry, webhook)
+        assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
+        assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
+        assert (await registry.management.replay(webhook, entry["id"])).status == 202
+        assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
+
+
+async def test_when_the_server_stops_its_jobs_end_within_two_seconds_and_are_run_again(
+    tmp_path: Path, pauses: Pauses
+) -> None:
+    (tmp_path / "marks").mkdir()
+    async with running(tmp_path, sleepers(tmp_path / "marks")) as (registry, _):
+        await registry.emit_session("session.started", {"session_id": "1"})
+        await until(lambda: len(list((tmp_path / "marks").iterdir())) == 2)
+        began = time.monotonic()
+    assert pauses.running(began) < 2
+    processes = [int(path.name) for path in (tmp_path / "marks").iterdir()]
+    assert not any(lives(process) for process in processes)
+    async with running(tmp_path, "print('again')") as (registry, webhook):
+        entry = await finished(registry, webhook)
+        assert [attempt["excerpt"] for attempt in entry["attempts"]] == ["again\n"]
+
+
+@pytest.fixture
+def left_behind(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_a_job_that_a_killed_server_left_is_ended_at_the_next_start(
+    tmp_path: Path, left_behind: "subprocess.Popen[bytes]"
+) -> None:
+    born = Path(f"/proc/{left_behind.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    for number, when in ((1, "1"), (2, born)):
+        folder = tmp_path / "aside" / "msg_1-x"
+        folder.mkdir(parents=True)
+        (folder / "process").write_text(f"{left_behind.pid} {when}")
+        await JobDeliverer({}, tmp_path / "aside", 1).close()
+        # Another process that only has the number of the first is left alone.
+        assert (left_behind.poll() is None) is (number == 1) or left_behind.wait(30) == -signal.SIGKILL
+    assert left_behind.wait(30) == -signal.SIGKILL
+
+
+# The operator's file.
+
+
+def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.toml"
+    path.write_text(
+        '[jobs.retrain]\nargv = ["python", "x.py"]\ncwd = "sub"\nenv = { A = "1" }\nsecrets = ["T"]\n'
+        "timeout = 5\nmax_output = 99\n[jobs.other]\nargv = ['true']\n"
+    )
+    jobs = load_jobs(path)
+    assert jobs["retrain"] == Job("retrain", ("python", "x.py"), tmp_path / "sub", {"A": "1"}, ("T",), 5.0, 99)
+    assert jobs["other"].cwd == tmp_path
+    assert load_jobs(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[jobs.a]\nargv = 'rm -rf /'", "argv: wanted a list"),
+        ("[jobs.a]\nargv = []", "argv: wanted a list"),
+        ("[jobs.a]\nargv = ['x']\nshell = true", "unknown shell; known: argv, cwd"),
+        ("[jobs.a]\nargv = ['x']\ntimeout = 0", "timeout: wanted seconds"),
+        ("[jobs.a]\nargv = ['x']\ntimeout = true", "timeout: wanted seconds"),
+        ("[jobs.a]\nargv = ['x']\nmax_output = 9999999", "max_output: wanted 1 to"),
+        ("[jobs.a]\nargv = ['x']\nenv = { A = 1 }", "env: wanted a table of texts"),
+        ("[jobs.a]\nargv = ['x']\nsecrets = ['WEBHOOK_ID']", "secrets: wanted names"),
+        ("[jobs.'a b']\nargv = ['x']", "an id is of letters"),
+        ("jobs = 3", "wanted only tables"),
+        ("[job.a]\nargv = ['x']", "found job"),
+        ("[jobs.a", "jobs file"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "jobs.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidSettings, match=reason):
+        load_jobs(path)
+
+
+def test_a_file_that_everybody_can_write_or_nobody_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.toml"
+    with pytest.raises(InvalidSettings, match="No such file"):
+        load_jobs(path)
+    path.write_text("[jobs.a]\nargv = ['x']")
+    path.chmod(path.stat().st_mode | stat.S_IWOTH)
+    with pytest.raises(InvalidSettings, match="chmod o-w"):
+        load_jobs(path)

@@ -1,0 +1,205 @@
+"""Beginning and end: what is refused to begin, a kill in the middle, an end in time whatever hangs."""
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from hooks.errors import InvalidSettings, StoreError
+from hooks.registry.delivery import resolve
+from hooks.registry.registry import Registry, RegistrySettings
+from tests.testing.pauses import Pauses
+from tests.testing.target import Delivery, target_server
+from tests.unit.hooks.registry.serving import TOKEN, serve, settings, until_known
+
+# A process of its own: makes the webhook at its first start, emits events to a number, and says when each is queued.
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from hooks.registry.registry import Registry
+from hooks.registry.registry import RegistrySettings
+
+async def main(database, url, first, last):
+    settings = RegistrySettings(tokens=("t" * 32,), database=Path(database), allowed_networks=("127.0.0.0/8",))
+    async with Registry(settings).running() as registry:
+        if not await registry.management.list():
+            await registry.management.create({"url": url, "watched": [], "domains": ["session"]})
+        for number in range(int(first), int(last)):
+            await registry.emit_session("session.started", {"session_id": str(number % 7), "number": number})
+            print(number, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class Process:
+    def __init__(self, database: Path, url: str, first: int, last: int):
+        command = [sys.executable, "-c", textwrap.dedent(SERVER), str(database), url, str(first), str(last)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.queued = first - 1
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.queued = int(line)
+
+    async def until_queued(self, number: int) -> None:
+        async with asyncio.timeout(60):
+            while self.queued < number and self._process.poll() is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def kill(self) -> int:
+        """How many are known to be queued."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return self.queued
+
+
+def numbers(got: Sequence[Delivery]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for delivery in got:
+        found.setdefault(delivery.json["data"]["number"], set()).add(delivery.id)
+    return found
+
+
+async def test_a_server_killed_in_the_middle_of_a_delivery_makes_it_again_with_the_same_id(tmp_path: Path) -> None:
+    async with target_server() as target:
+        target.gate.clear()
+        first = Process(tmp_path / "registry.sqlite3", target.url, 0, 1)
+        await target.wait_for(1, within=60)
+        first.kill()
+        target.gate.set()
+        second = Process(tmp_path / "registry.sqlite3", target.url, 0, 0)
+        await target.wait_for(2, within=60)
+        second.kill()
+        assert len({delivery.id for delivery in target.got}) == 1
+        assert len({delivery.body for delivery in target.got}) == 1
+        assert target.got[0].headers["webhook-timestamp"] <= target.got[1].headers["webhook-timestamp"]
+
+
+async def test_no_event_is_lost_and_each_keeps_its_id_over_kills_at_random_moments(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    count, emitted = 150, 0
+    async with target_server() as target:
+        for kill in range(1, 5):
+            process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
+            await process.until_queued(min(emitted + chance.randrange(10, 60), count - 1))
+            await asyncio.sleep(chance.random() * 0.05)
+            # One that was queued but not said so before the kill is emitted once more: another event.
+            emitted = process.kill() + 1
+            assert emitted > 0, f"kill {kill}"
+        process = Process(tmp_path / "registry.sqlite3", target.url, emitted, count)
+        async with asyncio.timeout(90):
+            while len(numbers(target.got)) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        process.kill()
+        found = numbers(target.got)
+        assert sorted(found) == list(range(count))
+        assert sum(len(ids) > 1 for ids in found.values()) <= 4
+        for session in range(7):
+            order = [d.json["data"]["number"] for d in target.got if d.json["data"]["session_id"] == str(session)]
+            firsts = list(dict.fromkeys(order))
+            assert firsts == sorted(firsts)
+
+
+async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp_path: Path, pauses: Pauses) -> None:
+    (tmp_path / "act").mkdir()
+    made = settings(database=tmp_path / "registry.sqlite3", folders={"act": tmp_path / "act"})
+    async with target_server() as target:
+        target.gate.clear()
+        async with serve(registry := Registry(made)):
+            await registry.management.create({"url": target.url, "watched": [], "domains": ["session"]})
+            await registry.emit_session("session.started", {})
+            await target.wait_for(1)
+            began = time.monotonic()
+        assert pauses.running(began) < 2
+
+
+async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: hang.wait(30) and [])
+    monkeypatch.setattr("hooks.registry.delivery.RESOLVE_WITHIN", 0.05)
+    with pytest.raises(TimeoutError):
+        await resolve("robot.example", 80)
+    hang.set()
+
+
+async def test_a_host_that_nobody_knows_yet_may_be_registered(tmp_path: Path) -> None:
+    async def unknown(host: str, port: int) -> list[str]:
+        raise OSError("no such host")
+
+    async def inside(host: str, port: int) -> list[str]:
+        return ["10.0.0.1"]
+
+    body = {"url": "http://robot.example/hook", "watched": [], "domains": ["session"]}
+    async with Registry(settings(), resolve=unknown).running() as registry:
+        assert (await registry.management.create(body)).url == body["url"]
+    async with Registry(settings(), resolve=inside).running() as registry:
+        with pytest.raises(Exception, match=r"'robot.example' is 10.0.0.1, which is private"):
+            await registry.management.create(body)
+
+
+async def test_two_processes_do_not_send_from_one_database(tmp_path: Path) -> None:
+    made = settings(database=tmp_path / "registry.sqlite3")
+    async with Registry(made).running():
+        with pytest.raises(StoreError, match="another process sends from it"):
+            async with Registry(made).running():
+                pass
+    async with Registry(made).running():
+        pass
+
+
+def test_it_runs_on_the_event_loop_of_the_service(tmp_path: Path) -> None:
+    folder = tmp_path / "act"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text("[jobs.mark]\nargv = ['touch', 'mark']\n")
+    made = settings(database=tmp_path / "db" / "r.sqlite3", folders={"act": folder}, jobs_file=jobs)
+
+    async def main() -> None:
+        watched = [{"type": "model", "name": "act"}]
+        async with target_server() as target, serve(registry := Registry(made)):
+            await registry.management.create({"url": target.url, "watched": watched})
+            await registry.management.create({"jobSourceId": "mark", "watched": watched})
+            await until_known(registry)
+            (folder / "config.json").write_text("{ }")
+            await target.wait_for(1)
+            async with asyncio.timeout(30):
+                while not (tmp_path / "mark").exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ({"tokens": ()}, "no token is configured, and without one anybody could .* `openssl rand -hex 32`"),
+        ({"tokens": ("short",)}, "shorter than 16 characters"),
+        ({"read_tokens": ("short",)}, "shorter than 16 characters"),
+        ({"allowed_networks": ("10.0.0.1/8",)}, "allowed network '10.0.0.1/8'"),
+        ({"folders": {"../x": Path("/x")}}, "folder '../x': wanted a repo's name"),
+        ({"timeout": 0}, "timeout: 0, wanted more than 0"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(named: dict, reason: str) -> None:
+    with pytest.raises(InvalidSettings, match=reason):
+        RegistrySettings(**{"tokens": (TOKEN,), **named})
+    assert TOKEN not in repr(RegistrySettings(tokens=(TOKEN,), read_tokens=(TOKEN,)))

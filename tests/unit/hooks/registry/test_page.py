@@ -1,0 +1,43 @@
+"""What the page about the registry shows is what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+from sanic import Sanic
+
+from hooks.registry import api
+from hooks.registry.delivery import Schedule
+from hooks.registry.jobs import load_jobs
+from hooks.registry.registry import RegistrySettings
+from hooks.registry.sender import SenderSettings
+
+PAGE = (Path(__file__).parents[4] / "docs" / "operate" / "webhooks_registry.md").read_text()
+
+
+def block(language: str) -> str:
+    [found] = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return found
+
+
+def test_the_program_on_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, object] = {}
+    exec(compile(block("python"), "webhooks_registry.md", "exec"), made)
+    app = made["app"]
+    assert isinstance(app, Sanic)
+    Sanic.unregister_app(app)
+    assert list(tmp_path.iterdir()) == [], "nothing is opened before it is served"
+
+
+def test_the_jobs_on_the_page_are_read(tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").write_text(block("toml"))
+    assert load_jobs(tmp_path / "jobs.toml")["retrain"].secrets == ("HF_TOKEN",)
+
+
+def test_the_figures_on_the_page_are_the_defaults() -> None:
+    assert Schedule().waits == (0, 5, 300, 1800, 7200, 18000, 36000)
+    assert (SenderSettings().per_webhook, SenderSettings().max_waiting) == (4, 1000)
+    defaults = RegistrySettings(tokens=("t" * 16,))
+    assert (defaults.quiet, defaults.suspend_after, defaults.jobs_at_once) == (2.0, 3, 2)
+    assert f"GET {api.PREFIX}/{{id}}/deliveries" in PAGE

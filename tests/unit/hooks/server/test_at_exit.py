@@ -1,0 +1,175 @@
+"""Scripts as processes: what starts at their end, and what does not."""
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hooks.payload import sample
+from tests.unit.hooks.server.conftest import ask, end
+
+# As documented, and nothing else is imported.
+PLAIN = """
+from hooks import WebhookPayload, webhook_endpoint
+
+@webhook_endpoint
+async def trigger_training(payload: WebhookPayload):
+    return {"sha": payload.repo.headSha}
+"""
+POOLS = """
+import asyncio, socket
+from concurrent.futures import ThreadPoolExecutor
+from hooks import webhook_endpoint
+
+@webhook_endpoint
+async def loop():
+    with ThreadPoolExecutor(1) as pool:
+        found = [pool.submit(lambda: "pool").result(), await asyncio.to_thread(lambda: "thread")]
+    await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+    echo = await asyncio.create_subprocess_exec("echo", "process", stdout=asyncio.subprocess.PIPE)
+    return [*found, (await echo.communicate())[0].decode().strip()]
+
+@webhook_endpoint
+def sync():
+    from concurrent.futures import ProcessPoolExecutor
+    with ThreadPoolExecutor(1) as threads, ProcessPoolExecutor(1) as processes:
+        socket.getaddrinfo("localhost", 80)
+        return [threads.submit(abs, -1).result(), processes.submit(abs, -2).result()]
+"""
+# As on 3.12.0 and 3.12.1, which have the hook but can start no thread in it.
+WITHOUT_HOOK = (
+    "from hooks.server import lifecycle as at_exit\nat_exit.TOO_LATE = (__import__('sys').version_info[:3],)\n"
+)
+
+
+def run(tmp_path: Path, environment: dict[str, str], text: str, *flags: str, **more: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a script that ends by itself."""
+    (tmp_path / "app.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, *flags, "app.py"],
+        cwd=tmp_path,
+        env=environment | more,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# The peer exits with 0 and serves nothing, because it imports too late for atexit.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_documented_script_serves_when_it_has_ended_and_a_signal_ends_it_with_0(script, number):
+    with script(PLAIN) as (process, url):
+        payload = sample(sha="c0ffee")
+        assert ask(f"{url}/webhooks/trigger_training", payload).json == {"sha": "c0ffee"}
+        code, errors = end(process, number)
+        assert (code, "Traceback" in errors) == (0, False)
+
+
+COUNTING = """
+from pathlib import Path
+from hooks import Event, WebhookPayload, webhook_endpoint
+
+@webhook_endpoint
+def count(payload: WebhookPayload, event: Event):
+    with Path("runs").open("a") as file:
+        file.write(f"{event.delivery_id}\\n")
+"""
+
+
+# The peer: three runs, and three more after a restart.
+def test_a_duplicate_is_known_after_a_kill_without_anything_being_set_up(script, tmp_path):
+    for _ in range(2):
+        with script(COUNTING) as (process, url):
+            for _ in range(3):
+                assert ask(f"{url}/webhooks/count", sample(), Webhook_Id="the-same").status == 200
+            process.kill()
+    assert (tmp_path / "runs").read_text().split() == ["the-same"]
+    assert [path.name[:4] for path in (tmp_path / "state" / "robojax" / "webhooks").glob("*.sqlite3")] == ["app-"]
+
+
+def test_a_program_that_runs_other_peoples_apps_gives_them_no_file_of_its_own(script, tmp_path):
+    runner = tmp_path / "site-packages" / "runner.py"
+    runner.parent.mkdir()
+    runner.write_text(COUNTING)
+    with script("import os, sys\nos.execv(sys.executable, [sys.executable, 'site-packages/runner.py'])") as (_, url):
+        assert ask(f"{url}/healthz").status == 200
+    assert not (tmp_path / "state").exists()
+
+
+# The peer: RuntimeError, cannot schedule new futures after interpreter shutdown.
+@pytest.mark.parametrize("before", ["", WITHOUT_HOOK], ids=["in the script's process", "in a process of its own"])
+def test_handlers_have_threads_processes_and_name_lookups_at_the_end_of_a_script(script, before):
+    with script(before + POOLS) as (process, url):
+        assert ask(f"{url}/webhooks/loop", {}).json == ["pool", "thread", "process"]
+        assert ask(f"{url}/webhooks/sync", {}).json == [1, 2]
+        assert end(process)[0] == 0
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_HOOK], ids=["hook", "without hook"])
+def test_a_crashed_script_ends_with_its_own_error_and_code(tmp_path, environment, before):
+    code, output, errors = run(tmp_path, environment, before + PLAIN + "raise KeyError('mine')\n")
+    assert (code, output) == (1, "")
+    assert errors.rstrip().endswith("KeyError: 'mine'")
+    assert errors.count("Traceback") == 1
+
+
+def test_nothing_starts_where_the_environment_says_so(tmp_path, environment):
+    assert run(tmp_path, environment, PLAIN, ROBOJAX_WEBHOOKS_AT_EXIT="0") == (0, "", "")
+
+
+def test_nothing_starts_after_a_server_was_launched_by_hand(tmp_path, environment):
+    text = PLAIN + "trigger_training.launch(prevent_thread_lock=True)\n"
+    code, output, errors = run(tmp_path, environment, text)
+    assert (code, "Traceback" in errors) == (0, False)
+    assert output.count("Running on local URL") == 1
+
+
+def test_nothing_starts_in_a_child_process_that_imports_the_script(tmp_path, environment):
+    text = PLAIN + (
+        "if __name__ == '__main__':\n"
+        "    import multiprocessing, os\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print, args=('child',))\n"
+        "    child.start(); child.join(); print(child.exitcode)\n"
+        "    trigger_training.launch(prevent_thread_lock=True)\n"
+    )
+    code, output, _ = run(tmp_path, environment, text)
+    assert code == 0
+    assert output.splitlines()[:2] == ["child", "0"]
+
+
+def test_launch_returns_in_a_session_at_a_prompt(tmp_path, environment):
+    text = PLAIN + "import sys\nsys.ps1 = '>>> '\ntrigger_training.run()\nprint('went on')\n"
+    code, output, errors = run(tmp_path, environment, text)
+    assert (code, "Traceback" in errors) == (0, False)
+    assert output.endswith("went on\n")
+
+
+def test_a_port_that_cannot_be_had_ends_the_script_with_1_and_says_what_to_do(tmp_path, environment):
+    code, _, errors = run(tmp_path, environment, PLAIN, ROBOJAX_WEBHOOKS_PORT="80000")
+    assert code == 1
+    assert errors == "webhooks: port 80000: wanted a number from 0 to 65535 (0: any free one)\n"
+
+
+STUCK = """
+import threading
+from hooks import webhook_endpoint
+
+@webhook_endpoint
+def stuck():
+    print("in it", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_handler_that_hangs_does_not_keep_the_server_from_ending(script):
+    with script(STUCK) as (process, url):
+        threading.Thread(target=ask, args=(f"{url}/webhooks/stuck", {}), daemon=True).start()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in it\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

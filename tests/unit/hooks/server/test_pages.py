@@ -1,0 +1,182 @@
+import html
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from openapi_spec_validator import validate
+
+from hooks.payload import WebhookPayload, sample
+from hooks.receiver.endpoint import Filter, ReceiverSettings
+from hooks.receiver.filters import facts_of
+from hooks.receiver.receiver import Receiver
+from hooks.server import event_routes, pages
+from hooks.server.landing_page import EndpointInfo, page
+from hooks.server.serving import Background, listen, new_app, url_of
+from tests.unit.hooks.server.conftest import ask
+
+SECRET = "a-secret-that-nobody-shows"
+
+
+@pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
+def server(make, request):
+    server = make(webhook_secret=request.param)
+
+    @server.add_webhook
+    async def trigger(payload: WebhookPayload):
+        """Train <b>again</b>."""
+        return payload.repo.name
+
+    @server.add_webhook("robots/push", repos="lab/*", repo_types="dataset", refs="refs/tags/v*")
+    def push():
+        return "pushed"
+
+    with server:
+        yield server
+
+
+def commands(text: str) -> list[str]:
+    return [html.unescape(found) for found in re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands want curl")
+def test_the_curl_lines_of_the_landing_page_work_when_pasted(server):
+    first, second = commands(ask(f"{server.url}/").text)
+    environment = {**os.environ, "WEBHOOK_SECRET": SECRET}
+    answers = [
+        subprocess.run(["sh", "-c", f"{line} -s"], env=environment, capture_output=True, text=True, check=True).stdout
+        for line in (first, second)
+    ]
+    assert answers == ['"robotics-lab/pick-cubes"', '"pushed"']
+
+
+def test_the_landing_page_has_no_scripts_no_foreign_parts_and_no_secret(server):
+    told = ask(f"{server.url}/")
+    assert "default-src 'none'" in told.headers["content-security-policy"]
+    assert "Train &lt;b&gt;again&lt;/b&gt;." in told.text
+    assert not re.search(r"<script|<img|<link|<iframe|\son\w+=|src=", told.text)
+    assert SECRET not in told.text
+    assert ("No secret is set" in told.text) == (not server.settings.secrets)
+
+
+# The peer's landing page links to /docs, which is 404 there.
+def test_every_link_of_the_landing_page_leads_somewhere(server):
+    links = re.findall(r'href="(.*?)"', ask(f"{server.url}/").text)
+    own = [link for link in links if link.startswith("/")]
+    assert own == ["/docs", "/openapi.json", "/healthz"]
+    assert [ask(server.url + link).status for link in own] == [200, 200, 200]
+    assert {link for link in links if link not in own} == {
+        "https://huggingface.co/settings/webhooks",
+        "https://huggingface.co/docs/hub/webhooks",
+    }
+
+
+def test_the_openapi_document_is_one_and_its_example_passes_the_filters(server):
+    document = ask(f"{server.url}/openapi.json").json
+    validate(document)
+    assert set(document["paths"]) == {"/webhooks/trigger", "/webhooks/robots/push"}
+    told = document["paths"]["/webhooks/robots/push"]["post"]
+    example = told["requestBody"]["content"]["application/json"]["example"]
+    assert example["repo"]["type"] == "dataset"
+    assert example["updatedRefs"][0]["ref"] == "refs/tags/v1.0"
+    assert told["description"] == "Only repos lab/*; repo types dataset; refs refs/tags/v*."
+    assert ("security" in told) == bool(server.settings.secrets)
+
+
+def test_events_are_listed_shown_and_replayed(server):
+    given = {"x_webhook_secret": SECRET} if server.settings.secrets else {}
+    secret = {"x_webhook_secret": SECRET}
+    ask(f"{server.url}/webhooks/trigger", sample(repo="a/<b>"), **secret)
+    events = f"{server.url}/webhooks/_events"
+    (found,) = ask(events, **given).json
+    assert (found["status"], found["repo"], found["scope"]) == ("done", "a/<b>", "repo.content")
+    whole = ask(f"{events}/{found['id']}", **given).json
+    assert '"name": "a/<b>"' in whole["body"]
+    assert "x-webhook-secret" not in whole["headers"]
+    assert ask(f"{events}/{found['id']}/replay", {}, **given).status == 202
+    assert ask(f"{events}?status=dead&limit=5", **given).json == []
+    assert ask(f"{events}?status=odd", **given).status == 422
+    assert ask(f"{events}?before={'9' * 30}", **given).json[0]["id"] == found["id"]
+    assert ask(f"{events}/none", **given).status == 404
+    page = ask(f"{server.url}/").text
+    assert found["id"] in page
+    assert "a/&lt;b&gt;" in page
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x_forwarded_for": "1.2.3.4"},
+        *({"host": "evil.example"}, {"origin": "https://evil.example"}),
+        *({"host": "[::1"}, {"origin": "http://[::1"}),
+        *({"host": "evil.example\\@localhost"}, {"host": "evil.example@localhost"}),
+        *({"origin": f"{scheme}{{host}}"} for scheme in ("", "//", "http:\\", "ftp://")),
+        *({"origin": "http://{host}/"}, {"origin": "http://evil.example\\@{host}"}, {"origin": ""}),
+    ],
+)
+def test_without_a_secret_events_are_for_visitors_of_this_machine_alone(make, headers):
+    with make() as server:
+        host = server.url.removeprefix("http://")
+        headers = {name: text.replace("{host}", host) for name, text in headers.items()}
+        assert ask(f"{server.url}/webhooks/_events").status == 200
+        assert ask(f"{server.url}/webhooks/_events", **headers).status == 403
+        assert "from the machine itself only" in ask(f"{server.url}/", **headers).text
+
+
+def test_with_a_secret_events_need_it_from_everywhere(make):
+    with make(webhook_secret=SECRET) as server:
+        assert ask(f"{server.url}/webhooks/_events").status == 401
+        assert ask(f"{server.url}/webhooks/_events", x_webhook_secret="wrong").status == 403
+        assert ask(f"{server.url}/webhooks/_events", x_webhook_secret=SECRET).status == 200
+
+
+def test_a_forged_host_does_not_come_back_in_the_page(make):
+    with make() as server:
+        assert "evil" not in ask(f"{server.url}/", host='evil"><script>').text
+
+
+def test_an_app_with_a_receiver_of_its_own_has_the_pages_below_webhooks():
+    receiver = Receiver(ReceiverSettings())
+    receiver.add(lambda: 1, "policies")
+    app = new_app(receiver.settings.max_body)
+    app.blueprint(receiver.blueprint())
+    app.blueprint(event_routes.blueprint(receiver, lambda: receiver.settings.secrets))
+    app.blueprint(pages.blueprint(receiver, links={"API": "/openapi.json"}, when_open="only this machine may send."))
+    listener = listen("127.0.0.1", (0,))
+    url = url_of(listener)
+    server = Background(app, listener)
+    try:
+        told = ask(f"{url}/webhooks")
+        assert f"POST {url}/webhooks/policies" in told.text
+        assert "only this machine may send." in told.text
+        assert re.findall(r'href="(/.*?)"', told.text) == [
+            "/webhooks/_docs",
+            "/webhooks/_openapi.json",
+            "/openapi.json",
+        ]
+        assert ask(f"{url}/webhooks/_docs").status == ask(f"{url}/webhooks/_openapi.json").status == 200
+        assert ask(f"{url}/webhooks/_events").json == []
+        assert ask(f"{url}/").status == 404
+        assert ask(f"{url}/webhooks/policies", {}).json == 1
+    finally:
+        assert server.stop()
+
+
+def test_on_a_space_the_page_says_where_the_secret_goes_and_that_it_sleeps(monkeypatch):
+    told = page("https://a.hf.space", [EndpointInfo("/webhooks/x")], events=[], links={}, is_space=True)
+    assert "48 hours" in told
+    assert "on a Space: as a secret" in told
+
+
+def test_a_sample_is_found_for_every_single_filter():
+    for chosen in (
+        Filter(actions=("move",)),
+        Filter(events=("discussion.comment:create",)),
+        Filter(repo_types=("bucket",)),
+        Filter(refs=("refs/pr/*",)),
+        Filter(repos=("someone/*",), scopes=("repo.config",)),
+    ):
+        endpoint = EndpointInfo("/webhooks/x", filter=chosen)
+        WebhookPayload.model_validate(endpoint.sample())
+        assert chosen.wants(facts_of(endpoint.sample())), chosen

@@ -1,0 +1,412 @@
+import asyncio
+import contextlib
+import io
+import socket
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from sanic import Blueprint, HTTPResponse, Request
+from sanic.response import text
+
+from hooks.errors import HooksError, InvalidWebhook, StoreError
+from hooks.payload import WebhookPayload, sample
+from hooks.receiver.endpoint import ReceiverSettings
+from hooks.server import serving as application
+from hooks.server.pages import UnusableInterface
+from hooks.server.server import WebhooksServer, the_server, webhook_endpoint
+from hooks.server.serving import CannotListen, chosen, listen, serving
+from tests.unit.hooks.server.conftest import ask
+
+SECRET = {"x_webhook_secret": "my_webhook_secret"}
+
+
+@pytest.mark.parametrize("path", ["implicit", "/explicit/", "robots//left"])
+def test_webhooks_are_registered_under_webhooks_and_the_function_comes_back(make, path):
+    server = make()
+
+    def implicit():
+        pass
+
+    assert server.add_webhook(path)(implicit) is implicit
+    assert dict(server.registered_webhooks) == {f"/webhooks/{path.strip('/')}": implicit}
+
+
+def test_a_bare_decorator_takes_the_functions_name(make):
+    server = make()
+
+    @server.add_webhook
+    async def handler():
+        pass
+
+    assert server.registered_webhooks["/webhooks/handler"] is handler
+
+
+def test_a_path_is_given_once(make):
+    server = make()
+    server.add_webhook("x")(lambda: None)
+    with pytest.raises(ValueError, match=r"^Webhook /webhooks/x already exists\.$"):
+        server.add_webhook(path="/x")(lambda: None)
+
+
+def test_pages_of_the_server_are_no_webhooks(make):
+    with pytest.raises(InvalidWebhook, match="give it another"):
+        make().add_webhook("_events/mine")(lambda: None)
+
+
+# The peer's class is a function: isinstance and subclassing raise TypeError there, and decorated names are None.
+def test_the_server_is_a_class(make):
+    class Mine(WebhooksServer):
+        pass
+
+    assert isinstance(make(), WebhooksServer)
+    mine = Mine()
+    assert isinstance(mine, WebhooksServer)
+    assert mine.add_webhook(Robot().on_push)
+
+
+class Robot:
+    def on_push(self, payload):
+        return {"robot": payload.repo.name}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Robot.on_push, r"add_webhook\(robot\.on_push\)"),
+        (classmethod(Robot.on_push), "found classmethod"),
+        (Robot, "found the class Robot"),
+        (7, "wanted a function, or a path"),
+    ],
+)
+def test_what_is_no_function_is_refused_with_what_to_do(make, wrong, message):
+    with pytest.raises(TypeError, match=message):
+        make().add_webhook(wrong)
+    with pytest.raises(TypeError):
+        webhook_endpoint("x")(wrong)
+
+
+def test_the_method_of_an_object_is_a_webhook(make):
+    server = make()
+    server.add_webhook(Robot().on_push)
+    with server:
+        assert ask(f"{server.url}/webhooks/on_push", sample(repo="a/b")).json == {"robot": "a/b"}
+
+
+def test_webhook_endpoint_returns_the_function_with_run_and_launch():
+    the_server.cache_clear()
+
+    @webhook_endpoint
+    async def bare():
+        return 1
+
+    @webhook_endpoint("/other/", scopes="repo.content")
+    def named():
+        pass
+
+    try:
+        assert asyncio.run(bare()) == 1
+        assert set(the_server().registered_webhooks) == {"/webhooks/bare", "/webhooks/other"}
+        assert bare.run == the_server().run
+        assert named.launch == the_server().launch
+    finally:
+        the_server.cache_clear()
+
+
+@pytest.fixture
+def protected(make):
+    server = make("<h1>Hello World!</h1>", "my_webhook_secret")
+
+    @server.add_webhook
+    async def test_webhook(payload: WebhookPayload):
+        return {"scope": payload.event.scope}
+
+    @server.add_webhook
+    async def async_with_request(request: Request):
+        return {"success": request.method == "POST"}
+
+    @server.add_webhook
+    def sync_with_request(request: Request):
+        return {"success": request.method == "POST"}
+
+    @server.add_webhook
+    async def async_no_request():
+        return {"success": True}
+
+    @server.add_webhook
+    def sync_no_request():
+        return {"success": True}
+
+    with contextlib.redirect_stdout(io.StringIO()), patch.object(server, "block_thread"):
+        server.launch()
+    return server
+
+
+@pytest.mark.parametrize("name", ["async_with_request", "sync_with_request", "async_no_request", "sync_no_request"])
+def test_a_secret_guards_every_kind_of_handler(protected, name):
+    url = f"{protected.url}/webhooks/{name}"
+    assert ask(url, {}, **SECRET)[:2] == (200, '{"success":true}')
+    assert ask(url, {}).status == 401
+    assert ask(url, {}, x_webhook_secret="wrong").status == 403
+
+
+def test_a_payload_reaches_the_handler(protected):
+    told = ask(f"{protected.url}/webhooks/test_webhook", sample("discussion"), **SECRET)
+    assert (told.status, told.json) == (200, {"scope": "discussion"})
+
+
+async def call(app, path: str, body: bytes = b"", *, method: str = "POST", headers=()) -> tuple[int, bytes]:
+    """What an ASGI test client does: a call from a loop that is not the server's."""
+    sent: list[dict] = []
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "scheme": "http",
+        "server": ("testserver", 80),
+        "client": ("testclient", 50000),
+        "headers": [(b"host", b"testserver"), *headers],
+    }
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def test_asgi_clients_reach_a_server_that_runs(protected):
+    secret = [(b"x-webhook-secret", b"my_webhook_secret")]
+    assert protected.fastapi_app is protected.app
+    assert asyncio.run(call(protected.app, "/webhooks/sync_no_request", headers=secret)) == (200, b'{"success":true}')
+    assert asyncio.run(call(protected.app, "/webhooks/async_no_request"))[0] == 401
+    assert asyncio.run(call(protected.app, "/", method="GET")) == (200, b"<h1>Hello World!</h1>")
+
+
+def test_an_app_that_somebody_has_gets_no_more_webhooks(make):
+    server = make()
+    assert server.app is server.app
+    with pytest.raises(HooksError, match=r"before \.app"):
+        server.add_webhook("late")(lambda: None)
+
+
+def test_asgi_clients_are_told_when_it_does_not_run(make):
+    with pytest.raises(RuntimeError, match="launch"):
+        asyncio.run(call(make().app, "/"))
+
+
+async def test_an_asgi_server_may_run_the_app(make):
+    server = make()
+    server.add_webhook("x")(lambda: 5)
+    told: asyncio.Queue[dict] = asyncio.Queue()
+    asked: asyncio.Queue[dict] = asyncio.Queue()
+    life = asyncio.create_task(server.app({"type": "lifespan"}, asked.get, told.put))
+    await asked.put({"type": "lifespan.startup"})
+    assert await told.get() == {"type": "lifespan.startup.complete"}
+    assert await call(server.app, "/webhooks/x") == (200, b"5")
+    await asked.put({"type": "lifespan.shutdown"})
+    assert await told.get() == {"type": "lifespan.shutdown.complete"}
+    await life
+
+
+def test_the_start_tells_addresses_routes_secret_and_limits(make, capsys):
+    server = make(port=None)
+    server.add_webhook("test_webhook")(lambda: None)
+    server.launch(prevent_thread_lock=True)
+    server.launch(prevent_thread_lock=True)  # again: only told again
+    told = capsys.readouterr().out
+    assert told.count("Webhooks are correctly setup and ready to use:\n") == 2
+    assert told.count(f"  - POST {server.local_url}/webhooks/test_webhook\n") == 2
+    for part in ("open to everyone", "WEBHOOK_SECRET", "72 hours", "48 hours", "pin the version", "kept in memory"):
+        assert told.count(part) == 1
+
+
+def test_on_a_space_its_public_address_is_told(make, capsys, monkeypatch):
+    monkeypatch.setenv("SPACE_HOST", "me-hooks.hf.space")
+    server = make(webhook_secret="x" * 20)
+    server.add_webhook("a")(lambda: None)
+    server.launch(prevent_thread_lock=True)
+    assert server.url == "https://me-hooks.hf.space"
+    told = capsys.readouterr().out
+    assert "  - POST https://me-hooks.hf.space/webhooks/a\n" in told
+    assert "correctly defined" in told
+    assert "x" * 20 not in told
+
+
+@pytest.mark.parametrize(
+    "start", ["GET /healthz HTTP/1.1\r\nX: ", "GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"]
+)
+def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
+    monkeypatch.setattr(application, "REQUEST_DEADLINE", 0.3)
+    with make() as server:
+        server.app.config.RESPONSE_TIMEOUT = 0.3
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as line:
+            line.sendall(start.encode())
+            until, told = time.monotonic() + 30, b""
+            line.settimeout(0.05)
+            while not told and time.monotonic() < until:
+                with contextlib.suppress(TimeoutError):
+                    told = line.recv(100)
+                with contextlib.suppress(OSError):
+                    line.sendall(b"a")
+    assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET http://b/healthz HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /healthz#x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost : a\r\n\r\n",
+        b"GET HTTP/0.9/x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 5 5\r\n\r\n     ",
+        b"POST /healthz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\nContent-Length: 1\r\n\r\n1",
+        *(
+            b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\n{}\r\n0\r\n\r\n" % size
+            for size in (b"0x2", b" 2", b"2_0", b"", b"2 x", b"2;" + b"a" * 80)
+        ),
+        b"POST /webhooks/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}xx0\r\n\r\n",
+    ],
+)
+def test_what_two_might_read_in_two_ways_is_refused(make, asked):
+    server = make()
+    server.add_webhook("x")(lambda payload: None)
+    with server, socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as line:
+        line.sendall(asked)
+        told = b"".join(iter(lambda: line.recv(4096), b""))
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in told.lower()
+
+
+async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):
+    app = make().app
+    listener = listen("127.0.0.1", (0,))
+    address = listener.getsockname()
+    async with serving(app, listener):
+        with contextlib.ExitStack() as held:
+            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            for _ in range(300):
+                held.enter_context(socket.create_connection(address, timeout=0.5))
+
+
+def test_ports_are_gradios(monkeypatch):
+    assert chosen(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
+    assert chosen(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
+    assert chosen(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
+    assert chosen("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
+    with pytest.raises(CannotListen, match="GRADIO_SERVER_PORT is 'x'"):
+        chosen(None, None, {"GRADIO_SERVER_PORT": "x"})
+    with pytest.raises(CannotListen, match="port 65536: wanted a number from 0 to 65535"):
+        chosen(None, 65536, {})
+
+
+def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with listen("127.0.0.1", (port, 0)) as other:
+            assert other.getsockname()[1] != port
+        with pytest.raises(CannotListen, match=f"port {port}: Address already in use; end what listens"):
+            make(port=port).launch(prevent_thread_lock=True)
+
+
+def test_launch_takes_gradios_names_for_host_and_port(make):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"cannot listen on 0\.0\.0\.0, port {port}"):
+            make().launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=port)
+
+
+async def test_where_a_loop_runs_launch_returns_and_two_servers_serve(make):
+    one, two = make(), make()
+    one.add_webhook("x")(lambda: 1)
+    two.add_webhook("x")(lambda: 2)
+    one.run()
+    two.launch()
+    answers = [await asyncio.to_thread(ask, f"{server.url}/webhooks/x", {}) for server in (one, two)]
+    assert [answer.json for answer in answers] == [1, 2]
+
+
+def test_a_closed_server_can_be_launched_again_with_more(make):
+    server = make()
+    server.add_webhook("x")(lambda: 1)
+    with server:
+        first = server.local_url
+        with pytest.raises(HooksError, match="close"):
+            server.add_webhook("y")(lambda: 2)
+    assert (server.url, server.is_running) == (None, False)
+    with pytest.raises(OSError, match="refused"):
+        ask(f"{first}/healthz")
+    server.add_webhook("y")(lambda: 2)
+    with server:
+        assert ask(f"{server.url}/webhooks/y", {}).json == 2
+
+
+def test_a_start_that_fails_raises_and_leaves_nothing_behind(make, tmp_path):
+    settings = ReceiverSettings(database=tmp_path / "events.sqlite")
+    first, second = make(settings=settings), make(settings=settings)
+    with first, pytest.raises(StoreError, match="another receiver"):
+        second.launch(prevent_thread_lock=True)
+    assert not second.is_running
+    with second:
+        assert ask(f"{second.url}/healthz").status == 200
+
+
+def test_secret_and_database_come_from_arguments_then_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("WEBHOOK_SECRET", "from-the-environment")
+    monkeypatch.setenv("ROBOJAX_WEBHOOKS_DATABASE", str(tmp_path / "a.sqlite"))
+    assert WebhooksServer().settings.secrets == ("from-the-environment",)
+    assert WebhooksServer().settings.database == tmp_path / "a.sqlite"
+    assert WebhooksServer(webhook_secret="").settings.secrets == ("from-the-environment",)
+    assert WebhooksServer(webhook_secret=[]).settings.secrets == ("from-the-environment",)
+    assert WebhooksServer(webhook_secret=("old", "new")).settings.secrets == ("old", "new")
+    assert WebhooksServer(database="b").settings.database == Path("b")
+    monkeypatch.setenv("WEBHOOK_SECRET", "")
+    assert WebhooksServer().settings.secrets == ()
+
+
+def test_a_file_a_folder_and_a_blueprint_stand_in_for_the_landing_page(make, tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "index.html").write_text("<p>index</p>")
+    (folder / "style.css").write_text("p {}")
+    (tmp_path / "private").write_text("private")
+    own = Blueprint("own")
+    own.add_route(_own, "/")
+    for ui, body in ((folder, "<p>index</p>"), (folder / "index.html", "<p>index</p>"), (own, "own")):
+        server = make(ui)
+        server.add_webhook("x")(lambda: 1)
+        with server:
+            assert ask(f"{server.url}/").text == body
+            assert ask(f"{server.url}/webhooks/x", {}).json == 1
+            assert ask(f"{server.url}/docs").status == 200
+            if ui is folder:
+                assert ask(f"{server.url}/style.css").text == "p {}"
+                for path in ("/../private", "/%2e%2e/private", "/..%2fprivate"):
+                    assert ask(f"{server.url}{path}").status in (400, 404)
+
+
+async def _own(request: Request) -> HTTPResponse:
+    return text("own")
+
+
+class Blocks:
+    __module__ = "gradio.blocks"
+
+
+@pytest.mark.parametrize(
+    ("ui", "message"),
+    [(Blocks(), "found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"), ("missing.html", "neither")],
+)
+def test_anything_else_as_ui_is_refused_with_what_is_wanted(ui, message):
+    with pytest.raises(UnusableInterface, match=message):
+        WebhooksServer(ui)
+    with pytest.raises(TypeError):
+        WebhooksServer(ui=ui)

@@ -1,0 +1,155 @@
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hooks.errors import TunnelFailed
+from hooks.payload import sample
+from hooks.server import tunnel as tunnels
+from hooks.server.tunnel import Program, choose, tunnel
+from tests.unit.hooks.server.conftest import ask
+
+# Greets as cloudflared does, with links that are no address of a tunnel, and tells when it is ended.
+STAND_IN = """#!{python}
+import pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+def end(*_):
+    here.joinpath("ended").write_text("ended")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+here.joinpath("arguments").write_text(" ".join(sys.argv[1:]))
+print("failed to request https://api.trycloudflare.com/tunnel, trying again", file=sys.stderr)
+print("INF |  https://blue-arm-2.trycloudflare.com  |", file=sys.stderr, flush=True)
+time.sleep({lives})
+"""
+ADDRESS = "https://blue-arm-2.trycloudflare.com"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """A program of this name, first on the PATH and nothing but it."""
+
+    def install(name: str = "cloudflared", text: str = STAND_IN, lives: float = 60) -> Path:
+        program = tmp_path / name
+        program.write_text(text.replace("{python}", sys.executable).replace("{lives}", str(lives)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return program
+
+    return install
+
+
+def test_a_shared_server_has_the_programs_address_and_a_secret_of_its_own(install, make, capsys, tmp_path):
+    install()
+    server = make(share=True)
+    server.add_webhook("x")(lambda: 1)
+    with server:
+        assert server.url == ADDRESS
+        told = capsys.readouterr().out
+        assert f"  - POST {ADDRESS}/webhooks/x\n" in told
+        assert (tmp_path / "arguments").read_text() == f"tunnel --no-autoupdate --url {server.local_url}"
+        secret = re.search(r"made for this run.*\n\s+(\S+)\n", told)
+        assert secret is not None
+        url = f"{server.local_url}/webhooks/x"
+        assert ask(url, sample()).status == 401
+        assert ask(url, sample(), x_webhook_secret=secret[1]).json == 1
+        server.launch(prevent_thread_lock=True)
+        assert secret[1] not in capsys.readouterr().out  # it is told once
+    assert (tmp_path / "ended").read_text() == "ended"
+    assert server.url is None
+
+
+def test_without_a_program_share_fails_and_says_what_to_install(make, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TunnelFailed, match="neither cloudflared nor ngrok is installed; install one, or set"):
+        make(share=True).launch(prevent_thread_lock=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "within", "message"),
+    [
+        ("#!/bin/sh\necho no such account; exit 3\n", 60, r"ended with 3; it said:\n +no such account"),
+        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "told no address within 0.5 s; it said: nothing"),
+    ],
+)
+async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, within, message):
+    program = install(text=text)
+    with pytest.raises(TunnelFailed, match=message):
+        async with tunnel(Program((str(program),), "https://.*"), "http://127.0.0.1:1", within=within):
+            pass
+
+
+async def test_the_end_of_a_tunnel_is_told(install):
+    program = install(text="#!/bin/sh\necho https://here.example/; exec /bin/sleep 0.1\n")
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with tunnel(Program((str(program),), "https://[^ ]+"), "http://127.0.0.1:1", ended=told.put_nowait) as url:
+        assert url == "https://here.example"
+        assert "https://here.example does not lead here any more" in await told.get()
+
+
+WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)"
+KILLED = """
+from hooks.server.server import WebhooksServer
+server = WebhooksServer(port=0, share=True)
+server.launch(prevent_thread_lock=True)
+print("up", flush=True)
+input()
+"""
+
+
+def test_a_killed_server_takes_its_tunnel_along(install, tmp_path):
+    install()
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert "up\n" in iter(process.stdout.readline, "")
+    watch = subprocess.Popen([sys.executable, "-c", WAIT, str(tmp_path / "ended")])
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    assert watch.wait(60) == 0
+
+
+def test_the_program_is_the_one_that_is_named_or_the_first_that_is_installed(install, tmp_path):
+    ngrok = install("ngrok")
+    where = {"PATH": str(tmp_path)}
+    assert choose(None, where).arguments[:2] == ("ngrok", "http")
+    install("cloudflared")
+    assert choose(None, where) == tunnels.CLOUDFLARED
+    assert choose(None, {**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}).arguments == (str(ngrok), "tcp", "{port}")
+    install("ssh")
+    assert choose("ssh -R 80:{host}:{port} nokey@localhost.run", where).pattern == tunnels.SSH_PATTERN
+    assert choose(["ssh"], {**where, tunnels.PATTERN: "x(.*)"}).pattern == "x(.*)"
+    for wrong, message in (("nothing-like-this", "not installed"), ("'", "cannot be read")):
+        with pytest.raises(TunnelFailed, match=message):
+            choose(wrong, where)
+    with pytest.raises(TunnelFailed, match="no regular expression"):
+        choose(None, {**where, tunnels.PATTERN: "("})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "address"),
+    [
+        (tunnels.CLOUDFLARED.pattern, "INF https://api.trycloudflare.com/tunnel failed", None),
+        (tunnels.CLOUDFLARED.pattern, "|  https://blue-arm-2.trycloudflare.com  |", ADDRESS),
+        (tunnels.NGROK.pattern, 'msg="started tunnel" addr=http://localhost:1 url=https://a1.ngrok-free.app', None),
+        (tunnels.SSH_PATTERN, "** your connection id is x, docs: https://localhost.run/docs/ **", None),
+        (tunnels.SSH_PATTERN, "a1.lhr.life tunneled with tls termination, https://a1.lhr.life", "https://a1.lhr.life"),
+        (tunnels.SSH_PATTERN, "https://rnx-1.a.free.pinggy.link", "https://rnx-1.a.free.pinggy.link"),
+    ],
+)
+def test_the_address_is_told_from_other_links(pattern, line, address):
+    found = re.search(pattern, line)
+    if "ngrok" in line:
+        assert found is not None
+        assert found[1] == "https://a1.ngrok-free.app"
+    else:
+        assert (found and found[0]) == address

@@ -1,0 +1,468 @@
+import io
+import json
+import struct
+import zipfile
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
+from service.http import array_formats, msgpack_arrays
+from service.http.array_formats import FORMS, choose_answer_format, find_body_format
+from service.http.array_limits import DTYPES, ArrayLimits
+
+LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
+
+
+def to_npz(**arrays: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def to_msgpack(**arrays: np.ndarray) -> bytes:
+    return msgpack.packb(
+        {
+            "inputs": {
+                name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()}
+                for name, array in arrays.items()
+            }
+        }
+    )
+
+
+def to_json(**arrays: np.ndarray) -> bytes:
+    return json.dumps(
+        {
+            "inputs": {
+                name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tolist()}
+                for name, array in arrays.items()
+            }
+        }
+    ).encode()
+
+
+READERS = {
+    "npz": (array_formats.decode_npz, to_npz),
+    "msgpack": (msgpack_arrays.decode, to_msgpack),
+    "json": (array_formats.decode_json, to_json),
+}
+both = pytest.mark.parametrize(("decode", "write"), READERS.values(), ids=READERS)
+
+
+def npy(header: str, data: bytes = b"", name: str = "x.npy", **more) -> bytes:
+    """An npz whose only member has this header."""
+    head = header.encode() + b"\n"
+    file = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + data
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, file, **more)
+    return buffer.getvalue()
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_allowed_dtype_comes_through(decode, write, dtype):
+    if decode is array_formats.decode_npz and dtype == "bfloat16":
+        with pytest.raises(InvalidRequest, match="dtype"):  # NumPy's files have no name for it
+            decode(write(x=np.ones(2, DTYPES[dtype])), LIMITS, {})
+        return
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(DTYPES[dtype])
+    [(name, found)] = decode(write(some_name=array), LIMITS, {}).items()
+    assert (name, found.dtype, found.shape) == ("some_name", array.dtype, (2, 3))
+    assert found.tolist() == array.tolist()
+
+
+@both
+def test_several_arrays_and_a_single_number_come_through(decode, write):
+    arrays = {"a": np.float32(1.5).reshape(()), "b": np.arange(6, dtype=np.int16).reshape(1, 2, 3)}
+    found = decode(write(**arrays), LIMITS, {})
+    assert {name: array.shape for name, array in found.items()} == {"a": (), "b": (1, 2, 3)}
+    assert (float(found["a"]), found["b"].ravel().tolist()) == (1.5, [0, 1, 2, 3, 4, 5])
+
+
+@both
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_nan_and_infinity_are_refused(decode, write, bad, dtype):
+    with pytest.raises(InvalidRequest, match=r"NaN|finite|dtype"):
+        decode(write(x=np.array([0, bad], DTYPES[dtype])), LIMITS, {})
+
+
+@both
+def test_more_bytes_than_allowed_are_too_large(decode, write):
+    with pytest.raises(TooLarge, match="max_forward_bytes"):
+        decode(write(a=np.zeros(9000, np.float32), b=np.zeros(9000, np.float32)), LIMITS, {})
+
+
+@both
+def test_more_arrays_than_allowed_are_too_many(decode, write):
+    with pytest.raises(TooLarge, match="more than 4 arrays"):
+        decode(write(**{f"a{i}": np.zeros(1, np.float32) for i in range(5)}), LIMITS, {})
+
+
+@both
+def test_empty_arrays_and_many_axes_are_refused(decode, write):
+    for shape in ((0,), (2, 0), (1,) * 9):
+        with pytest.raises(InvalidRequest, match=r"x has shape|dtype"):
+            decode(write(x=np.zeros(shape, np.float32)), LIMITS, {})
+
+
+@both
+def test_a_body_that_is_cut_off_is_refused_wherever_it_is_cut(decode, write):
+    whole = write(x=np.arange(100, dtype=np.float32), y=np.float32(1).reshape(()))
+    decode(whole, LIMITS, {})
+    for end in range(0, len(whole), 7):
+        with pytest.raises((InvalidRequest, TooLarge)):
+            decode(whole[:end], LIMITS, {})
+
+
+@both
+@given(st.data())
+def test_no_body_whatever_makes_a_reader_fail_in_another_way(decode, write, data):
+    whole = bytearray(write(x=np.arange(12, dtype=np.float32).reshape(3, 4), y=np.arange(3)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = decode(bytes(whole), LIMITS, {})
+    except (InvalidRequest, TooLarge):
+        return
+    assert all(array.dtype in DTYPES.values() and array.nbytes <= LIMITS.bytes for array in found.values())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.content_type)
+@pytest.mark.parametrize("shape", [(3, 4), (1, 1), (2, 5000), (3, 2, 700), (5000,), (2, 3, 1, 1)])
+def test_what_is_written_can_be_read_back(form, shape):
+    sample = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    body = b"".join(form.encode({"sample": sample}, {"compute": 1.5}))
+    if form.content_type.endswith("npz"):
+        found = np.load(io.BytesIO(body), allow_pickle=False)["sample"]
+    else:
+        told = json.loads(body) if form.content_type.endswith("json") else msgpack.unpackb(body)
+        assert told["timings_ms"] == {"compute": 1.5}
+        entry = told["outputs"]["sample"]
+        assert (entry["dtype"], entry["shape"]) == ("float32", list(shape))
+        data = entry["data"]
+        found = np.frombuffer(data, "<f4").reshape(shape) if isinstance(data, bytes) else np.array(data, np.float32)
+    np.testing.assert_array_equal(found, sample)
+
+
+def test_json_has_no_nan_to_answer_with():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        array_formats.encode_json({"sample": np.array([np.nan], np.float32)}, {})
+
+
+# JSON
+
+
+def test_plain_numbers_and_lists_get_the_dtype_that_the_model_takes():
+    body = b'{"inputs": {"x": [[1, 2], [3, 4]], "t": 7, "m": [true, false], "other": [1, 2.5]}, "unknown": 1}'
+    found = array_formats.decode_json(body, LIMITS, {"x": "float32", "t": "int32", "m": "float32"})
+    assert {name: (str(array.dtype), array.shape) for name, array in found.items()} == {
+        "x": ("float32", (2, 2)),
+        "t": ("int32", ()),
+        "m": ("float32", (2,)),
+        "other": ("float64", (2,)),
+    }
+
+
+def test_data_may_be_flat_beside_a_shape():
+    found = array_formats.decode_json(
+        b'{"inputs": {"x": {"dtype": "int8", "shape": [2, 2], "data": [1, 2, 3, -4]}}}', LIMITS, {}
+    )
+    assert found["x"].tolist() == [[1, 2], [3, -4]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"text"',
+        '["1.5"]',
+        "null",
+        "[[1], [2, 3]]",
+        "[1, [2]]",
+        "[[]]",
+        '{"dtype": "float32"}',
+        '{"dtype": "object", "data": [1]}',
+        '{"dtype": 4, "data": [1]}',
+        '{"shape": [3], "data": [1, 2]}',
+        '{"shape": "2", "data": [1, 2]}',
+        '{"shape": [true], "data": [1]}',
+        '{"shape": [-1], "data": [1]}',
+        '{"dtype": "int8", "data": [300]}',
+        '{"dtype": "uint8", "data": [-1]}',
+        '{"dtype": "int32", "data": [1.5]}',
+        '{"dtype": "float16", "data": [1e6]}',
+        "1e999",
+        "NaN",
+        "[Infinity]",
+        "1" + "0" * 400,
+        "[" * 100_000,
+        "[" * 80 + "1" + "]" * 80,
+        "99999999999999999999",
+    ],
+)
+def test_what_is_no_array_of_finite_numbers_is_refused_in_json(value):
+    with pytest.raises(InvalidRequest):
+        array_formats.decode_json(f'{{"inputs": {{"x": {value}}}}}'.encode(), LIMITS, {})
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"inputs": []}', b'{"inputs": 1}', b"\xff\xfe", b"nope"])
+def test_json_of_another_form_is_told_the_form(body):
+    with pytest.raises(InvalidRequest, match="wanted"):
+        array_formats.decode_json(body, LIMITS, {})
+
+
+def test_names_that_are_not_plain_are_not_repeated():
+    for name in ("<script>", "x" * 200, ""):
+        with pytest.raises(InvalidRequest) as caught:
+            array_formats.decode_json(json.dumps({"inputs": {name: "y"}}).encode(), LIMITS, {})
+        assert name == "" or name not in str(caught.value)
+
+
+# npz
+
+
+def test_both_orders_of_axes_and_both_orders_of_bytes_are_read():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = array_formats.decode_npz(to_npz(c=array, f=np.asfortranarray(array), big=array.astype(">f4")), LIMITS, {})
+    for read in found.values():
+        np.testing.assert_array_equal(read, array)
+        assert read.dtype.isnative
+
+
+def test_packed_npz_is_read():
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, x=np.zeros(1000, np.float32))
+    assert array_formats.decode_npz(buffer.getvalue(), LIMITS, {})["x"].shape == (1000,)
+
+
+def test_a_bomb_is_refused_by_what_it_claims():
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, x=np.zeros(50_000_000, np.uint8))
+    assert len(buffer.getvalue()) < 60_000
+    with pytest.raises(TooLarge, match="when unpacked"):
+        array_formats.decode_npz(buffer.getvalue(), LIMITS, {})
+
+
+def test_a_bomb_that_claims_little_is_refused_too():
+    body = bytearray(npy("{'descr': '<f4', 'fortran_order': False, 'shape': (100,)}", bytes(1 << 20)))
+    start = body.rindex(b"PK\x01\x02")
+    struct.pack_into("<II", body, start + 20, 600, 600)  # sizes in the directory
+    with pytest.raises((InvalidRequest, TooLarge)):
+        array_formats.decode_npz(bytes(body), LIMITS, {})
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", b"\x80\x04N."),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999,)}", bytes(4)),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4)}", bytes(4)),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}", bytes(4)),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", bytes(4)),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}", bytes(8)),
+        ("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,)}", bytes(4)),
+        ("{'descr': '<M8[s]', 'fortran_order': False, 'shape': (1,)}", bytes(8)),
+        ("{'descr': '<c8', 'fortran_order': False, 'shape': (1,)}", bytes(8)),
+        ("{'descr': '<U4', 'fortran_order': False, 'shape': (1,)}", bytes(16)),
+        ("{'descr': '<f16', 'fortran_order': False, 'shape': (1,)}", bytes(16)),
+        ("{'descr': '|V2', 'fortran_order': False, 'shape': (1,)}", bytes(2)),
+        ("{'descr': '(2,)<f4', 'fortran_order': False, 'shape': (1,)}", bytes(8)),
+        ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", bytes(4)),
+        ("{'descr': '<f4', 'shape': (1,)}", bytes(4)),
+        ("__import__('os').abort()", b""),
+        ("(" * 3000, b""),
+        ("{" + " " * 5000 + "'descr': '<f4', 'fortran_order': False, 'shape': (1,)}", bytes(4)),
+    ],
+)
+def test_headers_that_are_not_of_plain_numbers_are_refused(header, data):
+    with pytest.raises((InvalidRequest, TooLarge)):
+        array_formats.decode_npz(npy(header, data), LIMITS, {})
+
+
+GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}"
+
+
+def test_members_that_are_no_npy_are_refused():
+    for name in ("x", "x.txt", ".npy"):
+        with pytest.raises(InvalidRequest):
+            array_formats.decode_npz(npy(GOOD, bytes(4), name), LIMITS, {})
+    assert array_formats.decode_npz(npy(GOOD, bytes(4)), LIMITS, {})["x"].tolist() == [0]
+    for method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(InvalidRequest, match="packed in a way"):
+            array_formats.decode_npz(npy(GOOD, bytes(4), compress_type=method), LIMITS, {})
+
+
+def test_a_name_twice_is_refused():
+    buffer = io.BytesIO()
+    one = to_npz(x=np.zeros(1, np.float32))
+    with zipfile.ZipFile(io.BytesIO(one)) as source, zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("x.npy", source.read("x.npy"))
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("x.npy", source.read("x.npy"))
+    with pytest.raises(InvalidRequest, match="twice"):
+        array_formats.decode_npz(buffer.getvalue(), LIMITS, {})
+
+
+def test_a_directory_of_many_members_is_refused_before_it_is_read():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number in range(3000):
+            archive.writestr(f"{number}.npy", b"")
+    body = bytearray(buffer.getvalue())
+    with pytest.raises(TooLarge, match="more than 4 arrays"):
+        array_formats.decode_npz(bytes(body), LIMITS, {})
+    struct.pack_into("<2H", body, len(body) - 14, 1, 1)  # a count that lies; the size of the directory does not
+    with pytest.raises(TooLarge, match="more than 4 arrays"):
+        array_formats.decode_npz(bytes(body), LIMITS, {})
+
+
+@pytest.mark.parametrize("body", [b"", b"PK", b"x" * 1000, b"\x80\x04\x95" + b"." * 100])
+def test_what_is_no_zip_is_refused(body):
+    with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
+        array_formats.decode_npz(body, LIMITS, {})
+
+
+def test_a_directory_that_points_elsewhere_is_refused():
+    body = npy(GOOD, bytes(4))
+    directory = body.rindex(b"PK\x01\x02")
+    for place, found in (
+        (len(body) - 5, b"\x7f"),  # the directory begins far behind the end
+        (directory + 46, b"\x80"),  # a name in UTF-8 ...
+        (directory + 42, b"\xff\xff\xff\x7f"),  # the member begins behind the end
+    ):
+        damaged = bytearray(body)
+        damaged[directory + 9] |= 0x08  # ... which this bit says it is in
+        damaged[place : place + len(found)] = found
+        with pytest.raises(InvalidRequest, match=r"numpy\.savez"):
+            array_formats.decode_npz(bytes(damaged), LIMITS, {})
+
+
+def test_zips_with_a_comment_or_in_the_large_form_are_refused():
+    body = npy(GOOD, bytes(4))
+    with pytest.raises(InvalidRequest):
+        array_formats.decode_npz(body[:-2] + b"\x05\x00hello", LIMITS, {})
+    large = body[:-22] + b"PK\x06\x07" + bytes(16) + body[-22:]
+    with pytest.raises(InvalidRequest, match="extras"):
+        array_formats.decode_npz(large, LIMITS, {})
+
+
+# msgpack
+
+
+def test_plain_numbers_do_for_single_numbers_in_msgpack():
+    found = msgpack_arrays.decode(msgpack.packb({"inputs": {"t": 7, "u": 2.5, "f": 3}}), LIMITS, {"f": "float32"})
+    assert {name: array.tolist() for name, array in found.items()} == {"t": 7, "u": 2.5, "f": 3.0}
+    assert found["f"].dtype.kind == "f"
+
+
+def test_bfloat16_comes_as_its_bytes():
+    array = np.array([1.5, -2], ml_dtypes.bfloat16)
+    found = msgpack_arrays.decode(to_msgpack(x=array), LIMITS, {})["x"]
+    assert (found.dtype, found.tolist()) == (array.dtype, [1.5, -2])
+
+
+X = {"dtype": "float32", "shape": [1], "data": bytes(4)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        5,
+        {"inputs": []},
+        {"other": {}},
+        {"inputs": {}, "more": 1},
+        {"inputs": {1: X}},
+        {"inputs": {"x": None}},
+        {"inputs": {"x": [1, 2]}},
+        {"inputs": {"x": "text"}},
+        {"inputs": {"x": 2**64 - 1}},
+        {"inputs": {"x": float("nan")}},
+        {"inputs": {"x": float("inf")}},
+        {"inputs": {"x": {}}},
+        {"inputs": {"x": X | {"more": 1}}},
+        {"inputs": {"x": X | {"dtype": "object"}}},
+        {"inputs": {"x": X | {"dtype": "O"}}},
+        {"inputs": {"x": X | {"dtype": None}}},
+        {"inputs": {"x": X | {"dtype": "f" * 5000}}},
+        {"inputs": {"x": X | {"shape": [2]}}},
+        {"inputs": {"x": X | {"shape": [2**60, 2**60]}}},
+        {"inputs": {"x": X | {"shape": [-1, -1]}}},
+        {"inputs": {"x": X | {"shape": [1.0]}}},
+        {"inputs": {"x": X | {"shape": 1}}},
+        {"inputs": {"x": X | {"shape": [1] * 5000}}},
+        {"inputs": {"x": X | {"data": "text"}}},
+        {"inputs": {"x": X | {"data": msgpack.ExtType(1, bytes(4))}}},
+        {"inputs": msgpack.ExtType(1, b"x")},
+        {"inputs": {"x": msgpack.Timestamp(1)}},
+        {"inputs": {"x" * 200: X}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_msgpack_of_another_form_is_refused(value):
+    with pytest.raises((InvalidRequest, TooLarge)):
+        msgpack_arrays.decode(msgpack.packb(value), LIMITS, {})
+
+
+def test_msgpack_that_claims_what_is_not_there_is_refused():
+    head = msgpack.packb({"inputs": {"x": X}})
+    for body in (
+        b"\xdf\xff\xff\xff\xff",  # a map of four thousand million entries
+        b"\x81\xa6inputs\xdf\xff\xff\xff\xff",
+        head.replace(b"\xc4\x04", b"\xc6\xff\xff\xff\xff"),
+        head + b"\x00",
+        b"\x91" * 5000,
+    ):
+        with pytest.raises((InvalidRequest, TooLarge)):
+            msgpack_arrays.decode(body, LIMITS, {})
+
+
+def test_a_key_twice_is_refused_in_msgpack():
+    entry = msgpack.packb("x") + msgpack.packb(X)
+    with pytest.raises(InvalidRequest, match="twice"):
+        msgpack_arrays.decode(b"\x81" + msgpack.packb("inputs") + b"\x82" + entry * 2, LIMITS, {})
+    inner = b"\x84" + msgpack.packb(X)[1:] + msgpack.packb("dtype") + msgpack.packb("float32")
+    with pytest.raises(InvalidRequest, match="each once"):
+        msgpack_arrays.decode(b"\x81" + msgpack.packb("inputs") + b"\x81" + msgpack.packb("x") + inner, LIMITS, {})
+
+
+# content types
+
+
+def test_the_form_of_a_body_is_named_by_its_content_type():
+    assert find_body_format("application/x-npz").decode is array_formats.decode_npz
+    assert find_body_format("Application/JSON; charset=utf-8").decode is array_formats.decode_json
+    assert find_body_format("application/x-msgpack").decode is msgpack_arrays.decode
+    for other in (None, "", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+        with pytest.raises(UnknownForm, match="application/json, application/x-npz, application/msgpack"):
+            find_body_format(other)
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (None, "application/msgpack"),
+        ("", "application/msgpack"),
+        ("*/*", "application/msgpack"),
+        ("application/*", "application/msgpack"),
+        ("application/x-npz", "application/x-npz"),
+        ("application/json;q=0.5, application/x-npz;q=0.9", "application/x-npz"),
+        ("text/html, application/json", "application/json"),
+        ("application/x-npz;q=0, */*;q=0.1", "application/msgpack"),
+        ("application/x-npz;q=nonsense, application/json", "application/json"),
+    ],
+)
+def test_the_form_of_an_answer_is_what_accept_wants_most(accept, expected):
+    assert choose_answer_format(accept, FORMS[2]).content_type == expected
+
+
+def test_an_answer_that_nobody_writes_is_refused():
+    with pytest.raises(NotAcceptable, match="application/x-npz"):
+        choose_answer_format("text/html, image/png", FORMS[0])

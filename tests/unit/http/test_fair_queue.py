@@ -1,0 +1,307 @@
+import asyncio
+import gc
+import time
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from service.http.fair_queue import (
+    BUDGET,
+    BURST,
+    CREDIT,
+    NEWCOMERS,
+    NEWCOMERS_AT_ONCE,
+    SHARE,
+    TURN_SECONDS,
+    URGENT,
+    URGENT_AT_ONCE,
+    FairQueue,
+    measure_steps,
+)
+
+COST = 0.0005
+
+
+class Handle:
+    def __init__(self, due, call):
+        self.due, self.call = due, call
+
+    def cancel(self):
+        self.call = lambda: None
+
+
+class Loop:
+    """An event loop whose turns are the test's; its clocks move when work is done, and when nothing is to do."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.soon, self.timers = [], []
+        self.turns = []  # seconds of work in each
+        self.queue = FairQueue(cast(Any, self), clock=lambda: self.now, cpu=lambda: self.now)
+
+    def call_soon(self, call):
+        self.soon.append(Handle(self.now, call))
+        return self.soon[-1]
+
+    def call_later(self, pause, call):
+        self.timers.append(Handle(self.now + pause, call))
+        return self.timers[-1]
+
+    def turn(self):
+        began = self.now
+        due = [timer for timer in self.timers if timer.due <= self.now]
+        self.timers = [timer for timer in self.timers if timer.due > self.now]
+        ready, self.soon = [*due, *self.soon], []
+        for handle in ready:
+            handle.call()
+        self.turns.append(self.now - began)
+        if not self.soon and self.timers:
+            self.now = max(self.now, min(timer.due for timer in self.timers))
+
+    def until(self, when):
+        while self.now < when and (self.soon or self.timers):
+            self.turn()
+
+
+class Sender:
+    """A connection with so many pieces to be read; ``read`` has when each was."""
+
+    def __init__(self, loop, caller="here", pieces=0):
+        self.loop, self.pieces, self.read = loop, pieces, []
+        self.flow = loop.queue.create_flow(caller, self.step)
+
+    def step(self):
+        if not self.pieces:
+            return 0.0, False
+        self.pieces -= 1
+        self.loop.now += COST
+        self.read.append(self.loop.now)
+        return 0.0, self.pieces > 0
+
+    def send(self, pieces=1):
+        self.pieces += pieces
+        self.loop.queue.enter(self.flow)
+
+
+def test_what_comes_when_nobody_waits_is_read_at_once():
+    loop = Loop()
+    sender = Sender(loop)
+    sender.send()
+    assert sender.read == [COST]
+    assert not sender.flow.is_waiting
+
+
+def test_however_many_flood_a_turn_of_the_loop_has_its_limit_and_all_of_them_their_share():
+    loop = Loop()
+    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
+    for sender in flooding:
+        loop.queue.enter(sender.flow)
+    loop.until(3.0)
+    assert max(loop.turns) <= TURN_SECONDS + COST + 1e-9
+    busy = sum(loop.turns)
+    # Each has its burst at once; from then on a share of the time is all that they have together.
+    assert busy <= 60 * (BURST + COST) + 3.0 * SHARE + CREDIT + COST
+    counts = [len(sender.read) for sender in flooding]
+    assert max(counts) - min(counts) <= 2
+
+
+def test_whoever_keeps_within_its_budget_waits_for_none_of_those_who_do_not():
+    loop = Loop()
+    flooding = [Sender(loop, pieces=10**6) for _ in range(60)]
+    for sender in flooding:
+        loop.queue.enter(sender.flow)
+    loop.until(2.0)
+    robot, waits = Sender(loop), []
+    for _ in range(100):
+        came = loop.now
+        robot.send()
+        while len(robot.read) <= len(waits):
+            loop.turn()
+        waits.append(robot.read[-1] - came)
+        loop.until(came + 0.02)
+    assert max(waits) <= TURN_SECONDS + 2 * COST
+    assert not robot.flow.is_greedy
+
+
+def test_what_is_not_read_of_a_flood_earns_it_no_budget_and_silence_does():
+    loop = Loop()
+    sender, other = Sender(loop), Sender(loop, pieces=10**6)
+    sender.send(10**3)
+    loop.queue.enter(other.flow)
+    loop.until(1.0)
+    assert sender.flow.is_greedy
+    sender.pieces = 0
+    loop.until(1.2)
+    loop.now += 2 * BURST / BUDGET
+    sender.send()
+    assert not sender.flow.is_greedy
+
+
+def test_whoever_was_late_once_and_keeps_up_is_within_its_budget_again_while_others_flood():
+    """It has a message to be read whenever somebody looks, as the queue is slow; a flood has thousands."""
+    loop = Loop()
+    for _ in range(60):
+        loop.queue.enter(Sender(loop, pieces=10**6).flow)
+    loop.until(2.0)
+    robot = Sender(loop)
+    robot.flow.unread = lambda: 350.0 * robot.pieces
+    robot.send(15)
+    robot.flow.is_greedy, robot.flow.budget = True, -BURST / 3
+    began, waiting = loop.now, []
+    for number in range(250):
+        robot.send()
+        loop.until(began + 0.02 * number)
+        waiting.append(robot.pieces)
+    assert max(waiting) < 50  # of 265; most of them otherwise
+    assert waiting[-1] < 20
+
+
+def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
+    loop = Loop()
+    for _ in range(60):
+        loop.queue.enter(Sender(loop, pieces=10**6).flow)  # all within their budgets yet
+    session, waits = Sender(loop), []
+    session.flow.is_own = True
+    for _ in range(200):
+        came = loop.now
+        session.send(2)
+        while session.pieces:
+            loop.turn()
+        waits.append(session.read[-1] - came)
+        loop.until(came + 0.005)
+    assert max(waits) <= 2 * (TURN_SECONDS + 2 * COST)
+    assert not session.flow.is_greedy
+
+
+def test_callers_share_the_time_however_many_connections_they_have():
+    loop = Loop()
+    senders = {"many": [Sender(loop, "10.0.0.1", 10**6) for _ in range(30)]}
+    senders["one"] = [Sender(loop, "10.0.0.2", 10**6)]
+    for sender in [*senders["many"], *senders["one"]]:
+        loop.queue.enter(sender.flow)
+    loop.until(1.0)
+    before = {who: sum(len(sender.read) for sender in those) for who, those in senders.items()}
+    loop.until(3.0)
+    had = Counter({who: sum(len(sender.read) for sender in those) - before[who] for who, those in senders.items()})
+    assert abs(had["many"] - had["one"]) <= 0.1 * had["one"]
+
+
+def test_a_loop_that_has_no_time_gives_none_to_those_beyond_their_budgets():
+    loop = Loop()
+    sender = Sender(loop, pieces=10**6)
+    loop.queue.enter(sender.flow)
+    loop.until(1.0)
+    before = len(sender.read)
+    for _ in range(50):
+        loop.now += 0.02  # something else; each time the sender's timer is late
+        loop.turn()
+    assert (len(sender.read) - before) * COST <= 0.1 * 50 * 0.02
+    assert len(sender.read) > before
+
+
+def test_a_caller_that_is_gone_is_forgotten():
+    loop = Loop()
+    for number in range(100):
+        Sender(loop, f"10.0.0.{number}").send()
+    loop.until(10.0)
+    gc.collect()
+    assert not loop.queue._prompt.callers
+
+
+async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more_is_left_out():
+    queue = FairQueue.of_running_loop()
+    assert FairQueue.of_running_loop() is queue
+    flows, answered = [queue.create_flow("here") for _ in range(40)], []
+
+    async def ask(number):
+        await queue.wait_turn(flows[number], 0.001)
+        answered.append(number)
+
+    asking = [asyncio.create_task(ask(number)) for number in range(40)]
+    await asyncio.sleep(0)
+    assert len(answered) <= TURN_SECONDS / 0.001
+    asking[20].cancel()
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert answered == [number for number in range(40) if number != 20]
+
+
+def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
+    loop = Loop()
+    flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
+    assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
+    assert not loop.queue.create_new_flows("elsewhere", lambda: (0.0, False))[0].is_greedy
+    del flows
+    gc.collect()
+    loop.now += 0.5  # nobody is connected any more, and is known all the same
+    flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
+    assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
+
+
+def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_moment_of_little():
+    loop = Loop()
+    for _ in range(100):
+        loop.queue.create_new_flows("here", lambda: (0.0, False))
+    sender = Sender(loop)
+    [sender.flow] = loop.queue.create_new_flows("here", sender.step)
+    assert sender.flow.is_greedy
+    loop.now += BURST / BUDGET
+    sender.pieces = 1
+    loop.queue.enter(sender.flow)
+    assert not sender.flow.is_greedy
+
+
+def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_do():
+    loop = Loop()
+    flow = loop.queue.create_flow("here")
+    flow.is_greedy = True
+    assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT_AT_ONCE
+    assert not flow.is_greedy  # it waits for none who floods
+    assert loop.queue.take_urgent(loop.queue.create_flow("elsewhere"), COST)
+    loop.now += 0.1
+    assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT / 10
+
+
+@pytest.mark.parametrize(("took", "least"), [(10 * COST, 1), (COST, 8)])
+def test_those_beyond_their_budgets_are_slowed_down_by_what_they_took_not_by_what_was_reckoned(took, least):
+    loop, read = Loop(), 0
+
+    def step():
+        nonlocal read
+        read += 1
+        loop.now += COST
+        loop.queue.correct_credit(took - 10 * COST)
+        return 9 * COST, True
+
+    loop.queue.enter(loop.queue.create_flow("here", step))
+    loop.until(2.0)
+    by_reckoning = (2.0 * SHARE + CREDIT + BURST) / (10 * COST)
+    assert 0.9 * least * by_reckoning <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
+
+
+async def test_the_processor_time_of_each_step_is_told_and_a_cancellation_reaches_what_is_done():
+    spent, ended = [], []
+
+    async def work():
+        try:
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            await asyncio.sleep(0)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def do():
+        await measure_steps(work(), spent.append)
+
+    task = asyncio.create_task(do())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended
+    assert len(spent) == 3
+    assert spent[0] >= 0.02 > spent[1] + spent[2]

@@ -1,0 +1,108 @@
+"""NaN and infinity do not cross any wire, in any of the ways in which JSON and arrays can have them."""
+
+import asyncio
+import json
+
+import pytest
+
+from service.http.bodies import json_response
+from service.settings import SettingsError, load_settings
+from service.transport import protocol
+from service.transport.protocol import JointUpdate, StateSync
+from tests.testing.rig import started
+
+NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999")
+ROOM = "/robotics/workspaces/w/rooms/r"
+
+
+def session(more: str) -> str:
+    return '{"session_id": "arm", "policy_path": "p", "transport_server_url": "http://rooms", ' + more + "}"
+
+
+# Where a number may stand in a request: path, and the body around it.
+BODIES = {
+    "rate": ("/sessions", session('"rate": @')),
+    "max_relative_target": ("/sessions", session('"max_relative_target": @')),
+    "max_relative_target by name": ("/sessions", session('"max_relative_target": {"Jaw": @}')),
+    "a field nobody knows": ("/sessions", session('"more": [1, {"a": @}]')),
+    "the policy check": ("/policies/check", '{"policy_path": "p", "more": @}'),
+    "a joint's command": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": @}]}'),
+    "a joint's speed": (f"{ROOM}/command", '{"joints": [{"name": "Jaw", "value": 1, "speed": @}]}'),
+    "a video's rate": ("/video/workspaces/w/rooms", '{"room_id": "v", "config": {"framerate": @}}'),
+    "a signal": ("/video/workspaces/w/rooms/v/webrtc/signal", '{"client_id": "a", "message": {"type": "ice", "x": @}}'),
+}
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """Status and text of each of them, from one server; and what a room's producer and consumer heard."""
+
+    async def run():
+        found = {}
+        async with started() as server:
+            http = server.http
+            await server.call("POST", "/robotics/workspaces/w/rooms", json={"room_id": "r"})
+            for name, (path, body) in BODIES.items():
+                for number in NUMBERS:
+                    headers = {"content-type": "application/json"}
+                    async with http.post(path, data=body.replace("@", number), headers=headers) as told:
+                        found[name, number] = (told.status, await told.text())
+            async with http.ws_connect(f"{ROOM}/ws") as consumer, http.ws_connect(f"{ROOM}/ws") as producer:
+                for socket, role in ((consumer, "consumer"), (producer, "producer")):
+                    await socket.send_json({"participant_id": role, "role": role})
+                    while (await socket.receive_json(timeout=30))["type"] != "joined":
+                        pass
+                for number in NUMBERS:
+                    update = (
+                        '{"type": "joint_update", "data": [{"name": "Jaw", "value": 1}, {"name": "Pitch", "value": @}]}'
+                    )
+                    await producer.send_str(update.replace("@", number))
+                    found["producer", number] = (await producer.receive_json(timeout=30))["type"]
+                await producer.send_json({"type": "joint_update", "data": [{"name": "Jaw", "value": 7.0}]})
+                found["consumer"] = await consumer.receive_json(timeout=30)
+            found["sessions"] = (await server.call("GET", "/sessions"))[1]
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("place", BODIES)
+def test_a_request_with_such_a_number_is_422_and_does_nothing(answered, place, number):
+    status, text = answered[place, number]
+    # A number too large for a double is one of Python's own making; where nobody reads it, it harms nobody.
+    if place in ("a field nobody knows", "the policy check") and "e999" in number:
+        assert "Infinity" not in text
+        return
+    assert status == 422, text
+    json.loads(text, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, number):
+    assert answered["producer", number] == "error"
+    assert answered["consumer"]["data"] == [{"name": "Jaw", "value": 7.0}]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda number: json_response({"a": [number]}),
+        lambda number: protocol.encode({"a": {"b": number}}),
+        lambda number: protocol.build(JointUpdate(({"name": "Jaw", "value": number},))),
+        lambda number: protocol.build(StateSync({"Jaw": number})),
+    ],
+    ids=["an answer", "a room's answer", "a command", "a room's state"],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nothing_writes_one(write, bad):
+    with pytest.raises((ValueError, protocol.WireError)):
+        write(bad)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize("name", ["rate", "frame_age_limit", "request_deadline", "update_difference"])
+def test_a_setting_is_a_number(name, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=name):
+        load_settings({name: text})

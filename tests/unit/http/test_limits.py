@@ -1,0 +1,195 @@
+import asyncio
+import contextlib
+import time
+
+import pytest
+from sanic.response import text
+
+from service.errors import TooManyRequests
+from service.http.limits import ConnectionLimits, Connections, CreateLimiter, Rates, is_local, source_key
+from tests.testing.rig import body, started
+
+
+@contextlib.asynccontextmanager
+async def server(big=0, **settings):
+    async def give(request):
+        return text("x" * big)
+
+    async with started(prepare=lambda app: app.add_route(give, "/big"), **settings) as server:
+        yield server.app, server.http, server.address
+
+
+def test_an_address_has_its_connections_and_frees_them_one_by_one():
+    doors = Connections(ConnectionLimits(per_address=2))
+    assert [doors.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
+    assert doors.enter("10.0.0.2")
+    doors.leave("10.0.0.1")
+    assert doors.enter("10.0.0.1")
+    assert len(doors) == 3
+
+
+def test_this_machine_is_only_held_to_what_everybody_has_together():
+    doors = Connections(ConnectionLimits(per_address=1, total=3))
+    assert [doors.enter("127.0.0.1") for _ in range(4)] == [True, True, True, False]
+    assert not Connections(ConnectionLimits(per_address=0, is_local_limited=True)).enter("::1")
+
+
+@pytest.mark.parametrize(
+    ("address", "source", "local"),
+    [
+        ("10.0.0.1", "10.0.0.1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", False),
+        ("::ffff:127.0.0.1", "127.0.0.1", True),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64", False),
+        ("fe80::1%eth0", "fe80::/64", False),
+        ("::1", "::/64", True),
+        ("", "here", True),
+    ],
+)
+def test_an_address_in_another_form_and_a_neighbour_in_its_network_are_the_same_source(address, source, local):
+    assert (source_key(address), is_local(address)) == (source, local)
+
+
+def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgotten():
+    now = [10.0]
+    rates = Rates(2.0, 3, lambda: now[0], max_sources=2)
+    assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rates.take("b") == 0.0
+    now[0] = 10.4
+    assert rates.take("a") > 0
+    now[0] = 10.5
+    assert rates.take("a") == 0.0
+    now[0] = 1000.0
+    assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    for source in ("b", "c"):
+        rates.take(source)
+    assert rates.take("a") == 0.0
+
+
+def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
+    now = [0.0]
+    creates = CreateLimiter(Rates(2 / 60, 2, lambda: now[0]))
+    for key, address in ((None, "10.0.0.1"), ("anna", "127.0.0.1")):
+        creates.take(key, address)
+        creates.take(key, address)
+        with pytest.raises(TooManyRequests) as caught:
+            creates.take(key, address)
+        assert caught.value.headers == {"retry-after": "30"}
+    now[0] += 30
+    creates.take("anna", "10.0.0.7")
+    for _ in range(10):
+        creates.take(None, "127.0.0.1")
+
+
+async def test_too_many_creates_are_429_with_a_time_to_come_back():
+    async with server(creates_per_minute=2, limit_local=True) as (app, http, _):
+        app.ctx.create_limiter._rates._clock = lambda: 0.0
+        statuses, told = [], {}
+        for number in range(3):
+            async with http.post("/sessions", json=body(f"arm{number}")) as answer:
+                statuses.append((answer.status, answer.headers.get("retry-after")))
+                told = await answer.json()
+        assert statuses == [(200, None), (200, None), (429, "30")]
+        assert told["code"] == "too_many_requests"
+        assert "creates_per_minute" in told["detail"]
+
+
+async def test_one_connection_too_many_is_told_so_and_the_next_is_let_in_when_one_went():
+    async with server(max_connections=2, limit_local=True) as (app, _, address):
+        pairs = [await asyncio.open_connection(*address) for _ in range(3)]
+        pairs[2][1].write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        told = await asyncio.wait_for(pairs[2][0].read(), 30)
+        assert told.startswith(b"HTTP/1.1 429 ")
+        assert b"connection: close\r\n" in told
+        assert b"retry-after: 5\r\n" in told
+        assert told.endswith(b'"code":"too_many_requests"}')
+        for _, writer in pairs:
+            writer.close()
+        for _ in range(3000):
+            if not len(app.config.CONNECTIONS):
+                break
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_however_many_connections_idle_a_stop_still_gets_through():
+    async with server(max_connections=1, limit_local=True) as (app, _, address):
+        idle = [await asyncio.open_connection(*address) for _ in range(40)]
+        statuses = []
+        for path in ("/debug/emergency_stop", "/api/debug/emergency_stop", "/tickets", "/nothing"):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n".encode())
+            statuses.append(int((await asyncio.wait_for(reader.readline(), 30)).split()[1]))
+            writer.close()
+        assert statuses == [200, 200, 429, 404]
+        assert len(app.config.CONNECTIONS) <= 1 + 16
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_thousands_of_requests_sent_at_once_keep_nobody_waiting():
+    async with server() as (app, _, address):
+        answered, begun = 0, asyncio.Event()
+
+        @app.on_response
+        async def count(request, response):
+            nonlocal answered
+            answered += 1
+            begun.set()
+
+        pairs = [await asyncio.open_connection(*address) for _ in range(2)]
+        ask = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        pairs[0][1].write(ask * 1000)
+        await begun.wait()
+        pairs[1][1].write(ask)
+        assert (await asyncio.wait_for(pairs[1][0].readline(), 30)).startswith(b"HTTP/1.1 200")
+        assert answered < 100
+        for _, writer in pairs:
+            writer.close()
+
+
+@pytest.mark.parametrize("requests", [1, 3], ids=["one answer", "pipelined"])
+async def test_who_does_not_read_its_answer_is_dropped(requests, pauses):
+    async with server(big=8 << 20, request_deadline=0.3) as (app, _, address):
+        _reader, writer = await asyncio.open_connection(*address, limit=1024)
+        writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * requests)
+        for _ in range(500):
+            if len(app.config.CONNECTIONS) == 1:
+                break
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        while len(app.config.CONNECTIONS):
+            assert pauses.running(began) < 5
+            await asyncio.sleep(0.01)
+        writer.close()
+
+
+async def test_who_reads_slowly_but_does_read_gets_all_of_it():
+    async with server(big=24 << 20, request_deadline=1.0) as (_, _, address):
+        reader, writer = await asyncio.open_connection(*address, limit=1024)
+        writer.write(b"GET /big HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        count = 0
+        while piece := await reader.read(1 << 16):
+            count += len(piece)
+            await asyncio.sleep(0.01)  # 6 MB a second, four deadlines in all
+        assert count > 24 << 20
+        writer.close()
+
+
+async def test_hundreds_of_half_open_requests_keep_nobody_waiting(pauses):
+    async with server() as (_, http, address):
+        half = [await asyncio.open_connection(*address) for _ in range(500)]
+        for _, writer in half:
+            writer.write(b"GET /health HTTP/1.1\r\nx-a: ")
+        slowest = 0.0
+        for _ in range(20):
+            began = time.monotonic()
+            async with http.get("/health") as answer:
+                assert answer.status == 200
+            slowest = max(slowest, pauses.running(began))
+        assert slowest < 0.25  # 2 ms on an idle machine
+        for _, writer in half:
+            writer.close()

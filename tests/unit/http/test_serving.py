@@ -1,0 +1,170 @@
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import aiohttp
+import pytest
+from sanic import Sanic
+
+from service.app import create_app
+from service.http.server import CannotListen, listen, serve_app, url_of
+from service.loop_watchdog import LoopWatchdog
+from service.settings import Settings
+from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.pauses import Pauses
+from tests.testing.rig import JOINTS, body, started
+
+
+def test_port_0_is_a_free_port_and_the_url_names_it():
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
+        assert url_of(first) != url_of(second)
+        assert url_of(first) == f"http://127.0.0.1:{first.getsockname()[1]}"
+
+
+def test_everywhere_is_reached_by_loopback():
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_ipv6_stands_in_brackets():
+    try:
+        listener = listen("::1", 0)
+    except CannotListen:
+        pytest.skip("no IPv6 here")
+    with listener:
+        assert url_of(listener).startswith("http://[::1]:")
+
+
+def test_a_taken_port_and_an_unknown_host_are_told():
+    with listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        with pytest.raises(CannotListen, match=r"cannot listen on 127\.0\.0\.1"):
+            listen("127.0.0.1", listener.getsockname()[1])
+    with pytest.raises(CannotListen, match=r"host '256\.1\.1\.1' is no address"):
+        listen("256.1.1.1", 0)
+
+
+async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy():
+    async with started() as server:
+        with contextlib.ExitStack() as held:
+            # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
+            for _ in range(300):
+                held.enter_context(socket.create_connection(server.address, timeout=0.5))
+
+
+async def test_a_server_ends_in_time_with_a_create_a_socket_and_an_idle_connection_open(pauses: Pauses):
+    load = ScriptedLoader(gate=threading.Event())
+    async with aiohttp.ClientSession() as http:
+        async with started(load=load) as server:
+            create = asyncio.create_task(http.post(f"{server.url}/sessions", json=body()))
+            await server.call("POST", "/video/workspaces/w/rooms", json={"room_id": "r"})
+            room = await http.ws_connect(f"{server.url}/video/workspaces/w/rooms/r/ws")
+            await room.send_json({"participant_id": "me", "role": "consumer"})
+            assert (await room.receive_json())["type"] == "joined"
+            idle = socket.create_connection(server.address)
+            await server.until_loading()
+            began = time.monotonic()
+        assert pauses.running(began) < 4.5
+        assert (await room.receive(30)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        answer = await create
+        assert answer.status in (404, 409, 503)
+        assert "shutting down" in str(await answer.json()) or "deleted while" in str(await answer.json())
+    idle.close()
+    load.gate.set()  # type: ignore[union-attr]
+    assert server.app.name not in Sanic._app_registry
+
+
+async def test_running_sessions_hold_their_robots_and_leave_their_rooms_at_the_end():
+    async with started() as server:
+        assert (await server.create())[0] == 200
+        assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
+        link = server.transport.link
+        link.deliver_joints(dict.fromkeys(JOINTS, 5.0))
+    assert link.is_closed
+    assert server.transport.existing == set()
+
+
+async def test_a_server_that_cannot_start_leaves_nothing_behind():
+    app = create_app(Settings(), transport=MemoryTransport(), load=ScriptedLoader())
+
+    @app.before_server_start
+    async def broken(app):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        async with serve_app(app, listen("127.0.0.1", 0)):
+            pass
+    assert app.name not in Sanic._app_registry
+
+
+class Watched:
+    """A watchdog whose loop beats and whose thread looks when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = self.computed = 0.0
+        self.dog = LoopWatchdog(clock=lambda: self.now, computed=lambda: self.computed)
+
+    def goes_by(self, seconds: float, *, beats: bool = True, looks: bool = True, computes: float = 0.0) -> None:
+        """In steps of 50 ms the loop beats, and at every other one the thread looks; ``computes``: of each second."""
+        for step in range(round(seconds / 0.05)):
+            self.now += 0.05
+            self.computed += 0.05 * computes
+            if looks and step % 2:
+                self.dog.check()
+            if beats:
+                self.dog.beat()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.dog.blocked.count, self.dog.paused.count
+
+
+@pytest.mark.parametrize("thread_is_first", [False, True])
+@pytest.mark.parametrize(
+    ("runs", "computes", "counts"),
+    [
+        (True, 0.0, (1, 0)),  # it waits in Python: the thread looks meanwhile
+        (False, 1.0, (1, 0)),  # it computes in C with the interpreter's lock: the thread cannot look
+        (False, 0.2, (1, 0)),  # the same on a busy machine
+        (False, 0.0, (0, 1)),  # the process stands still
+    ],
+)
+def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
+    runs: bool, computes: float, counts: tuple[int, int], thread_is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched()
+    watched.goes_by(1.0)
+    assert watched.counts == (0, 0)
+    watched.goes_by(3.0, beats=False, looks=runs, computes=computes)
+    if thread_is_first:
+        watched.dog.check()
+    watched.dog.beat()
+    watched.goes_by(1.0)
+    assert watched.counts == counts
+    assert watched.dog.blocked.seconds + watched.dog.paused.seconds == pytest.approx(3.0, abs=0.06)
+    if runs:
+        assert [record.getMessage()[:43] for record in caplog.records] == [
+            "the event loop is blocked since 0.30 s, in ",
+            "the event loop was blocked for 3.00 s; this",
+        ]
+        assert "check (service/loop_watchdog.py:" in caplog.text
+
+
+def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
+    watched = Watched()
+    watched.goes_by(1.0)
+    watched.now += 30
+    watched.dog.check()
+    watched.goes_by(1.0, beats=False)
+    watched.dog.beat()
+    assert (watched.dog.blocked.seconds, watched.dog.paused.seconds) == (pytest.approx(1.0), pytest.approx(30.0))
+    assert watched.counts == (1, 1)
+
+
+def test_a_server_can_listen_before_jax_is_imported() -> None:
+    code = "import sys, robojax.cli.serve, service.app; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,296 @@
+"""Batches on the device thread, with policies that fail the way a test tells them to."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from jaxmodels.errors import ObservationError
+from service.errors import PolicyFailed
+from service.inference.batching import ALIGNMENT, Stacks, shape_of
+from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
+from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.waiting import until
+
+Ask = tuple[dict[str, np.ndarray], object]
+
+
+def seen(place: float = 0.0, size: int = 4) -> dict[str, np.ndarray]:
+    """What a robot sees whose joints are all there."""
+    return {
+        "observation.images.front": np.zeros((1, size, 6, 3), np.uint8),
+        "observation.state": np.full((1, 6), place, np.float32),
+    }
+
+
+@dataclass
+class Held(ScriptedPolicy):
+    """Begins to work when the test lets it, so that requests come together; odd about some of them.
+
+    Attributes:
+        begun: how often it was called.
+        calls: batch sizes that it was called with, once it was let.
+        never: what it waits for when it sees a joint at 666.
+    """
+
+    gate: threading.Event = field(default_factory=threading.Event)
+    begun: int = 0
+    calls: list[int] = field(default_factory=list)
+    never: threading.Event = field(default_factory=threading.Event)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        self.begun += 1
+        self.gate.wait(30)
+        state = observation["observation.state"]
+        self.calls.append(len(state))
+        if (state == 666).any():
+            self.never.wait(30)
+        if (state == 13).any():
+            raise ValueError("13")
+        if not np.isfinite(state).all():
+            raise ObservationError("observation.state holds nan")
+        chunk = super().act(observation)
+        chunk[state[:, 0] == 99] = np.nan
+        return chunk
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy with something else leaves no batch aside."""
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 10.0)
+
+
+def ignore(stage: str) -> None:
+    pass
+
+
+@asynccontextmanager
+async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, LoadedPolicy]]:
+    engine = Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=(1, 2, 4, 8))
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
+        await engine.compile(served, {"front": (4, 6)})
+        await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
+        yield engine, served
+    await engine.close()
+
+
+async def all_waiting(
+    engine: Engine, served: LoadedPolicy, policy: Held, asks: list[Ask]
+) -> list[asyncio.Task[InferenceResult]]:
+    """These requests, the first of which is with the device and the others in line."""
+    policy.gate.clear()
+    begun = policy.begun
+    asking = []
+    for seen, asker in asks:
+        asking.append(asyncio.create_task(engine.infer(served, seen, caller=asker)))
+        if len(asking) == 1:
+            await until(lambda: policy.begun == begun + 1)
+    await until(lambda: engine.facts()["inferences_waiting"] == len(asks) - 1)
+    return asking
+
+
+async def together(
+    engine: Engine, served: LoadedPolicy, policy: Held, places: list[float]
+) -> list[np.ndarray | Exception]:
+    """What robots at these places are answered, the first of whom is alone at first."""
+    asking = await all_waiting(engine, served, policy, [(seen(place), asyncio.Lock()) for place in places])
+    policy.gate.set()
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    return [one if isinstance(one, Exception) else one.chunk for one in found]  # type: ignore[union-attr]
+
+
+async def test_who_comes_while_the_device_is_busy_is_answered_together_each_with_its_own() -> None:
+    policy = Held()
+    async with running(policy) as (engine, served):
+        chunks = await together(engine, served, policy, [0, 1, 2, 3])
+        assert policy.calls == [1, 4]
+        for place, chunk in enumerate(chunks):
+            assert isinstance(chunk, np.ndarray)
+            assert chunk.shape == (1, 20, 6)
+            assert chunk[0, 0, 0] == pytest.approx(place + 0.1)
+        # Alone again: nobody waits for anybody.
+        assert (await engine.infer(served, seen())).batch == 1
+
+
+async def test_one_that_fails_fails_alone_and_runs_alone_until_it_is_trusted() -> None:
+    policy = Held()
+    async with running(policy) as (engine, served):
+        chunks = await together(engine, served, policy, [0, 1, 13, 3, np.nan])
+        assert [type(chunk) for chunk in chunks] == [np.ndarray, np.ndarray, PolicyFailed, np.ndarray, PolicyFailed]
+        assert policy.calls == [1, 4, 1, 1, 1, 1]
+        assert "refused its input" in str(chunks[4])
+        bad = asyncio.Lock()
+        with pytest.raises(PolicyFailed, match="ValueError"):
+            await engine.infer(served, seen(13), caller=bad)
+        asking = await all_waiting(engine, served, policy, [(seen(), who) for who in [None, bad, None, None]])
+        policy.gate.set()
+        assert sorted([one.batch for one in await asyncio.gather(*asking)]) == [1, 1, 2, 2]
+
+
+async def test_an_answer_that_is_not_finite_is_only_that_members() -> None:
+    policy = Held()
+    async with running(policy) as (engine, served):
+        chunks = await together(engine, served, policy, [0, 1, 99, 3])
+        assert [bool(np.isfinite(np.asarray(chunk)).all()) for chunk in chunks] == [True, True, False, True]
+        assert policy.calls == [1, 4]
+
+
+async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 0.3)
+    policy = Held()
+    async with running(policy, stuck_after=2.0) as (engine, served):
+        chunks = await together(engine, served, policy, [0, 1, 666, 3])
+        assert [type(chunk) for chunk in chunks] == [np.ndarray, np.ndarray, InferenceStuck, np.ndarray]
+        assert (await engine.infer(served, seen(5))).chunk[0, 0, 0] == pytest.approx(5.1)
+        policy.never.set()
+
+
+async def test_frames_of_different_sizes_do_not_go_together() -> None:
+    policy = Held()
+    async with running(policy) as (engine, served):
+        asking = await all_waiting(engine, served, policy, [(seen(size=size), None) for size in [4, 5, 4, 5, 4]])
+        policy.gate.set()
+        # Nothing larger is compiled for the other size.
+        assert sorted(one.batch for one in await asyncio.gather(*asking)) == [1, 1, 1, 2, 2]
+
+
+async def test_one_asker_has_one_place() -> None:
+    policy, busy = Held(), asyncio.Lock()
+    async with running(policy) as (engine, served):
+        first = await all_waiting(engine, served, policy, [(seen(), None)])
+        asking = [asyncio.create_task(engine.infer(served, seen(), caller=busy)) for _ in range(4)]
+        other = asyncio.create_task(engine.infer(served, seen()))
+        await until(lambda: engine.facts()["inferences_waiting"] == 2)
+        policy.gate.set()
+        await asyncio.gather(*first, other, *asking)
+        assert policy.calls == [1, 2, 1, 1, 1]
+
+
+async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
+    policy = ScriptedPolicy()
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
+    engine.has_running_robot = lambda: True
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+        await asyncio.sleep(0.01)
+        assert policy.batches == []
+        assert engine.facts()["batch_sizes_to_compile"] == 2
+    # One whose programs are there already, because it took over from another, need not wait.
+    policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
+    async with engine.policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
+        await until(lambda: len(served.replicas[0].can(frozenset(policy.requirements.cameras.items()))) == 3)
+    await engine.close()
+
+
+async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.inference.engine.QUIET", 0.2)
+    monkeypatch.setattr("service.inference.policy_cache.PAUSE", 0.01)
+    policy = ScriptedPolicy()
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
+    engine.has_running_robot = lambda: True
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await engine.infer(served, seen())
+        engine.has_running_robot = lambda: False
+        await until(lambda: policy.batches)
+        assert time.monotonic() >= engine._asked_at + 0.2
+    await engine.close()
+
+
+async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody_waiting() -> None:
+    compiled = threading.Event()
+
+    @dataclass
+    class Slow(ScriptedPolicy):
+        def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+            if batch > 1:
+                compiled.wait(30)
+            super().compile(batch, cameras)
+
+    policy = Slow()
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
+    assert engine.is_at_rest
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+        await until(lambda: not engine.is_at_rest)
+        engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
+        compiled.set()
+        await asyncio.wait_for(engine.rest(), 30)
+        assert [size for size, _ in policy.batches] == [2]
+        assert engine.facts()["batch_sizes_to_compile"] == 1
+    slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
+    seen_at_rest: list[bool] = []
+
+    def rehearse(batch: int = 1, cameras: object = None) -> float:
+        end = time.monotonic() + 30
+        while batch > 1 and len(seen_at_rest) < 6 and time.monotonic() < end:
+            time.sleep(0.001)
+        return 0.1
+
+    slow.rehearse = rehearse  # type: ignore[method-assign]
+    async with engine.policy(ScriptedLoader(lambda: slow), "other", None, ignore):
+        while engine.facts()["batch_sizes_to_compile"]:
+            seen_at_rest.append(engine.is_at_rest)
+            await asyncio.sleep(0.01)
+        assert all(seen_at_rest)
+        assert len(seen_at_rest) > 5
+    await engine.close()
+
+
+async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
+    @dataclass
+    class Small(ScriptedPolicy):
+        def compile(self, batch: int = 1, cameras=None) -> None:
+            if batch > 2:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            super().compile(batch, cameras)
+
+    policy = Small()
+    async with running(policy) as (engine, served):
+        assert {batch for batch, _ in policy.batches} == {2}
+        assert served.replicas[0].can(frozenset({("front", (4, 6))})) == (1, 2)
+        assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
+
+
+async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_quickly_beside_one() -> None:
+    @dataclass
+    class Rehearsed(ScriptedPolicy):
+        rehearsed: list[int] = field(default_factory=list)
+
+        def rehearse(self, batch: int = 1, cameras: object = None) -> float:
+            self.rehearsed.append(batch)
+            return {2: 0.001, 4: 0.1}[batch] if batch > 1 else 0.01
+
+    compiled = [(size, dict(Rehearsed().requirements.cameras)) for size in (2, 4)]
+    for is_beside, counts in ((False, [3, 16, 3]), (True, [3, 3, 3])):
+        policy = Rehearsed(batches=list(compiled))  # a push changes only weights: what is left is a trial
+        engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
+        engine.has_running_robot = [lambda: False, lambda: True][is_beside]
+        async with engine.policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
+            await until(lambda engine=engine: not engine.facts()["batch_sizes_to_compile"])
+            assert [policy.rehearsed.count(size) for size in (1, 2, 4)] == counts
+        await engine.close()
+
+
+def test_what_is_left_in_a_batch_is_never_refused() -> None:
+    stacks = Stacks()
+    shape = shape_of(seen())
+    assert shape is not None
+    stacks.stack(shape, [seen(0), seen(np.nan)], 4)
+    stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
+    assert stacked["observation.state"][:, 0].tolist() == [1, 2, 3, 1]
+    assert all(array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous for array in stacked.values())
+
+
+def test_what_has_no_batch_axis_of_one_is_not_stacked() -> None:
+    assert shape_of({"a": np.zeros((2, 3))}) is None
+    assert shape_of({"a": np.array(1.0)}) is None
+    assert shape_of(seen()) == shape_of(dict(reversed(seen().items())))

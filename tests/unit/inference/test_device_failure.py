@@ -1,0 +1,183 @@
+"""A device that fails where another one answers: nobody notices but the log, and it is not asked any more."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+from service.errors import PolicyFailed
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.replicas import ALLOWED
+from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.pauses import Pauses
+from tests.testing.rig import OBSERVATION
+from tests.testing.waiting import until
+
+STUCK = 4.0
+DEAD = RuntimeError("device halted: /root/secret")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a machine stood still for a tenth of `STUCK` is noticed; less than that makes no device late."""
+    monkeypatch.setattr("service.inference.device_worker.OVERDUE", STUCK / 10)
+
+
+class House:
+    """An engine on some devices and a policy on each."""
+
+    def __init__(self, devices: tuple[str, ...], stack: AsyncExitStack):
+        self.on: dict[str, ScriptedPolicy] = {}
+        self.engine = Engine(switch_interval=None, devices=devices, batch_sizes=(1, 2, 8), stuck_after=STUCK)
+        self._stack = stack
+        self.served: LoadedPolicy
+
+    async def load(self, path: str = "p") -> LoadedPolicy:
+        house = self
+
+        class Placed(ScriptedPolicy):
+            def on(self, device: str) -> ScriptedPolicy:
+                house.on[device] = other = super().on(device)
+                return other
+
+        def make() -> ScriptedPolicy:
+            first = self.engine.first_device or "somewhere"
+            self.on[first] = policy = Placed(device=first)
+            return policy
+
+        self.served = await self._stack.enter_async_context(
+            self.engine.policy(ScriptedLoader(make), path, None, lambda word: None)
+        )
+        return self.served
+
+    async def ask(self, asker: object | None = None) -> None:
+        assert (await self.engine.infer(self.served, OBSERVATION, caller=asker)).chunk.shape == (1, 20, 6)
+
+    def acted(self, device: str) -> int:
+        return self.on[device].acted
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    async with AsyncExitStack() as stack:
+        house = House(("a", "b"), stack)
+        await house.load()
+        yield house
+    await house.engine.close()
+
+
+async def test_what_one_device_does_not_answer_another_one_does_and_the_first_is_soon_left_alone(house: House) -> None:
+    house.on["a"].failures = [DEAD] * 100
+    for _ in range(ALLOWED + 4):
+        await house.ask()
+    assert (house.acted("a"), house.acted("b")) == (ALLOWED, ALLOWED + 4)
+    facts = house.engine.facts()
+    assert facts["devices_failed"] == ["a"]
+    assert [device["failed"] for device in facts["devices"]] == ["it raises RuntimeError", None]  # type: ignore[index,union-attr]
+    assert "secret" not in str(facts)
+
+
+async def test_nothing_is_compiled_for_a_device_that_is_out(house: House) -> None:
+    house.on["a"].failures = [DEAD] * 100
+    for _ in range(ALLOWED):
+        await house.ask()
+    house.on["a"].compile_failure = DEAD
+    await house.engine.compile(house.served, {"front": (8, 8)})
+    assert house.served.is_compiled({"front": (8, 8)})
+    assert house.served.policy is house.on["b"]
+
+
+async def test_a_policy_that_comes_later_is_not_put_on_it(house: House) -> None:
+    house.on["a"].failures = [DEAD] * 100
+    for _ in range(ALLOWED):
+        await house.ask()
+    assert house.engine.first_device == "b"
+    later = await house.load("later")
+    assert [(replica.lane, replica.policy.device) for replica in later.replicas] == [(1, "b")]
+    await house.ask()
+    assert house.acted("b") == 1
+
+
+async def test_what_fails_everywhere_is_the_policys_fault_and_no_devices(house: House) -> None:
+    for _ in range(ALLOWED + 2):
+        house.on["a"].failures, house.on["b"].failures = [DEAD], [DEAD]
+        with pytest.raises(PolicyFailed, match="the policy raised RuntimeError"):
+            await house.ask()
+    await house.ask()
+    assert house.engine.facts()["devices_failed"] == []
+
+
+async def test_an_answer_in_between_makes_up_for_failures(house: House) -> None:
+    for _ in range(ALLOWED + 2):
+        house.on["a"].failures = [DEAD]
+        for _ in range(4):  # of which each device is asked two, or one and what the other does not answer
+            await house.ask()
+        assert not house.on["a"].failures
+    assert house.engine.facts()["devices_failed"] == []
+
+
+async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, pauses: Pauses) -> None:
+    gate = threading.Event()
+    house.on["a"].failures = [gate] * 100
+    try:
+        for _ in range(ALLOWED):
+            began = time.monotonic()
+            await house.ask()
+            assert pauses.running(began) < STUCK / 2, "long before an inference is stuck"
+        before = house.acted("a")
+        await house.ask()
+        assert house.acted("a") == before
+        assert house.engine.facts()["devices"][0]["failed"] == "it does not answer in time"  # type: ignore[index]
+    finally:
+        house.on["a"].failures = []
+        gate.set()
+
+
+async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it(house: House) -> None:
+    async with asyncio.timeout(30):
+        await until(lambda: not house.engine.facts()["batch_sizes_to_compile"])
+    gate = threading.Event()
+    house.on["a"].failures = [np.zeros((1, 20, 6), np.float32), gate]
+    for policy in house.on.values():
+        policy.latency = 0.2  # while the first of each device is answered, the others gather
+    async with asyncio.timeout(30), asyncio.TaskGroup() as robots:
+        for _ in range(2):
+            robots.create_task(house.ask(asyncio.Event()))
+        await until(lambda: house.acted("a") == house.acted("b") == 1)
+        for _ in range(16):
+            robots.create_task(house.ask(asyncio.Event()))
+    gate.set()
+    async with asyncio.timeout(30):
+        # The batch that hung comes back, and was one of many.
+        await until(lambda: "8" in house.engine.facts()["devices"][0]["batches"])  # type: ignore[index]
+    assert house.engine.facts()["devices_failed"] == []
+
+
+async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_hangs(
+    house: House, pauses: Pauses
+) -> None:
+    gate = threading.Event()
+    house.on["a"].failures = [gate] * 100
+    began = time.monotonic()
+    try:
+        await asyncio.gather(*(house.ask(asyncio.Event()) for _ in range(8)))
+    finally:
+        house.on["a"].failures = []
+        gate.set()
+    assert pauses.running(began) < 0.75 * STUCK
+
+
+async def test_two_lanes_of_one_device_are_one_device() -> None:
+    async with AsyncExitStack() as stack:
+        house = House(("a", "a"), stack)
+        served = await house.load()
+        for replica in served.replicas:
+            replica.policy.failures = [DEAD] * 100  # type: ignore[attr-defined]
+        with pytest.raises(PolicyFailed):
+            await house.ask()
+        assert sum(replica.policy.acted for replica in served.replicas) == 1  # type: ignore[attr-defined]
+    await house.engine.close()

@@ -1,0 +1,438 @@
+"""Devices join and leave while policies are loaded and robots ask: nobody notices as long as one is there."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+from service.errors import PolicyError, PolicyFailed
+from service.inference.device_worker import DeviceGone, Overdue, WorkerClosed
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
+from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import OBSERVATION
+from tests.testing.waiting import until
+
+
+class ScriptedLane:
+    """A `DeviceWorker` without a thread.
+
+    Attributes:
+        failures: what the next asks raise instead of an answer, or wait for.
+        acted: how many were answered.
+    """
+
+    abandoned = waiting = 0
+    is_late = False
+
+    def __init__(self) -> None:
+        self.failures: list[Exception | asyncio.Event] = []
+        self.batches: dict[int, int] = {}
+        self.asked, self.asked_at, self.acted = 0, 0.0, 0
+        self.is_closed = False
+
+    def load(self, now: float) -> float:
+        return 0.0
+
+    async def submit(
+        self,
+        replica: Replica,
+        observation: Mapping[str, np.ndarray],
+        due: float | None,
+        *,
+        is_alone: bool = False,
+        may_move: bool = False,
+    ) -> InferenceResult:
+        if self.is_closed:
+            raise WorkerClosed("the server is ending")
+        self.asked += 1
+        try:
+            if self.failures:
+                failure = self.failures.pop(0)
+                if isinstance(failure, Exception):
+                    raise failure
+                await failure.wait()
+            self.acted += 1
+            return InferenceResult(replica.policy.act(observation), 0.0, 0.0, 0.0, 0.0, 0.0)
+        finally:
+            self.asked -= 1
+
+    async def close(self, within: float) -> bool:
+        self.is_closed = True
+        return True
+
+
+class Somewhere(ScriptedPolicy):
+    """One that is copied to where the house's devices are.
+
+    Attributes:
+        failures_of: what copying to a device raises, or waits for.
+        copied: where it was copied to, in this order.
+    """
+
+    failures_of: dict[str, Exception | threading.Event]
+    copied: list[str]
+
+    def on(self, device: str) -> ScriptedPolicy:
+        self.copied.append(device)
+        failure = self.failures_of.get(device)
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            failure.wait(30)
+        other = super().on(device)
+        assert isinstance(other, Somewhere)
+        other.failures_of, other.copied = self.failures_of, self.copied
+        return other
+
+
+class House:
+    """An engine whose devices are elsewhere."""
+
+    def __init__(self, stack: AsyncExitStack, patience: float = 30.0):
+        self.engine = Engine(switch_interval=None, are_elsewhere=True, patience=patience)
+        self.lanes: dict[str, ScriptedLane] = {}
+        self.failures_of: dict[str, Exception | threading.Event] = {}
+        self.copied: list[str] = []
+        self.loader = ScriptedLoader(self._make)
+        self._stack = stack
+
+    def _make(self) -> ScriptedPolicy:
+        policy = Somewhere(device="loaded")
+        policy.failures_of, policy.copied = self.failures_of, self.copied
+        return policy
+
+    def join(self, *devices: str) -> None:
+        for device in devices:
+            self.lanes[device] = ScriptedLane()
+            self.engine.join(device, self.lanes[device])
+
+    async def load_on(self, *devices: str) -> LoadedPolicy:
+        self.join(*devices)
+        return await self.load()
+
+    async def load(self, path: str = "p") -> LoadedPolicy:
+        return await self._stack.enter_async_context(self.engine.policy(self.loader, path, None, lambda word: None))
+
+    async def ask(self, served: LoadedPolicy, times: int = 1) -> None:
+        for _ in range(times):
+            assert (await self.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
+
+    def acted(self) -> dict[str, int]:
+        return {device: lane.acted for device, lane in self.lanes.items()}
+
+    async def settled(self) -> None:
+        """All that joined have what is loaded."""
+        await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("join ")])
+
+
+def where(served: LoadedPolicy) -> list[str]:
+    return [replica.policy.device for replica in served.replicas]
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    others = set(threading.enumerate())  # another test's thread may still be busy
+    async with AsyncExitStack() as stack:
+        house = House(stack)
+        yield house
+    await house.engine.close()
+    await until(lambda: not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+    begun = ("policy-loader", "device")
+    await until(lambda: not [one for one in set(threading.enumerate()) - others if one.name in begun])
+    assert all(lane.is_closed for lane in house.lanes.values())
+
+
+async def test_what_is_loaded_is_put_on_one_that_joins_and_asked_of_it(house: House) -> None:
+    served = await house.load_on("a")
+    await house.engine.compile(served, {"front": (8, 8)})
+    house.join("b")
+    await house.settled()
+    assert where(served) == ["a", "b"]
+    assert served.is_compiled({"front": (8, 8)})
+    lanes = house.lanes
+    lanes["a"].asked = 1  # it is busy
+    await house.ask(served)
+    assert house.acted() == {"a": 0, "b": 1}
+    lanes["a"].asked = 0
+
+
+async def test_one_that_joins_while_a_policy_is_loaded_gets_it_too(house: House) -> None:
+    house.join("a")
+    house.loader.gate = threading.Event()
+    loading = asyncio.create_task(house.load())
+    await until(lambda: house.loader.loads)
+    house.join("b")
+    house.loader.gate.set()
+    served = await loading
+    await house.settled()
+    assert sorted(where(served)) == ["a", "b"]
+
+
+async def test_a_policy_cannot_be_loaded_while_no_device_is_there(house: House) -> None:
+    with pytest.raises(PolicyError, match="cannot be loaded"):
+        await house.load()
+    house.join("a")
+    assert where(await house.load()) == ["a"]
+
+
+async def test_one_that_leaves_while_a_policy_is_copied_to_it_does_not_get_it(house: House) -> None:
+    served = await house.load_on("a")
+    gate = house.failures_of["b"] = threading.Event()
+    house.join("b")
+    await until(lambda: "b" in house.copied)
+    house.engine.leave("b", "it ended")
+    await house.engine.forget("b")
+    gate.set()
+    await house.settled()
+    assert where(served) == ["a"]
+    assert house.engine.facts()["devices_failed"] == []
+
+
+async def test_one_that_is_gone_while_a_policy_is_loaded_does_not_spoil_it(house: House) -> None:
+    house.join("a", "b", "c")
+    house.failures_of["b"] = DeviceGone("b ended")
+    assert where(await house.load())[:2] == ["a", "c"]
+    await house.settled()
+
+
+async def test_one_that_left_is_not_copied_to(house: House) -> None:
+    house.join("a", "b")
+    house.engine.leave("b", "it ended")
+    served = await house.load()
+    await house.settled()
+    assert (where(served), house.copied) == (["a"], ["a"])
+
+
+async def test_a_failed_device_of_this_process_is_not_copied_to() -> None:
+    async with AsyncExitStack() as stack:
+        house = House(stack)
+        engine = house.engine = Engine(switch_interval=None, devices=("a", "b"))
+        engine.leave("a", "it raises")
+        served = await house.load()
+        await house.settled()
+        assert (where(served), house.copied) == (["b"], ["b"])
+    await engine.close()
+
+
+async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> None:
+    served = await house.load_on("a", "b", "c")
+    house.lanes["a"].failures = [DeviceGone("a ended")]
+    await house.ask(served, 3)
+    assert house.engine.failed == ("a",)
+    assert where(served) == ["b", "c"]
+    assert house.acted()["a"] == 0
+
+
+async def test_of_three_two_may_fail_at_one_moment(house: House) -> None:
+    served = await house.load_on("a", "b", "c")
+    house.lanes["a"].failures = [Overdue("a is slow")]
+    house.lanes["b"].failures = [DeviceGone("b ended")]
+    house.lanes["b"].asked_at, house.lanes["c"].asked_at = 1.0, 2.0
+    await house.ask(served)
+    assert house.engine.failed == ("b",)
+    assert house.acted()["a"] + house.acted()["c"] == 1
+
+
+class LateLane(ScriptedLane):
+    """Its first answer is late: `said` is what it says in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: asyncio.Future[InferenceResult] = asyncio.get_running_loop().create_future()
+
+    async def submit(self, *args: object, **more: object) -> InferenceResult:
+        self.acted += 1
+        late = Overdue("a is slow")
+        late.is_counted, late.answer = True, self.said
+        raise late
+
+    def answer(self) -> InferenceResult:
+        inference = InferenceResult(np.zeros((1, 20, 6), np.float32), 0.0, 0.0, 0.0, 0.0, 0.0)
+        self.said.set_result(inference)
+        return inference
+
+
+def put_late(house: House, served: LoadedPolicy) -> LateLane:
+    lane = LateLane()
+    house.engine._devices.lanes[served.replicas[0].lane] = house.lanes["a"] = lane
+    return lane
+
+
+@pytest.mark.parametrize("what", ["waits", "is stuck", "is gone", "left meanwhile"])
+async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(house: House, what: str) -> None:
+    served = await house.load_on("a", "b")
+    late = put_late(house, served)
+    house.lanes["b"].asked_at = 1.0
+    if what == "left meanwhile":
+        house.engine.leave("b", "it ended")
+        served.replicas = tuple(served.replicas[:1])
+    else:
+        never = asyncio.Event()
+        house.lanes["b"].failures = [
+            {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
+        ]
+    asking = asyncio.create_task(house.engine.infer(served, OBSERVATION))
+    for _ in range(50):  # no thread has a part in it
+        await asyncio.sleep(0)
+    assert not asking.done()
+    assert house.lanes["b"].asked == (what == "waits")
+    wanted = late.answer()
+    async with asyncio.timeout(30):
+        assert await asking is wanted
+    await asyncio.sleep(0)
+    assert house.lanes["b"].asked == 0, "it is not waited for any more"
+    assert house.engine.failed == (("b",) if what in ("is gone", "left meanwhile") else ())
+
+
+async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -> None:
+    served = await house.load_on("a", "b")
+    late = put_late(house, served)
+    house.lanes["b"].asked_at = 1.0
+    house.lanes["b"].failures = [InferenceStuck("b did not return")]
+    late.said.set_exception(InferenceStuck("a did not return"))
+    with pytest.raises(InferenceStuck, match="b did not return"):
+        await house.ask(served)
+
+
+async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
+    served = await house.load_on("a", "b")
+    house.lanes["a"].is_late = True
+    house.lanes["a"].asked, house.lanes["b"].asked = 1, 5
+    await house.ask(served)
+    assert (house.acted()["a"], house.acted()["b"]) == (0, 1)
+
+
+async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: House) -> None:
+    served = await house.load_on("a", "b")
+
+    class Slow(ScriptedLane):
+        async def submit(self, *args: object, **more: object) -> InferenceResult:
+            house.engine.leave("b", "it ended")
+            await house.engine.forget("b")
+            raise Overdue("a is slow")
+
+    number = served.replicas[0].lane
+    house.engine._devices.lanes[number] = house.lanes["a"] = Slow()
+    with pytest.raises(PolicyFailed):
+        await house.ask(served)
+
+
+async def test_requests_wait_while_none_is_there_and_go_on_when_one_joins(house: House) -> None:
+    house.join("a")
+    served, other = await house.load(), await house.load("other")
+    house.engine.leave("a", "it ended")
+    await house.engine.forget("a")
+    robots = [asyncio.create_task(house.ask(one)) for one in (served, other, served)]
+    await asyncio.sleep(0.01)
+    assert not any(robot.done() for robot in robots)
+    house.join("b")
+    async with asyncio.timeout(30):
+        await asyncio.gather(*robots)
+    assert (where(served), where(other)) == (["b"], ["b"])
+    assert house.acted()["b"] == 3
+
+
+async def test_a_robot_goes_on_before_the_policies_of_others_are_copied(house: House) -> None:
+    served = await house.load_on("a")
+    gate = threading.Event()
+
+    class Slow(Somewhere):
+        def on(self, device: str) -> ScriptedPolicy:
+            if device == "b":
+                gate.wait(30)
+            return super().on(device)
+
+    def make() -> ScriptedPolicy:
+        policy = Slow(device="loaded")
+        policy.failures_of, policy.copied = {}, []
+        return policy
+
+    house.loader.make = make
+    await house.load("slow")
+    house.engine.leave("a", "it ended")
+    robot = asyncio.create_task(house.ask(served))
+    await asyncio.sleep(0)
+    house.join("b")
+    async with asyncio.timeout(30):
+        await robot
+    gate.set()
+    await house.settled()
+
+
+async def test_a_policy_that_one_cannot_have_does_not_keep_it_from_having_others(house: House) -> None:
+    served = await house.load_on("a")
+    house.failures_of["b"] = OSError(28, "No space left on device")
+    house.join("b")
+    await house.settled()
+    assert where(served) == ["a"]
+    house.failures_of.clear()
+    later = await house.load("later")
+    assert where(later) == ["a", "b"]
+
+
+async def test_after_its_patience_a_request_fails_with_a_text() -> None:
+    async with AsyncExitStack() as stack:
+        house = House(stack, patience=0.05)
+        served = await house.load_on("a")
+        house.engine.leave("a", "it ended")
+        with pytest.raises(InferenceStuck, match=r"no engine has been there for 0.05 s that the policy could run on"):
+            await house.ask(served)
+    await house.engine.close()
+
+
+async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: House) -> None:
+    served = await house.load_on("a")
+    house.engine.leave("a", "it ended")
+    robot = asyncio.create_task(house.ask(served))
+    await asyncio.sleep(0.01)
+    await house.engine.close()
+    async with asyncio.timeout(30):
+        with pytest.raises(WorkerClosed):
+            await robot
+
+
+async def test_nothing_joins_an_engine_that_is_closed(house: House) -> None:
+    house.join("a")
+    await house.engine.close()
+    house.engine.join("b", ScriptedLane())
+    assert len(house.engine.facts()["devices"]) == 1  # type: ignore[arg-type]
+
+
+async def test_compiling_goes_on_without_one_that_is_gone(house: House) -> None:
+    served = await house.load_on("a", "b")
+    gone = served.replicas[1].policy
+    assert isinstance(gone, ScriptedPolicy)
+    gone.compile_failure = DeviceGone("b ended")
+    await house.engine.compile(served, {"front": (8, 8)})
+    house.engine.leave("b", "it ended")
+    assert served.is_compiled({"front": (8, 8)})
+
+
+async def test_of_devices_that_come_and_go_for_months_nothing_stays(house: House) -> None:
+    served = await house.load_on("first")
+    before = "first"
+    for number in range(50):
+        house.join(f"device {number}")
+        await house.settled()
+        house.engine.leave(before, "it ended")
+        await house.engine.forget(before)
+        before = f"device {number}"
+    await house.ask(served)
+    facts = house.engine.facts()
+    assert facts["devices_failed"] == []
+    assert len(facts["devices"]) == len(served.replicas) == 1  # type: ignore[arg-type]
+
+
+async def test_one_that_leaves_alone_and_is_forgotten_makes_place_for_the_next(house: House) -> None:
+    served = await house.load_on("a")
+    house.engine.leave("a", "it ended")
+    await house.engine.forget("a")
+    house.join("b")
+    await house.settled()
+    assert where(served) == ["b"]
+    await house.engine.compile(served, {"front": (9, 9)})
+    await house.ask(served)

@@ -1,0 +1,178 @@
+"""One policy that is asked with pictures of two sizes: what the large ones take says nothing of the small ones."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmodels import Requirements
+from service.inference.device_worker import Batch, InferenceWorker
+from service.inference.engine import Engine, LoadedPolicy
+from service.inference.latency_model import LatencyModel
+from service.inference.loaded_policy import frames_of
+from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.waiting import until
+
+Sizes = Mapping[str, tuple[int, int]]
+LARGE = {"front": (480, 640)}
+SMALL_FRAMES, LARGE_FRAMES = frozenset(SO100_REQUIREMENTS.cameras.items()), frozenset(LARGE.items())
+
+
+def seen(height: int, width: int) -> dict[str, np.ndarray]:
+    return {
+        "observation.images.front": np.zeros((1, height, width, 3), np.uint8),
+        "observation.state": np.zeros((1, 6), np.float32),
+    }
+
+
+SMALL_SEEN, LARGE_SEEN = seen(48, 64), seen(480, 640)
+
+
+@dataclass
+class Sized(ScriptedPolicy):
+    """A batch takes 1 ms, one of large pictures 200 ms, and twice as long for 4 members; so it says."""
+
+    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+        return (0.2 if cameras == LARGE else 0.001) * (2 if batch == 4 else 1)
+
+
+def ignore(stage: str) -> None:
+    pass
+
+
+@asynccontextmanager
+async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] = (1,)) -> AsyncIterator[Any]:
+    engine = Engine(switch_interval=None, stuck_after=60.0, batch_sizes=batch_sizes)
+    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await engine.compile(served, LARGE)
+        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        yield engine, served
+    await engine.close()
+
+
+@pytest.fixture
+def rehearsed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What robots ask for is not learnt: a busy machine makes of it what it likes."""
+    learn = LatencyModel.learn
+
+    def learn_elsewhere(costs: LatencyModel, size: int, seconds: float) -> None:
+        if not threading.current_thread().name.startswith("device"):
+            learn(costs, size, seconds)
+
+    monkeypatch.setattr(LatencyModel, "learn", learn_elsewhere)
+
+
+def milliseconds(engine: Engine) -> Any:
+    devices: Any = engine.facts()["devices"]
+    return [device["batch_ms"] for device in devices]
+
+
+async def test_each_size_of_pictures_has_its_own_figures() -> None:
+    async with asked_with_both(Sized(), (1, 4)) as (engine, served):
+        assert served.costs.milliseconds() == {
+            "1": {"p50": 1.0, "p90": 1.0},
+            "4": {"p50": 2.0, "p90": 2.0},
+        }, "of what it was trained with"
+        for _ in range(5):
+            await engine.infer(served, LARGE_SEEN)
+        assert served.costs.usual(1) == 0.001
+        large = served.replicas[0].costs(LARGE_FRAMES)
+        assert large.usual(4) == 0.4
+        assert large.usual(1) < 0.2, "it took no time at all, as the robots saw"
+
+
+async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
+    engine = Engine(switch_interval=None, batch_sizes=(1, 4))
+    async with engine.policy(ScriptedLoader(Sized), "p", None, ignore) as served:
+        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        own = {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}
+        assert milliseconds(engine) == [[own]], "as ever"
+        await engine.compile(served, LARGE)
+        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        ((found,),) = milliseconds(engine)
+        assert found == own | {
+            "1 of 480x640 frames": {"p50": 200.0, "p90": 200.0},
+            "4 of 480x640 frames": {"p50": 400.0, "p90": 400.0},
+        }
+        assert list(found)[:2] == ["1", "4"]
+    await engine.close()
+
+
+@pytest.mark.usefixtures("rehearsed_only")
+@pytest.mark.parametrize(
+    ("observation", "soon", "overdue"), [(SMALL_SEEN, 0.002, 0.1), (LARGE_SEEN, 0.4, 0.6)], ids=["small", "large"]
+)
+async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
+    observation: dict[str, np.ndarray], soon: float, overdue: float
+) -> None:
+    gate, policy = threading.Event(), Sized()
+    async with asked_with_both(policy) as (engine, served):
+        policy.failures.append(gate)
+        asking = asyncio.create_task(engine.infer(served, observation))
+        (lane,) = engine._devices.lanes.values()
+        assert isinstance(lane, InferenceWorker)
+
+        def running() -> Batch | None:
+            return next(iter([*lane._left, *filter(None, (lane._current,))]), None)
+
+        batch = await until(running)
+        assert batch is not None
+        assert batch.overdue == pytest.approx(overdue)
+        assert batch.members[0].due - batch.members[0].submitted == pytest.approx(soon, abs=1e-6)
+        gate.set()
+        await asking
+
+
+@pytest.mark.usefixtures("rehearsed_only")
+async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_first() -> None:
+    """It takes longer; and each is answered in the line of its own size."""
+    gate, policy = threading.Event(), Sized()
+    order: list[tuple[int, ...]] = []
+    act = policy.act
+
+    def noted(observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        order.append(observation["observation.images.front"].shape[1:3])
+        return act(observation)
+
+    policy.act = noted  # type: ignore[method-assign]
+    async with asked_with_both(policy) as (engine, served):
+        policy.failures.append(gate)
+        due = asyncio.get_running_loop().time() + 0.9
+        asking = [asyncio.create_task(engine.infer(served, LARGE_SEEN))]
+        await until(lambda: order)
+        for observation in (SMALL_SEEN, LARGE_SEEN):
+            asking.append(asyncio.create_task(engine.infer(served, observation, due=due)))
+        await until(lambda: engine.facts()["inferences_waiting"] == 2)
+        gate.set()
+        await asyncio.gather(*asking)
+    assert order == [(480, 640), (480, 640), (48, 64)]
+
+
+async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
+    async with asked_with_both(Sized()) as (engine, served):
+        counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1].seconds
+        before = len(counted)
+        (lane,) = engine._devices.lanes.values()
+        await lane.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
+        assert len(counted) == before + 1
+        assert served.costs.usual(1) == 0.001
+
+
+async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
+    async with asked_with_both(Sized()) as (engine, served):
+        (lane,) = engine._devices.lanes.values()
+        with pytest.raises(Exception, match="observation has"):
+            await lane.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
+        assert list(milliseconds(engine)[0][0]) == ["1", "1 of 480x640 frames"]
+
+
+def test_a_policy_may_be_blind() -> None:
+    blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
+    blind.replicas[0].prepare(1, None)
+    assert blind.costs.is_known
+    assert frames_of({"observation.state": np.zeros((1, 6), np.float32)}) == blind.replicas[0].trained

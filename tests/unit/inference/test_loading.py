@@ -1,0 +1,161 @@
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmodels.errors import CheckpointError
+from service.inference.sandbox import CheckpointSandbox
+from service.testing import ScriptedLoader
+from tests.testing.rig import started
+
+DEMO = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    header, data = {}, b""
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": {"float32": "F32", "float16": "F16"}[str(array.dtype)],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + array.nbytes],
+        }
+        data += array.tobytes()
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "arm").mkdir()
+    (tmp_path / "arm/config.json").write_text('{"type": "act"}')
+    write(tmp_path / "arm/model.safetensors", {"a": np.ones((2, 3), np.float32), "b": np.zeros(5, np.float16)})
+    return tmp_path / "arm"
+
+
+def told(folder, inspection=None):
+    with pytest.raises(CheckpointError) as caught:
+        (inspection or CheckpointSandbox())(folder)
+    text = str(caught.value)
+    assert str(folder.parent) not in text
+    return text
+
+
+def test_a_policy_is_read_to_its_end_and_only_files_of_known_names(folder, caplog):
+    (folder / "modeling.py").write_text("raise SystemExit(3)")
+    (folder / "weights.bin").write_bytes(b"\x80\x04.")
+    with caplog.at_level("INFO"):
+        CheckpointSandbox()(folder)
+    assert "2 tensors, 34 bytes" in caplog.text
+
+
+def test_a_folder_may_be_named_from_where_the_server_was_started(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    CheckpointSandbox()(Path("arm"))
+
+
+def test_the_policy_of_the_demo_passes(caplog):
+    with caplog.at_level("INFO"):
+        CheckpointSandbox()(DEMO)
+    assert "tensors" in caplog.text
+
+
+def spoil_nan(folder):
+    write(folder / "model.safetensors", {"fine": np.ones(2, np.float32), "sick": np.array([1, np.nan], np.float32)})
+
+
+def spoil_infinity(folder):
+    write(folder / "model.safetensors", {"sick": np.array([np.inf], np.float16)})
+
+
+def spoil_end(folder):
+    raw = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(raw[:-3])
+
+
+def spoil_length(folder):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+
+
+def spoil_count(folder):
+    write(folder / "model.safetensors", {f"t{number}": np.zeros(0, np.float32) for number in range(10_001)})
+
+
+def spoil_shape(folder):
+    header = {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}}
+    raw = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + b"1234")
+
+
+def spoil_config(folder):
+    (folder / "config.json").write_text('{"type": NaN}')
+
+
+def spoil_depth(folder):
+    (folder / "config.json").write_text('{"a":' * 100_000)
+
+
+def spoil_permission(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (spoil_nan, "a NaN or an infinity in sick"),
+        (spoil_infinity, "a NaN or an infinity in sick"),
+        (spoil_end, "not a readable safetensors file"),
+        (spoil_length, "claims 4611686018427387904 bytes"),
+        (spoil_count, "10001 tensors; wanted at most 10000"),
+        (spoil_shape, "not a readable safetensors file"),
+        (spoil_config, "config.json"),
+        (spoil_depth, "config.json: malformed JSON"),
+        (spoil_permission, "model.safetensors"),
+    ],
+)
+def test_what_is_wrong_with_files_is_told_by_their_name(folder, spoil, words):
+    spoil(folder)
+    assert words in told(folder)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("x = bytearray(1 << 40)", "out of memory"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 24))", "out of memory"),
+        ("import os; os.abort()", "was ended by SIGABRT"),
+        ("import os; os.write(2, b'terminate called after std::bad_alloc'); os.abort()", "out of memory"),
+        ("import ctypes; ctypes.string_at(0)", "was ended by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "out of memory"),
+        ("raise ValueError('secret')", "was ended with code 1"),
+        ("while True: sys.stdout.write('x' * 4096); sys.stdout.flush()", "was ended"),
+        ("import time; time.sleep(60)", "took over"),
+    ],
+)
+def test_whatever_becomes_of_the_child_its_parent_lives_and_says_so(folder, program, words):
+    text = told(folder, CheckpointSandbox(1 << 28, patience=60.0 if "sleep" not in program else 0.2, program=program))
+    assert words in text
+    assert "secret" not in text
+
+
+def test_the_child_has_nothing_of_its_parents_environment(folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    program = "import json, os; print(json.dumps({'error': ' '.join(sorted(os.environ))}))"
+    names = set(told(folder, CheckpointSandbox(program=program)).removeprefix("arm: ").split())
+    assert names <= {"LC_CTYPE", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE"}
+
+
+async def test_a_session_with_a_broken_policy_is_422_with_the_reason_and_leaves_no_room(folder):
+    def load(path, revision=None, /, *, like=None, on_progress=None):
+        CheckpointSandbox()(Path(path))
+        return ScriptedLoader()(path)
+
+    spoil_end(folder)
+    async with started(load=load) as server:
+        status, told = await server.create(policy_path=str(folder))
+        assert status == 422
+        assert "not a readable safetensors file" in str(told)
+        assert str(folder) not in str(told)
+        assert not server.transport.existing

@@ -1,0 +1,165 @@
+import logging
+import os
+
+import pytest
+
+from jaxmodels import PolicyFolder
+from jaxmodels.errors import CheckpointError
+from service.errors import InvalidRequest, PolicyError
+from service.inference.policy_sources import PolicyPlaces, copies_in
+from service.testing import ScriptedLoader
+from tests.testing.rig import body, started
+
+
+@pytest.fixture
+def roots(tmp_path):
+    """A root with a policy, one whose file is a link out of it, links into and out of it, and a folder beside it."""
+    for name in ("root/act", "root/sly", "outside/act"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "outside/act/model.safetensors").write_text("x")
+    (tmp_path / "root/sly/model.safetensors").symlink_to(tmp_path / "outside/act/model.safetensors")
+    (tmp_path / "root/out").symlink_to(tmp_path / "outside/act")
+    (tmp_path / "root/loop").symlink_to(tmp_path / "root/loop")
+    (tmp_path / "in").symlink_to(tmp_path / "root/act")
+    (tmp_path / "root-2").mkdir()
+    return tmp_path
+
+
+def refused(places, path):
+    with pytest.raises(InvalidRequest) as caught:
+        places.check(str(path))
+    return str(caught.value)
+
+
+def test_a_folder_inside_of_a_root_is_allowed_also_by_a_link_to_it(roots):
+    places = PolicyPlaces([roots / "root"])
+    for path in ("root", "root/act", "in", "root/../root/act", "root/act/"):
+        places.check(str(roots / path))
+
+
+def test_everything_else_is_refused_with_one_message_that_tells_nothing_of_the_disk(roots):
+    places = PolicyPlaces([roots / "root"])
+    paths = [
+        roots / "outside/act",
+        roots / "root/out",
+        roots / "root/sly",
+        roots / "root/loop",
+        roots / "root/../outside/act",
+        roots / "root-2",
+        roots / "root/act/config.json",
+        roots / "root/nowhere",
+        roots,
+        "/",
+        "~",
+        "~nobody-here",
+        "../root/act",
+        "someone/arm",
+        "x" * 5000,
+        "a\0b",
+        "\udcff",
+        "",
+    ]
+    texts = {refused(places, path) for path in paths}
+    assert len(texts) == 1
+    assert "policy_roots" in texts.pop()
+
+
+def test_a_root_that_is_not_there_holds_nothing(tmp_path):
+    refused(PolicyPlaces([tmp_path / "later"]), tmp_path)
+
+
+def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places = PolicyPlaces(owners=["LeRobot"])
+    places.check("lerobot/act_aloha")
+    for name in (
+        "other/act",
+        "lerobot",
+        "lerobot/a/b",
+        "lerobot/..",
+        "lerobot/",
+        "/lerobot/a",
+        "lerobot/a b",
+        "lérobot/a",
+    ):
+        refused(places, name)
+    (tmp_path / "lerobot/act_aloha").mkdir(parents=True)  # it would be loaded from here now
+    refused(places, "lerobot/act_aloha")
+
+
+@pytest.mark.parametrize("revision", ["refs/pr/7", "pr/7", "REFS/PR/7", "refs/convert/x"])
+async def test_a_pull_request_to_an_allowed_owner_is_anybodys_and_comes_in_by_no_way(revision):
+    new = body(policy_path="lerobot/act")
+    shadow = {"shadow_policy_path": "lerobot/act", "shadow_revision": revision}
+    async with started(policy_owners=("lerobot",)) as server:
+        for path, sent, field in (
+            ("/sessions", new | {"revision": revision}, "revision"),
+            ("/sessions", new | shadow, "shadow_revision"),
+            ("/sessions", new | {"revision": "main"}, None),
+            ("/sessions/arm/policy", {"revision": revision}, "revision"),
+            ("/policies/check", {"policy_path": "lerobot/act", "revision": revision}, "revision"),
+        ):
+            status, told = await server.call("POST", path, json=sent)
+            wanted = (200, None) if field is None else (422, ["body", field])
+            assert (status, field and told["detail"][0]["loc"]) == wanted, (path, told)
+    assert len(server.load.loads) == 1
+    PolicyPlaces(is_open=True).check("lerobot/act", revision=revision)
+
+
+def test_an_open_server_takes_everything_until_something_is_configured(tmp_path):
+    PolicyPlaces(is_open=True).check(str(tmp_path))
+    refused(PolicyPlaces(owners=["a"], is_open=True), tmp_path)
+    refused(PolicyPlaces(), tmp_path)
+
+
+def test_pickles_and_code_in_a_folder_are_named_in_the_log_and_left_alone(roots, caplog):
+    for name in ("weights.bin", "old.pt", "modeling.py"):
+        (roots / "root/act" / name).touch()
+    with caplog.at_level(logging.INFO):
+        PolicyPlaces([roots / "root"]).check(str(roots / "root/act"))
+    assert "modeling.py, old.pt, weights.bin" in caplog.text
+
+
+def test_loading_asks_again_but_for_updates_which_come_from_copies_that_were_verified(roots):
+    load = PolicyPlaces([roots / "root"]).guarded(ScriptedLoader())
+    policy = load(str(roots / "root/act"))
+    load(str(roots / "outside/act"), like=policy)
+    with pytest.raises(PolicyError, match="policy_roots"):
+        load(str(roots / "outside/act"))
+
+
+@pytest.mark.parametrize("field", ["policy_path", "shadow_policy_path"])
+async def test_a_request_is_422_at_the_field_with_no_path_of_the_machine(roots, field):
+    allowed = {"policy_path": str(roots / "root/act")}
+    async with started(policy_roots=(str(roots / "root"),)) as server:
+        status, told = await server.create(**allowed | {field: str(roots / "root/out")})
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
+        assert "--policy-roots" in str(told)
+        assert os.fspath(roots) not in str(told)
+        assert not server.load.loads
+        assert (await server.create(**allowed))[0] == 200
+
+
+def test_an_update_is_opened_where_the_hubs_cache_links_to_and_nowhere_else(roots):
+    repo = roots / "models--lab--act"
+    (repo / "snapshots/abc").mkdir(parents=True)
+    (roots / "root/act/config.json").rename(repo / "blob")
+    (repo / "snapshots/abc/config.json").symlink_to("../../blob")
+    with PolicyFolder(repo / "snapshots/abc", roots=copies_in(repo / "snapshots/abc")) as opened:
+        assert set(opened.descriptors) == {"config.json"}
+    with pytest.raises(CheckpointError, match="leads out"):
+        PolicyFolder(roots / "root/sly", roots=copies_in(roots / "root/sly"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "odd name.json", "numbers.safetensors", "orbax"])
+def test_whatever_its_name_no_link_of_a_folder_leads_out(roots, name):
+    link = roots / "root/act" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(roots / "outside/act/config.json")
+    refused(PolicyPlaces([roots / "root"]), roots / "root/act")
+
+
+async def test_a_server_for_other_machines_loads_nothing_that_was_not_configured(roots):
+    async with started(host="0.0.0.0", insecure=True) as server:
+        assert (await server.create(policy_path=str(roots / "root/act")))[0] == 422

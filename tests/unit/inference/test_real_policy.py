@@ -1,0 +1,211 @@
+"""A session with a compiled policy instead of a scripted one."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmodels
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.act.model import Act
+from jaxmodels.policies.config import SMALL_CNN
+from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.types import ACTION, PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, STATE, Feature
+from jaxmodels.weights import blueprint, flatten
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Sessions
+from service.stage import Stage
+from service.testing import MemoryLink, MemoryTransport
+from tests.testing import waiting
+
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+until = partial(waiting.until, within=60.0)
+
+FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
+POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
+NAMES = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained small ACT at 50 Hz, saved as any policy is."""
+    config = ActConfig(
+        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        output_features=(Feature(ACTION, "ACTION", (6,)),),
+        chunk_size=20,
+        n_action_steps=5,
+        vision_backbone=SMALL_CNN,
+        pretrained_backbone_weights=None,
+        dim_model=32,
+        n_heads=2,
+        dim_feedforward=32,
+        n_encoder_layers=1,
+        n_decoder_layers=1,
+        use_vae=False,
+    )
+    joints = {"mean": np.full(6, 30, np.float32), "std": np.full(6, 10, np.float32)}
+    pixels = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.2, np.float32)}
+    normalization = from_stats(
+        config.input_features,
+        config.output_features,
+        config.normalization_mapping,
+        {STATE: joints, ACTION: joints, "observation.images.front": pixels},
+    )
+    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+    folder = tmp_path_factory.mktemp("policies") / "small"
+    lerobot_folder.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
+    return folder
+
+
+@pytest.fixture
+def sampled_folder(tmp_path: Path) -> Path:
+    """An untrained small policy that samples its chunks and continues plans, around `POSE`."""
+    config = Diffusion2dConfig(
+        input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
+        output_features=(Feature(ACTION, "ACTION", (6,)),),
+        normalization_mapping=(("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
+        chunk_size=20,
+        n_action_steps=5,
+        dim_model=16,
+        n_heads=2,
+        n_layers=1,
+        num_inference_steps=4,
+    )
+    draw = np.random.default_rng(0)
+    pose = np.array(list(POSE.values()), np.float32)
+    stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
+    normalization = from_stats(config.input_features, config.output_features, config.normalization_mapping, stats)
+    sidecar = Sidecar(rate=50.0, joint_names=NAMES)
+    lerobot_folder.write(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
+    return tmp_path / "sampled"
+
+
+def load(
+    path: str,
+    revision: str | None = None,
+    /,
+    *,
+    like: object = None,
+    on_progress: Callable[[str], None] | None = None,
+):
+    return jaxmodels.load_policy(path, revision, on_progress=on_progress)
+
+
+async def show(link: MemoryLink) -> None:
+    """What a robot sends, until cancelled."""
+    while True:
+        link.deliver_frame("front", FRAME)
+        link.deliver_joints(POSE)
+        await asyncio.sleep(0.02)
+
+
+async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_process(policy_folder: Path) -> None:
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    try:
+        session = await sessions.create(NewSession("s", str(policy_folder), "memory://", overlap="replace"))
+        link = transport.link
+        robot_task = asyncio.create_task(show(link))
+        await sessions.start("s")
+        await until(lambda: len(link.sent) > 30)
+        status = session.status()
+        assert status.stats["rate"] == 50
+        assert status.inference_stats is not None
+        assert str(status.inference_stats["device"]).startswith(jaxmodels.load_policy(policy_folder).device[:3])
+        observation = {
+            "observation.images.front": FRAME[None],
+            "observation.state": np.array([list(POSE.values())], np.float32),
+        }
+        expected = jaxmodels.load_policy(policy_folder).act(observation)[0]
+        low, high = np.array([-100] * 5 + [0]), np.full(6, 100)
+        allowed = np.clip(expected, low, high)
+        for sent in link.sent:
+            command = np.array([joint.value for joint in sent.joints])
+            assert np.abs(allowed - command).max(axis=1).min() < 1e-3
+        robot_task.cancel()
+    finally:
+        await sessions.close()
+
+
+async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[jaxmodels.Policy] = []
+    rehearse = jaxmodels.Policy.rehearse
+
+    def noted(policy: jaxmodels.Policy, *arguments: Any) -> float:
+        rehearsed.append(policy)
+        return rehearse(policy, *arguments)
+
+    monkeypatch.setattr(jaxmodels.Policy, "rehearse", noted)
+    load: Any = jaxmodels.load_policy
+    engine = Engine(switch_interval=None, batch_sizes=(1, 2))
+    large = frozenset({("front", (48, 64))})
+    async with engine.policy(load, str(policy_folder), None, lambda word: None) as first:
+        await engine.compile(first, dict(large))
+        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        engine.has_running_robot = lambda: True
+        before, after = first.replicas[0], len(rehearsed)
+        folder = str(policy_folder)
+        async with engine.policy(load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy) as second:
+            await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+            (replica,) = second.replicas
+            assert replica.policy is not before.policy
+            assert len(rehearsed) == after
+            for frames in (before.trained, large):
+                assert replica.can(frames) == (1, 2)
+                known = replica.costs(frames).milliseconds()
+                assert set(known) == {"1", "2"}
+                assert known == before.costs(frames).milliseconds()
+            seen = {
+                "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
+                "observation.state": np.array([list(POSE.values())], np.float32),
+            }
+            answers = [await engine.infer(served, seen) for served in (first, second)]
+            assert np.array_equal(answers[0].chunk, answers[1].chunk)
+    await engine.close()
+
+
+async def test_a_policy_that_samples_continues_the_plan_of_a_session(sampled_folder: Path) -> None:
+    answered: list[tuple[dict[str, np.ndarray], np.ndarray]] = []
+
+    def load_and_listen(path: str, revision: str | None = None, /, **options: Any) -> jaxmodels.Policy:
+        policy = jaxmodels.load_policy(path, revision, on_progress=options.get("on_progress"))
+        act = policy.act
+
+        def listen(observation: dict[str, np.ndarray]) -> np.ndarray:
+            answered.append((dict(observation), act(observation)))
+            return answered[-1][1]
+
+        policy.act = listen  # type: ignore[method-assign]
+        return policy
+
+    transport = MemoryTransport()
+    sessions = Sessions(transport=transport, load=load_and_listen, engine=Engine(switch_interval=None))
+    try:
+        session = await sessions.create(
+            NewSession("s", str(sampled_folder), "memory://", policy_type="diffusion2d", overlap="rtc")
+        )
+        link = transport.link
+        robot_task = asyncio.create_task(show(link))
+        await sessions.start("s")
+        await until(lambda: sum(int(seen[PREFIX_LENGTH][0]) > 0 for seen, _ in answered if PREFIX_LENGTH in seen) > 2)
+        assert session.stage is Stage.RUNNING
+        assert session.status().stats["overlap"] == "rtc"
+        robot_task.cancel()
+    finally:
+        await sessions.close()
+    for seen, chunk in answered:
+        if PREFIX_LENGTH in seen:
+            executed = int(seen[PREFIX_DELAY][0])
+            np.testing.assert_allclose(chunk[0, :executed], seen[PREFIX_ACTIONS][0, :executed], atol=1e-4)

@@ -1,0 +1,3 @@
+"""Models, compiled quickly and checked strictly."""
+
+from tests.testing.models import *  # noqa: F403 - fixtures and hooks

@@ -1,0 +1,249 @@
+"""Datasets that are broken, or that somebody made in order to break something: each is refused, and told why."""
+
+import json
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from jaxmodels.data import open_dataset, table_files, metadata
+from jaxmodels.errors import DatasetError
+from tests.unit.jaxmodels.data.demonstrations import FRONT, ROWS, frames, lines, png, rewrite, write_video
+
+VIDEO = f"videos/chunk-000/{FRONT}/episode_000001.mp4"
+
+
+def refused(folder, *said, ask=lambda dataset: None):
+    with pytest.raises(DatasetError) as error:
+        ask(open_dataset(folder))
+    for text in said:
+        assert text in str(error.value)
+    return str(error.value)
+
+
+def look(dataset):
+    dataset.frames(FRONT, np.arange(ROWS))
+
+
+def read(dataset):
+    dataset.vectors("action")
+
+
+def features(folder):
+    return json.loads((folder / "meta/info.json").read_text())["features"]
+
+
+def test_another_folder_is_refused_with_what_is_wanted(tmp_path):
+    refused(tmp_path, "no meta/info.json there", "LeRobotDataset v3.0 or v2.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "malformed"),
+        ("[]", "wanted a JSON object"),
+        ('{"fps": NaN}', "NaN"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"codebase_version": "v3.0"}', "fps is None"),
+        ('{"codebase_version": "v1.6"}', "'v1.6'; wanted v3.0 or v2.1"),
+        ('{"codebase_version": ["v3.0"]}', "wanted v3.0 or v2.1"),
+    ],
+)
+def test_a_garbled_description_is_refused(copy, text, said):
+    folder = copy("v3.0")
+    (folder / "meta/info.json").write_text(text)
+    refused(folder, said)
+
+
+def test_everything_wrong_with_a_description_is_said_at_once(copy):
+    folder = copy("v3.0")
+    entries = features(folder) | {"observation.images.b": {"dtype": "video", "shape": [4, 4], "names": None}}
+    entries["observation.images.c"] = {"shape": [4, 4, 3]}
+    del entries["action"]
+    rewrite(folder / "meta/info.json", fps=0, total_frames="many", features=entries)
+    refused(folder, "fps is 0", "total_frames is many", "'observation.images.b': shape is [4, 4]", "'dtype'")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb"])
+def test_a_name_that_is_a_path_is_refused(copy, name):
+    folder = copy("v3.0")
+    rewrite(folder / "meta/info.json", features={**features(folder), name: features(folder)[FRONT]})
+    refused(folder, "the name cannot be used")
+
+
+def test_paths_that_a_description_names_are_not_followed(copy):
+    folder = copy("v3.0")
+    rewrite(folder / "meta/info.json", data_path="../../../etc/passwd", video_path="/dev/zero")
+    look(open_dataset(folder))
+
+
+def test_frames_that_would_fill_the_memory_are_refused(copy):
+    folder = copy("v3.0")
+    entry = features(folder)[FRONT] | {"shape": [1 << 20, 1 << 20, 3]}
+    rewrite(folder / "meta/info.json", features={**features(folder), FRONT: entry})
+    refused(folder, f"frames of {1 << 20}x{1 << 20} pixels")
+
+
+@pytest.mark.parametrize("name", ["v3.0", "v2.1"])
+def test_a_dataset_that_contradicts_itself_is_refused(copy, name):
+    folder = copy(name)
+    rewrite(folder / "meta/info.json", total_frames=ROWS + 1)
+    refused(folder, f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("v3.0", "meta/tasks.parquet"),
+        ("v3.0", "meta/episodes/chunk-000/file-000.parquet"),
+        ("v3.0", "data/chunk-000/file-000.parquet"),
+        ("v3.0", f"videos/{FRONT}/chunk-000/file-000.mp4"),
+        ("v2.1", "meta/tasks.jsonl"),
+        ("v2.1", "meta/episodes.jsonl"),
+        ("v2.1", "data/chunk-000/episode_000001.parquet"),
+        ("v2.1", VIDEO),
+    ],
+)
+@pytest.mark.parametrize("how", ["missing", "garbled", "cut off"])
+def test_a_file_that_is_missing_or_garbled_is_named(copy, name, file, how):
+    folder = copy(name)
+    path = folder / file
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(
+            path.read_bytes()[: path.stat().st_size * 2 // 3] if how == "cut off" else b"\x00nonsense" * 99
+        )
+    said = refused(folder, ask=look)
+    assert path.name in said or "meta/episodes" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"episode_index": 0, "length": 20}], "speaks of 3 episodes"),
+        ([{"episode_index": 0, "length": 6}, {"episode_index": 2, "length": 14}], "not numbered 0, 1, 2"),
+        ([{"episode_index": 0}], "'length'"),
+        ([{"episode_index": "../x", "length": 1}], "episode_index, which is ../x"),
+        ([{"episode_index": -1, "length": 1}], "episode_index, which is -1"),
+        ([{"episode_index": 0, "length": 0}], "length, which is 0"),
+        ([{"episode_index": 0, "length": 1 << 40}], "length, which is"),
+        ([{"episode_index": 0, "length": length} for length in (1,) * 3], "not numbered"),
+        ([[1]], "line 1 holds a list"),
+    ],
+)
+def test_episodes_that_make_no_sense_are_refused(copy, rows, said):
+    folder = copy("v2.1")
+    lines(folder / "meta/episodes.jsonl", rows)
+    refused(folder, said)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [{"task_index": 1, "task": "a"}], [{"task_index": 0, "task": None}], [{"task_index": 0, "task": "a"}] * 2],
+)
+def test_tasks_that_make_no_sense_are_refused(copy, rows):
+    folder = copy("v2.1")
+    lines(folder / "meta/tasks.jsonl", rows)
+    refused(folder, "tasks.jsonl")
+
+
+def test_a_row_whose_task_nobody_knows_is_refused(copy):
+    folder = copy("v2.1")
+    lines(folder / "meta/tasks.jsonl", [{"task_index": 0, "task": "pick"}])
+    refused(folder, "rows have tasks 0 to 1; there are 0 to 0")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda table: table.slice(1), "found 8 rows of them, wanted 9"),
+        (lambda table: pa.concat_tables([table, table.slice(8)]), "found 10 rows of them"),
+        (lambda table: table.take(list(reversed(range(9)))), "one after another"),
+        (lambda table: table.drop(["episode_index"]), "has no column episode_index"),
+        (lambda table: table.drop(["action"]), "has no column action"),
+        (lambda table: replaced(table, "action", [[1.0, 2.0]] * 8 + [[1.0]]), "rows of other sizes than 2"),
+        (lambda table: replaced(table, "action", [[1.0, None]] * 9), "or empty ones"),
+        (lambda table: replaced(table, "action", [["a", "b"]] * 9), "is no number"),
+        (lambda table: replaced(table, "action", [[1.0, float("nan")]] * 9), "wanted finite numbers"),
+        (lambda table: replaced(table, "timestamp", [float("nan")] * 9), "timestamp is not finite"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(copy, change, said):
+    folder = copy("v2.1")
+    path = folder / "data/chunk-000/episode_000001.parquet"
+    parquet.write_table(change(parquet.read_table(path)), path)
+    refused(folder, said, ask=read)
+
+
+def replaced(table, name, values):
+    return table.set_column(table.column_names.index(name), name, pa.array(values))
+
+
+def test_a_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
+    monkeypatch.setattr(table_files, "MOST_ROWS", 8)
+    refused(copy("v2.1"), "9 rows; allowed are 8")
+
+
+def test_a_video_that_is_shorter_than_its_rows_is_refused(copy):
+    folder = copy("v2.1")
+    write_video(folder / VIDEO, range(6, 12))
+    refused(folder, "episode_000001.mp4 has no frame at 0.300 s", "shorter than its rows", ask=look)
+
+
+def test_a_video_of_another_size_is_refused(copy):
+    folder = copy("v2.1")
+    write_video(folder / VIDEO, range(6, 15), size=(48, 32))
+    refused(folder, "has frames of 48x32; the dataset speaks of 32x48", ask=look)
+
+
+def test_a_codec_that_datasets_do_not_come_in_is_not_decoded(copy):
+    folder = copy("v2.1")
+    with av.open(str(folder / VIDEO), "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=20)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for frame in frames(range(6, 15)):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, "rgb24")))
+        container.mux(stream.encode(None))
+    said = refused(folder, "episode_000001.mp4", ask=look)
+    assert "wanted one of av1, h264" in said or "cannot be read as a video" in said
+
+
+def test_a_playlist_that_names_other_files_is_no_video(copy):
+    folder = copy("v2.1")
+    (folder / VIDEO).write_text("#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
+    refused(folder, "cannot be read as a video", ask=look)
+
+
+@pytest.mark.parametrize(
+    ("picture", "said"),
+    [
+        (b"", "cannot be decoded"),
+        (None, "cannot be decoded"),
+        (b"GIF89a" + bytes(50), "cannot be decoded"),
+        (png(np.zeros((32, 48, 3), np.uint8))[:60], "cannot be decoded"),
+        (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
+    ],
+)
+def test_a_picture_that_is_none_is_refused(copy, picture, said):
+    folder = copy("v2.1 with pictures")
+    path = folder / "data/chunk-000/episode_000001.parquet"
+    table = parquet.read_table(path)
+    entries = table[FRONT].to_pylist()
+    entries[4] = {"bytes": picture, "path": "../../../etc/passwd"}
+    parquet.write_table(replaced(table, FRONT, entries), path)
+    refused(folder, f"{FRONT} of row 4", said, ask=look)
+
+
+@pytest.mark.parametrize("values", [{"mean": [1.0]}, {"std": [None, 1]}, {"min": "no"}, {"mean": [[1.0, 2.0]]}])
+def test_statistics_of_another_shape_are_refused(copy, values):
+    folder = copy("v3.0")
+    rewrite(folder / "meta/stats.json", action=values)
+    refused(folder, "meta/stats.json", "of action", ask=lambda dataset: dataset.statistics())
+
+
+def test_pixels_are_bounded_before_anything_is_opened():
+    with pytest.raises(ValueError, match="at most"):
+        metadata._channels_first((5000, 5000, 3), None)

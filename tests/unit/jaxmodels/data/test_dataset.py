@@ -1,0 +1,166 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxmodels.data import open_dataset
+from jaxmodels.errors import DatasetError
+from tests.unit.jaxmodels.data.demonstrations import (
+    ACTION,
+    FRONT,
+    LENGTHS,
+    NAMES,
+    ROWS,
+    SIZE,
+    STATE,
+    TASKS,
+    frames,
+    level,
+    rewrite,
+    write_video,
+)
+
+# A grey that went through h264 is off by this much at most.
+CODEC = 3
+
+
+def test_what_was_written_is_read(folder):
+    dataset = open_dataset(folder)
+    assert (dataset.fps, dataset.robot_type, dataset.joint_names) == (20, "arm", NAMES)
+    assert len(dataset) == ROWS
+    assert (dataset.lengths.tolist(), dataset.starts.tolist(), dataset.ends.tolist()) == (
+        list(LENGTHS),
+        [0, 6, 15],
+        [6, 15, 20],
+    )
+    assert {(one.name, one.type, one.shape) for one in dataset.features} == {
+        ("observation.state", "STATE", (2,)),
+        ("action", "ACTION", (2,)),
+        (FRONT, "VISUAL", (3, *SIZE)),
+    }
+    np.testing.assert_array_equal(dataset.vectors("observation.state"), STATE)
+    np.testing.assert_array_equal(dataset.vectors("action"), ACTION)
+
+
+def test_every_row_says_what_was_done(folder):
+    dataset = open_dataset(folder)
+    assert dataset.tasks == ("pick", "place")
+    assert [dataset.tasks[number] for number in dataset.task_index] == [
+        task for task, length in zip(TASKS, LENGTHS, strict=True) for _ in range(length)
+    ]
+
+
+def test_frames_come_in_the_order_they_are_asked_for(folder):
+    rows = [19, 0, 7, 8, 8, 5, 6, 14, 3, 15]
+    found = open_dataset(folder).frames(FRONT, rows).astype(int)
+    assert found.shape == (10, *SIZE, 3)
+    for frame, row in zip(found, rows, strict=True):
+        assert np.abs(frame - level(row)).max() <= CODEC
+
+
+def test_chosen_episodes_are_counted_from_the_first_of_them(folder):
+    dataset = open_dataset(folder, episodes=[2, 0])
+    assert dataset.episodes == (0, 2)
+    rows = [*range(6), *range(15, 20)]
+    np.testing.assert_array_equal(dataset.vectors("action"), ACTION[rows])
+    found = dataset.frames(FRONT, np.arange(11)).astype(int)
+    assert np.abs(found[:, 0, 0, 0] - [level(row) for row in rows]).max() <= CODEC
+
+
+def test_a_window_repeats_the_ends_of_its_episode_and_says_where(folder):
+    values, is_pad = open_dataset(folder).window("action", [4, 6], [-1, 0, 1, 2])
+    np.testing.assert_array_equal(values, ACTION[[[3, 4, 5, 5], [6, 6, 7, 8]]])
+    assert is_pad.tolist() == [[False, False, False, True], [True, False, False, False]]
+
+
+def test_statistics_of_numbers_are_numpys(folder):
+    found = open_dataset(folder).statistics()["action"]
+    expected = {"mean": ACTION.mean(0), "std": ACTION.std(0), "min": ACTION.min(0), "max": ACTION.max(0)}
+    expected |= {f"q{percent:02d}": np.quantile(ACTION, percent / 100, axis=0) for percent in (1, 10, 50, 90, 99)}
+    assert {*expected, "count"} == set(found)
+    for name, value in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    assert found["count"] == [ROWS]
+
+
+def test_statistics_of_pictures_are_those_of_their_pixels(folder):
+    found = open_dataset(folder).statistics()[FRONT]
+    pixels = frames(range(ROWS)) / 255
+    for name, value in (("mean", pixels.mean()), ("std", pixels.std()), ("min", pixels.min()), ("max", pixels.max())):
+        assert found[name].shape == (3, 1, 1)
+        np.testing.assert_allclose(found[name], value, atol=CODEC / 255, err_msg=name)
+
+
+def test_statistics_of_some_episodes_are_not_those_that_were_written_of_all(written):
+    dataset = open_dataset(written["v3.0"], episodes=[1])
+    np.testing.assert_allclose(dataset.statistics()["action"]["mean"], ACTION[6:15].mean(0), rtol=1e-5)
+    assert dataset.statistics()[FRONT]["count"] == [9]
+
+
+def test_statistics_that_were_written_are_read(copy):
+    folder = copy("v3.0")
+    wrong = {"mean": [7.0, 8.0], "std": [1.0, 1.0], "min": [0, 0], "max": [9, 9], "count": [20]}
+    rewrite(folder / "meta/stats.json", action=wrong)
+    found = open_dataset(folder).statistics()["action"]
+    assert found["mean"].tolist() == [7, 8]
+    np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # which is missing there
+
+
+@pytest.mark.parametrize("options", [{"g": "250"}, {"g": "250", "bf": "3"}, {"g": "1"}], ids=str)
+def test_a_frame_is_found_wherever_its_key_frame_is(copy, options):
+    folder = copy("v2.1")
+    write_video(folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4", range(6, 15), **options)
+    dataset = open_dataset(folder)
+    for rows in ([14, 6, 10], [12], [7, 13], [6]):
+        found = dataset.frames(FRONT, np.array(rows)).astype(int)
+        assert np.abs(found[:, 0, 0, 0] - [level(row) for row in rows]).max() <= CODEC
+
+
+def test_another_file_or_other_episodes_have_another_fingerprint(copy):
+    folder = copy("v2.1")
+    first = open_dataset(folder).fingerprint
+    assert open_dataset(folder).fingerprint == first
+    assert open_dataset(folder, episodes=[0, 1]).fingerprint != first
+    write_video(folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4", range(6, 15), crf="40")
+    assert open_dataset(folder).fingerprint != first
+
+
+def test_what_is_asked_for_wrongly_is_refused(folder):
+    dataset = open_dataset(folder)
+    for ask, said in (
+        (lambda: dataset.vectors("reward"), "it has observation.state"),
+        (lambda: dataset.vectors(FRONT), "is a camera's"),
+        (lambda: dataset.frames("action", np.array([0])), "is no camera"),
+        (lambda: open_dataset(folder, episodes=[3]), "it has 0 to 2"),
+        (lambda: open_dataset(folder, episodes=[]), "wanted some of 0 to 2"),
+        (lambda: open_dataset(folder, revision="main"), "a revision is of a repo"),
+    ):
+        with pytest.raises(DatasetError, match=said):
+            ask()
+    with pytest.raises(IndexError, match="there are 0 to 19"):
+        dataset.frames(FRONT, np.array([20]))
+
+
+def test_the_public_names_are_these():
+    import jaxmodels.data
+
+    assert jaxmodels.data.__all__ == ["Batch", "Dataset", "DatasetWriter", "Loader", "open_dataset", "resize_frames"]
+    assert set(jaxmodels.data.__all__) <= set(dir(jaxmodels.data))
+    for name in jaxmodels.data.__all__:
+        assert getattr(jaxmodels.data, name).__module__.startswith("jaxmodels.data.")
+    with pytest.raises(AttributeError, match="no attribute 'Episodes'"):
+        _ = jaxmodels.data.Episodes
+
+
+def test_importing_the_package_imports_neither_jax_nor_pyarrow_nor_a_codec():
+    code = "import sys, jaxmodels.data; print([name for name in ('jax', 'pyarrow', 'av') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_without_pyarrow_it_is_said_what_to_install():
+    code = "import sys; sys.modules['pyarrow'] = None; from jaxmodels.data import open_dataset"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "pyarrow: pip install 'robojax[training]'" in run.stderr

@@ -1,0 +1,144 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from jaxmodels.data import DatasetWriter, open_dataset
+from jaxmodels.errors import DatasetError
+from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, NAMES, STATE, frames
+
+
+def step(**more):
+    values = {"observation.state": np.zeros(2), "action": np.zeros(2), FRONT: frames(range(1))[0]}
+    return values | more
+
+
+def writer(folder, **more):
+    return DatasetWriter(folder, **{"fps": 20, "joint_names": NAMES, "cameras": ["front"]} | more)
+
+
+def test_each_episode_has_its_task(written):
+    rows = parquet.read_table(written["v3.0"] / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert [row["tasks"] for row in rows] == [["pick"], ["place"], ["pick"]]
+    assert [row["length"] for row in rows] == list(LENGTHS)
+    info = json.loads((written["v3.0"] / "meta/info.json").read_text())
+    assert (info["total_tasks"], info["total_episodes"], info["total_frames"]) == (2, 3, 20)
+    table = parquet.read_table(written["v3.0"] / "data/chunk-000/file-000.parquet")
+    assert table["task_index"].to_pylist() == [0] * 6 + [1] * 9 + [0] * 5
+
+
+def test_steps_one_by_one_are_the_same_as_a_whole_episode(written, tmp_path):
+    shown = frames(range(6))
+    with writer(tmp_path / "one") as one:
+        for row in range(6):
+            one.add({"observation.state": STATE[row], "action": ACTION[row], FRONT: shown[row]})
+        one.end_episode("pick")
+    assert (one.episodes, one.frames) == (1, 6)
+    both = [open_dataset(tmp_path / "one"), open_dataset(written["v3.0"], episodes=[0])]
+    for name in ("observation.state", "action"):
+        np.testing.assert_array_equal(*(dataset.vectors(name) for dataset in both))
+    np.testing.assert_array_equal(*(dataset.frames(FRONT, np.arange(6)) for dataset in both))
+
+
+def test_an_environment_state_is_kept(tmp_path):
+    with writer(tmp_path / "one", cameras=(), environment_state=["x", "y", "z"]) as one:
+        values = {"observation.state": STATE[:3], "action": ACTION[:3], "observation.environment_state": np.eye(3)}
+        one.add_episode(values, "push")
+    dataset = open_dataset(tmp_path / "one")
+    assert dataset.feature("observation.environment_state").type == "ENV"
+    np.testing.assert_array_equal(dataset.vectors("observation.environment_state"), np.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"action": np.zeros(3)}, "wanted 2 finite numbers"),
+        ({"action": np.array([0, np.nan])}, "wanted 2 finite numbers"),
+        ({"action": np.array(["a", "b"])}, "wanted 2 finite numbers"),
+        ({FRONT: np.zeros((32, 48, 3), np.float32)}, "wanted uint8"),
+        ({FRONT: np.zeros((3, 32, 48), np.uint8)}, "wanted uint8"),
+        ({"observation.images.top": frames(range(1))[0]}, "a step has"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path, more, said):
+    def write():
+        with writer(tmp_path / "one") as one:
+            one.add(step())
+            one.add(step(**more))
+
+    with pytest.raises(DatasetError, match=said):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "task", "said"), [(0, "pick", "of 0 steps"), (1, " ", "the task ' '"), (1, None, "belong to no episode")]
+)
+def test_an_episode_needs_steps_and_a_task(tmp_path, steps, task, said):
+    def write():
+        with writer(tmp_path / "one") as one:
+            for _ in range(steps):
+                one.add(step())
+            if task is not None:
+                one.end_episode(task)
+
+    with pytest.raises(DatasetError, match=said):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_write_is_an_error(tmp_path):
+    with pytest.raises(DatasetError, match="no episode was added"), writer(tmp_path / "one"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_features_of_different_lengths_are_refused(tmp_path):
+    values = {"observation.state": STATE[:3], "action": ACTION[:4], FRONT: frames(range(3))}
+    with pytest.raises(DatasetError, match="differ in length"), writer(tmp_path / "one") as one:
+        one.add_episode(values, "pick")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"fps": 0}, "a rate of 0"),
+        ({"joint_names": ()}, "without joints"),
+        ({"cameras": ["../front"]}, "no name for a feature"),
+        ({"cameras": ["a/b"]}, "no name for a feature"),
+    ],
+)
+def test_what_cannot_be_a_dataset_is_refused_before_anything_is_written(tmp_path, more, said):
+    with pytest.raises(DatasetError, match=said):
+        writer(tmp_path / "one", **more)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_is_not_written_over(written):
+    with pytest.raises(DatasetError, match="choose another folder"):
+        writer(written["v3.0"])
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    values = {"observation.state": STATE[:3], "action": ACTION[:3], FRONT: frames(range(3))}
+
+    def write():
+        with writer(tmp_path / "one") as one:
+            one.add_episode(values, "pick")
+
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_episode_may_be_a_single_step(tmp_path):
+    with writer(tmp_path / "one") as one:
+        for row in range(2):
+            one.add_episode({"observation.state": STATE[[row]], "action": ACTION[[row]], FRONT: frames(range(1))}, "go")
+    assert open_dataset(tmp_path / "one").frames(FRONT, np.arange(2)).shape == (2, 32, 48, 3)

@@ -1,0 +1,164 @@
+import numpy as np
+import pytest
+
+from jaxmodels.data import Loader, open_dataset, frames as frame_cache
+from jaxmodels.errors import DatasetError
+from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, ROWS, STATE, level, policy, write_video
+
+SMALL = (16, 24)
+
+
+@pytest.fixture
+def dataset(written):
+    return open_dataset(written["v3.0"])
+
+
+def loader(dataset, **options):
+    return Loader(dataset, policy(**options.pop("sees", {})), **{"batch_size": 5, "seed": 3, "cache": False} | options)
+
+
+def same(one, two):
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip((*one.images, *one[1:]), (*two.images, *two[1:]), strict=True)
+        if a is not None or b is not None
+    )
+
+
+def rows_of(batch):
+    """The first number of a state is its row."""
+    return batch.state[:, 0].astype(int)
+
+
+def test_a_batch_holds_what_was_seen_and_the_actions_that_followed(dataset):
+    batch = loader(dataset, batch_size=64).at(0)
+    rows = rows_of(batch)
+    ends = np.repeat(dataset.ends, dataset.lengths)[rows][:, None]
+    wanted = rows[:, None] + np.arange(4)
+    np.testing.assert_array_equal(batch.state, STATE[rows])
+    np.testing.assert_array_equal(batch.actions, ACTION[np.minimum(wanted, ends - 1)])
+    np.testing.assert_array_equal(batch.is_pad, wanted >= ends)
+    np.testing.assert_array_equal(batch.tasks, dataset.task_index[rows])
+    assert np.abs(batch.images[0][:, 0, 0, 0].astype(int) - [level(row) for row in rows]).max() <= 3
+    assert batch.environment_state is None
+
+
+def test_batches_depend_on_the_seed_and_the_step_alone(dataset):
+    one, again = loader(dataset), loader(dataset)
+    for step in (9, 2, 0):  # in any order
+        assert same(one.at(step), again.at(step))
+    assert not same(one.at(1), loader(dataset, seed=4).at(1))
+    assert not same(one.at(1), one.at(2))
+
+
+def test_every_row_comes_once_in_an_epoch(dataset):
+    one = loader(dataset)
+    epochs = [np.concatenate([rows_of(one.at(step)) for step in range(start, start + 4)]) for start in (0, 4)]
+    for seen in epochs:
+        assert sorted(seen) == list(range(ROWS))
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_a_batch_may_be_larger_than_the_dataset(dataset):
+    assert np.bincount(rows_of(loader(dataset, batch_size=2 * ROWS).at(1))).tolist() == [2] * ROWS
+
+
+def test_prefetched_batches_are_the_same_and_in_order(dataset):
+    one = loader(dataset, workers=3, ahead=2)
+    found = list(one.batches(3, 10))
+    assert len(found) == 7
+    assert all(same(batch, one.at(step)) for step, batch in enumerate(found, 3))
+    assert one.waited > 0
+
+
+def test_parts_of_a_batch_are_the_whole_batch(dataset):
+    whole = loader(dataset, batch_size=6).at(5)
+    parts = [loader(dataset, batch_size=6, shard=(index, 3)).at(5) for index in range(3)]
+    np.testing.assert_array_equal(np.concatenate([part.actions for part in parts]), whole.actions)
+    np.testing.assert_array_equal(np.concatenate([part.images[0] for part in parts]), whole.images[0])
+
+
+@pytest.mark.parametrize(("shard", "size"), [((0, 4), 6), ((3, 3), 6), ((0, 0), 6), ((0, 1), 0)])
+def test_a_batch_that_cannot_be_shared_out_is_refused(dataset, shard, size):
+    with pytest.raises(DatasetError, match="parts of equal size"):
+        loader(dataset, batch_size=size, shard=shard)
+
+
+def test_everything_a_policy_misses_is_said_at_once(dataset):
+    with pytest.raises(DatasetError) as refused:
+        loader(dataset, sees={"camera": "observation.images.wrist", "width": 3})
+    assert "no observation.images.wrist" in str(refused.value)
+    assert "action is ACTION [2]; the policy has ACTION [3]" in str(refused.value)
+
+
+def test_cached_frames_are_the_decoded_ones_resized(folder, tmp_path):
+    dataset = open_dataset(folder)
+    told = []
+    sees = {"size": SMALL}
+    cached = loader(dataset, sees=sees, cache=tmp_path, on_progress=lambda *at: told.append(at))
+    fresh = loader(dataset, sees=sees)
+    assert (cached.is_cached, fresh.is_cached) == (True, False)
+    assert told[-1] == (ROWS, ROWS)
+    for step in range(4):
+        assert same(cached.at(step), fresh.at(step))
+        assert fresh.at(step).images[0].shape == (5, *SMALL, 3)
+
+
+def test_frames_are_decoded_into_the_cache_once(copy, tmp_path):
+    folder = copy("v2.1")
+    told = []
+    first = loader(open_dataset(folder), cache=tmp_path / "cache").at(0)
+    again = loader(open_dataset(folder), cache=tmp_path / "cache", on_progress=lambda *at: told.append(at))
+    assert told == []
+    assert same(again.at(0), first)
+    # Another file is another dataset.
+    write_video(folder / f"videos/chunk-000/{FRONT}/episode_000000.mp4", range(6, 12))
+    changed = loader(open_dataset(folder), cache=tmp_path / "cache")
+    assert changed.at(0).images[0].max() > 0
+    assert len(list((tmp_path / "cache").glob("*.frames"))) == 2
+
+
+def test_what_does_not_fit_the_cache_is_decoded_each_time(dataset, tmp_path):
+    one = loader(dataset, cache=tmp_path, cache_limit=1000)
+    assert not one.is_cached
+    assert list(tmp_path.glob("*.frames")) == []
+    assert same(one.at(0), loader(dataset).at(0))
+
+
+def test_the_frames_that_were_not_used_longest_make_room(written, tmp_path):
+    frames = ROWS * 32 * 48 * 3
+    for name in ("v3.0", "v2.1", "v2.1 with pictures"):
+        assert loader(open_dataset(written[name]), cache=tmp_path, cache_limit=2 * frames).is_cached
+    assert len(list(tmp_path.glob("*.frames"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(dataset, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    assert not loader(dataset, cache=tmp_path / "file").is_cached
+    assert frame_cache.VARIABLE in caplog.text
+
+
+def test_a_cache_that_fails_leaves_nothing(copy, tmp_path):
+    folder = copy("v2.1")
+    write_video(folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4", range(6, 9))
+    with pytest.raises(DatasetError, match="shorter than its rows"):
+        loader(open_dataset(folder), cache=tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_frame_that_cannot_be_read_stops_the_batches(copy):
+    folder = copy("v2.1")
+    one = loader(open_dataset(folder), workers=2)
+    (folder / f"videos/chunk-000/{FRONT}/episode_000001.mp4").unlink()
+    with pytest.raises(DatasetError, match="is missing"):
+        list(one.batches(0, 8))
+    with pytest.raises(DatasetError, match="is missing"):
+        loader(open_dataset(folder), cache=folder / "cache")
+
+
+def test_the_users_cache_is_where_the_environment_says(dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv(frame_cache.VARIABLE, str(tmp_path / "here"))
+    assert loader(dataset, cache=True).is_cached
+    assert list((tmp_path / "here").glob("*.frames"))
+    monkeypatch.setenv(frame_cache.VARIABLE, "off")
+    assert not loader(dataset, cache=True).is_cached

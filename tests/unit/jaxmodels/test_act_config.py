@@ -1,0 +1,109 @@
+"""Reading and refusing configs of ACT."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.policies.act import ActConfig
+from jaxmodels.types import Feature
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_act"
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*/config.json")), ids=lambda path: path.parent.name)
+def test_a_config_of_lerobot_comes_back_as_it_was(path: Path) -> None:
+    values = json.loads(path.read_text())
+    written = ActConfig.from_json(values).to_json()
+    assert written == values
+    assert list(written) == list(values)
+
+
+def test_the_order_of_cameras_is_the_order_in_the_file() -> None:
+    values = json.loads((GOLDEN / "act_two_cameras_no_vae" / "config.json").read_text())
+    cameras = [camera.name for camera in ActConfig.from_json(values).cameras]
+    values["input_features"] = dict(reversed(values["input_features"].items()))
+    assert [camera.name for camera in ActConfig.from_json(values).cameras] == cameras[::-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim_model": 18, "n_heads": 4}, "not a multiple of n_heads 4"),
+        ({"dim_model": 18, "n_heads": 2}, "not a multiple of 4"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"n_action_steps": 7}, "more than chunk_size 6"),
+        ({"temporal_ensemble_coeff": 0.01}, "it must be 1"),
+        ({"n_obs_steps": 2}, "looks at 1 step"),
+        ({"feedforward_activation": "tanh"}, "known: relu, gelu, glu"),
+        ({"feedforward_activation": "glu", "dim_feedforward": 25}, "cannot be halved"),
+        ({"vision_backbone": "vit"}, "known: resnet18"),
+        ({"vision_backbone": "resnet18", "replace_final_stride_with_dilation": True}, "use resnet50"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"use_peft": True}, "merge the adapter"),
+        ({"normalization_mapping": (("STATE", "GUESS"),)}, "STATE: GUESS"),
+        ({"output_features": ()}, "no feature 'action'"),
+        ({"input_features": (Feature("observation.state", "STATE", (3,)),)}, "neither an image nor"),
+        ({"input_features": (Feature("observation.env", "ENV", (3,)),)}, "observation.environment_state"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_with_the_reason(small, changes, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(cameras=("front",), **changes) if "input_features" not in changes else dataclasses.replace(
+            small(), **changes
+        )
+
+
+def test_all_complaints_come_at_once(small) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(dropout=2.0, n_action_steps=9, feedforward_activation="tanh")
+    assert str(caught.value).count(";") >= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"chunk_sise": 4}, "unknown fields chunk_sise"),
+        ({"dim_model": "64"}, "dim_model is '64'"),
+        ({"use_vae": 1}, "use_vae is 1"),
+        ({"chunk_size": True}, "chunk_size is True"),
+        ({"input_features": [1]}, "wanted an object of features"),
+        ({"input_features": {"observation.state": {"type": "STATE"}}}, "with type and shape"),
+        ({"input_features": {"observation.state": {"type": "STATE", "shape": [2.5]}}}, "list of integers"),
+        ({"input_features": {"observation.images.a": {"type": "VISUAL", "shape": [96, 96, 3]}}}, "3, height, width"),
+        ({"input_features": {"observation.state": {"type": "FORCE", "shape": [2]}}}, "wanted one of STATE"),
+        ({"normalization_mapping": ["MEAN_STD"]}, "no object"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_the_field(changes, words) -> None:
+    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=words):
+        ActConfig.from_json({**values, **changes})
+
+
+def test_a_field_that_is_null_and_unknown_is_not_set() -> None:
+    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
+    assert ActConfig.from_json({**values, "a_field_of_tomorrow": None}) == ActConfig.from_json(values)
+
+
+def test_joint_names_are_read_from_a_feature() -> None:
+    values = json.loads((GOLDEN / "act_one_camera" / "config.json").read_text())
+    names = ["a", "b", "c", "d", "e", "f"]
+    for written in (names, {"motors": names}):
+        values["output_features"]["action"]["names"] = written
+        assert ActConfig.from_json(values).action.names == tuple(names)
+    values["output_features"]["action"]["names"] = names[:2]
+    with pytest.raises(ConfigError, match="2 names for 6 numbers"):
+        ActConfig.from_json(values)
+
+
+def test_the_folder_is_the_registry() -> None:
+    assert "act" in policy_types()
+    for name in policy_types():
+        assert policy_type(name).config is not None
+    for wrong in ("pi0", None, "../act", "__init__"):
+        with pytest.raises(ConfigError, match="known: act"):
+            policy_type(wrong)

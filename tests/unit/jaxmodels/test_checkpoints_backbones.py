@@ -1,0 +1,190 @@
+"""Trained backbones from files, folders and the Hub (tests/golden/torchvision_resnet/README.md)."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxmodels.checkpoints.backbones import put_backbone, read_backbone
+from jaxmodels.errors import CheckpointError, ConfigError, HubError, WeightsMismatch
+from jaxmodels.layers.vision import ResNet
+from jaxmodels.policies.act import Act
+from jaxmodels.weights import blueprint
+from tests.testing.models import seeded_weights
+from tests.testing.stub_hub import StubHub
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "torchvision_resnet"
+KEYS = json.loads((GOLDEN / "keys.json").read_text())
+TIMM = {"architecture": "resnet18", "pretrained_cfg": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}}
+COUNTER = ".num_batches_tracked"
+Tensors = dict[str, np.ndarray]
+
+
+def tensors_of(name: str) -> Tensors:
+    keys = {key: {"shape": shape} for key, shape in KEYS[name].items() if not key.endswith(COUNTER)}
+    counters = {key: np.zeros((), np.int64) for key in KEYS[name] if key.endswith(COUNTER)}
+    return seeded_weights({"seed": KEYS["seed"], "fixed": (), "keys": keys}) | counters
+
+
+@pytest.fixture(scope="module")
+def resnet18() -> Tensors:
+    """A ResNet-18 as torchvision's state dict has it: with its classifier, and counters of its batch norms."""
+    return tensors_of("resnet18")
+
+
+@pytest.fixture
+def file_of(tmp_path: Path) -> Callable[[Mapping[str, np.ndarray]], Path]:
+    def write(tensors: Mapping[str, np.ndarray]) -> Path:
+        save_file(dict(tensors), tmp_path / "resnet18.safetensors")
+        return tmp_path / "resnet18.safetensors"
+
+    return write
+
+
+@pytest.fixture
+def timm_folder(resnet18: Tensors, tmp_path: Path) -> Callable[..., Path]:
+    """A folder as timm's repos are."""
+
+    def make(**changes: Any) -> Path:
+        folder = tmp_path / "timm"
+        folder.mkdir()
+        save_file(resnet18, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({**TIMM, **changes}))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_features_are_those_of_torchvision(name: str, tmp_path: Path) -> None:
+    save_file(tensors_of(name), tmp_path / "weights.safetensors")
+    plan = blueprint(lambda rngs: ResNet(name, rngs=rngs))
+    weights = {key: jnp.asarray(array) for key, array in read_backbone(tmp_path, name).weights.items()}
+    with np.load(GOLDEN / "features.npz") as golden:
+        image, wanted = golden["image"], golden[name]
+    look = jax.jit(
+        lambda weights, image: plan.assemble(weights)(image), compiler_options={"xla_backend_optimization_level": 0}
+    )
+    found = np.asarray(look(weights, image))
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_a_file_says_nothing_about_normalisation(resnet18: Tensors, file_of) -> None:
+    found = read_backbone(file_of(resnet18), "resnet18")
+    assert (found.architecture, found.mean, found.std) == ("resnet18", None, None)
+    assert len(found.weights) == len([key for key in resnet18 if not key.startswith("fc.") and COUNTER not in key])
+
+
+def test_a_folder_of_timm_says_how_images_were_normalised(timm_folder) -> None:
+    found = read_backbone(str(timm_folder()), "resnet18")
+    assert found.mean == (0.485, 0.456, 0.406)
+    assert found.std == (0.229, 0.224, 0.225)
+
+
+def test_half_precision_is_read_as_float32(resnet18: Tensors, file_of) -> None:
+    floats = {name: array for name, array in resnet18.items() if not name.endswith(COUNTER)}
+    found = read_backbone(file_of({name: array.astype(np.float16) for name, array in floats.items()}), "resnet18")
+    assert {array.dtype for array in found.weights.values()} == {np.dtype(np.float32)}
+    stem = np.asarray(floats["conv1.weight"].astype(np.float16), np.float32).transpose(2, 3, 1, 0)
+    np.testing.assert_array_equal(found.weights["stem.kernel"], stem)
+
+
+def test_everything_that_does_not_fit_is_told_at_once(resnet18: Tensors, file_of) -> None:
+    wrong = dict(resnet18)
+    del wrong["bn1.running_mean"]
+    wrong["layer5.0.conv1.weight"] = np.zeros((1, 1, 1, 1), np.float32)
+    wrong["conv1.weight"] = np.zeros((64, 1, 7, 7), np.float32)
+    with pytest.raises(WeightsMismatch) as told:
+        read_backbone(file_of(wrong), "resnet18")
+    for part in ("missing: bn1.running_mean", "unused: layer5.0.conv1.weight", "misshaped: conv1.weight"):
+        assert part in str(told.value)
+    assert "wanted torchvision's or timm's tensors of a resnet18" in str(told.value)
+
+
+def test_another_architecture_is_refused(resnet18: Tensors, file_of, timm_folder) -> None:
+    with pytest.raises(WeightsMismatch, match="of a resnet34"):
+        read_backbone(file_of(resnet18), "resnet34")
+    with pytest.raises(CheckpointError, match="says 'resnet18d', but vision_backbone is 'resnet18'"):
+        read_backbone(timm_folder(architecture="resnet18d"), "resnet18")
+
+
+def test_a_nan_is_refused(resnet18: Tensors, file_of) -> None:
+    broken = {**resnet18, "bn1.bias": np.full(64, np.nan, np.float32)}
+    with pytest.raises(CheckpointError, match=r"a NaN or an infinity in stem_norm\.bias"):
+        read_backbone(file_of(broken), "resnet18")
+
+
+@pytest.mark.parametrize("wrong", [{"mean": [0.5, 0.5]}, {"std": [0.2, 0.2, 0]}, {"mean": ["0", "0", "0"]}])
+def test_a_normalisation_that_makes_no_sense_is_refused(timm_folder, wrong: dict[str, Any]) -> None:
+    folder = timm_folder(pretrained_cfg={**TIMM["pretrained_cfg"], **wrong})
+    with pytest.raises(CheckpointError, match=r"config\.json: mean and std are .* wanted three numbers each"):
+        read_backbone(folder, "resnet18")
+
+
+def test_what_torchvision_would_download_is_explained() -> None:
+    with pytest.raises(ConfigError) as told:
+        read_backbone("ResNet18_Weights.IMAGENET1K_V1", "resnet18")
+    for part in ("timm/resnet18.tv_in1k", "safetensors.torch.save_file", "torchvision.models.resnet18"):
+        assert part in str(told.value)
+    with pytest.raises(ConfigError) as told:
+        read_backbone("ResNet50_Weights.DEFAULT", "resnet50")
+    assert "timm" not in str(told.value), "which of timm's it is nobody knows"
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "resnet18.pth").write_bytes(b"cos\nsystem\n")
+    with pytest.raises(CheckpointError, match=r"never opened; where torch is: .*'resnet18\.safetensors'"):
+        read_backbone(tmp_path / "resnet18.pth", "resnet18")
+    with pytest.raises(CheckpointError, match=r"no safetensors file; .*resnet18\.pth can run code"):
+        read_backbone(tmp_path, "resnet18")
+
+
+def test_a_file_that_is_not_there_is_no_repo(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_backbone("weights/resnet18.safetensors", "resnet18")
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+        read_backbone(tmp_path / "missing", "resnet18")
+
+
+def test_our_small_backbone_has_none() -> None:
+    with pytest.raises(ConfigError, match="vision_backbone 'small_cnn' has no weights to start from"):
+        read_backbone("timm/resnet18.a1_in1k", "small_cnn")
+
+
+def test_a_repo_of_the_hub_is_fetched(timm_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {path.name: path.read_bytes() for path in timm_folder().iterdir()}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with StubHub() as hub:
+        # What HF_ENDPOINT does before the library is imported.
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        hub.push("timm/resnet18.tv_in1k", {**files, "pytorch_model.bin": b"cos\nsystem\n"})
+        told: list[str] = []
+        found = read_backbone("timm/resnet18.tv_in1k", "resnet18", on_progress=told.append)
+        assert not [request for request in hub.requests if "pytorch_model" in request.path]
+    assert found.mean == (0.485, 0.456, 0.406)
+    assert told
+
+
+def test_it_takes_the_place_of_a_policys_backbone(resnet18: Tensors, file_of, small) -> None:
+    found = read_backbone(file_of(resnet18), "resnet18")
+    shapes = blueprint(lambda rngs: Act(small(cameras=("front",), vision_backbone="resnet18"), rngs=rngs)).shapes
+    drawn = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}
+    filled = put_backbone(found, drawn)
+    assert list(filled) == list(drawn)
+    for name, array in filled.items():
+        wanted = found.weights[name.removeprefix("backbone.")] if name.startswith("backbone.") else drawn[name]
+        assert array is wanted
+    with pytest.raises(WeightsMismatch, match="0 ResNets called backbone"):
+        put_backbone(found, {name: array for name, array in drawn.items() if not name.startswith("backbone.")})
+    with pytest.raises(WeightsMismatch, match="missing"):
+        put_backbone(found, {**drawn, "backbone.stages.4.0.skip.kernel": np.zeros((1, 1, 1, 1))})

@@ -1,0 +1,429 @@
+"""diffusers' folders of a 2D transformer: there and back, in shards and variants, and what is refused."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmodels import memory
+from jaxmodels.checkpoints.files import find_floats, write_floats
+from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
+from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, diffusers_folder
+from jaxmodels.transformer2d.diffusers_config import read_model_config
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
+from jaxmodels.weights import blueprint
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
+NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+SMALL = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, sample_size=4)
+# Beside the recorded ones: every kind of norm, context and bias that a block may have.
+OTHERS = {
+    "gated": dataclasses.replace(SMALL, attention_type="gated"),
+    "only cross": dataclasses.replace(SMALL, only_cross_attention=True, attention_bias=True),
+    "double self": dataclasses.replace(SMALL, double_self_attention=True, cross_attention_dim=None),
+    "ada_norm_zero with cross": dataclasses.replace(SMALL, norm_type="ada_norm_zero", num_embeds_ada_norm=5),
+    "ada_norm_single": dataclasses.replace(SMALL, norm_type="ada_norm_single", norm_elementwise_affine=False),
+    "conditions": Transformer2DConfig(
+        2, 6, 4, 8, 2, patch_size=2, sample_size=8, norm_type="ada_norm_single", use_additional_conditions=True
+    ),
+}
+
+
+def config_of(name: str) -> Transformer2DConfig:
+    return OTHERS[name] if name in OTHERS else diffusers_folder.read_config(GOLDEN / name)
+
+
+def random_weights(config: Transformer2DConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {place.ours: place.whole for place in tensor_names(config)}
+    return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+
+
+def random_tensors(config: Transformer2DConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """By diffusers' names, in its layouts."""
+    rng = np.random.default_rng(seed)
+    return {place.theirs: rng.standard_normal(place.shape, np.float32).astype(dtype) for place in tensor_names(config)}
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_floats(path, {name: (array.dtype, array.shape) for name, array in tensors.items()}, tensors.__getitem__)
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    return {name: tensor.read() for name, tensor in find_floats(path).items()}
+
+
+def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == array.dtype
+        and found[name].shape == array.shape
+        and found[name].tobytes() == array.tobytes()
+        for name, array in wanted.items()
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A written model that a test may spoil."""
+    diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL))
+    return tmp_path / "model"
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    tensors = read_tensors(folder / WEIGHTS)
+    change(tensors)
+    write_tensors(folder / WEIGHTS, tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_shapes_are_those_of_diffusers_state_dict(name: str) -> None:
+    keys = json.loads((GOLDEN / name / "keys.json").read_text())["keys"]
+    assert {place.theirs: list(place.shape) for place in tensor_names(config_of(name))} == keys
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_our_arrays_are_those_of_the_model(name: str) -> None:
+    config = config_of(name)
+    wanted = blueprint(lambda rngs: Transformer2DModel.from_config(config, rngs=rngs)).shapes
+    assert {place.ours: place.whole for place in tensor_names(config)} == {key: x.shape for key, x in wanted.items()}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_what_is_written_is_bit_for_bit_what_was_read(name: str, tmp_path: Path) -> None:
+    config, tensors = config_of(name), random_tensors(config_of(name))
+    diffusers_folder.write(tmp_path / "first", config, random_weights(config))
+    write_tensors(tmp_path / "first" / WEIGHTS, tensors)
+    found, weights = diffusers_folder.read(tmp_path / "first")
+    assert found == config
+    diffusers_folder.write(tmp_path / "second", found, weights)
+    assert same(read_tensors(tmp_path / "second" / WEIGHTS), tensors)
+    assert (tmp_path / "first" / "config.json").read_text() == (tmp_path / "second" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_config_is_written_as_diffusers_writes_it(name: str, tmp_path: Path) -> None:
+    diffusers_folder.write(tmp_path / "model", config_of(name), random_weights(config_of(name)))
+    written, wanted = (folder / "config.json" for folder in (tmp_path / "model", GOLDEN / name))
+    if name == "patches_chunk_single":  # diffusers could not load what it writes itself here: a null it refuses
+        values = json.loads(wanted.read_text())
+        del values["num_embeds_ada_norm"]
+        assert json.loads(written.read_text()) == values
+    else:
+        assert written.read_text() == wanted.read_text()
+
+
+def test_a_tensor_lies_where_the_model_looks_for_it(tmp_path: Path) -> None:
+    config = OTHERS["gated"]
+    tensors = random_tensors(config)
+    diffusers_folder.write(tmp_path / "model", config, random_weights(config))
+    write_tensors(tmp_path / "model" / WEIGHTS, tensors)
+    weights = diffusers_folder.read(tmp_path / "model")[1]
+    block, theirs = "transformer_blocks", "transformer_blocks.1"
+    for part, letter in enumerate("qkv"):
+        wanted = tensors[f"{theirs}.attn1.to_{letter}.weight"].T
+        np.testing.assert_array_equal(weights[f"{block}.attn1.to_qkv.kernel"][1, :, part], wanted)
+    np.testing.assert_array_equal(
+        weights[f"{block}.attn2.to_kv.kernel"][1, :, 1], tensors[f"{theirs}.attn2.to_v.weight"].T
+    )
+    np.testing.assert_array_equal(weights[f"{block}.attn2.to_out.bias"][1], tensors[f"{theirs}.attn2.to_out.0.bias"])
+    np.testing.assert_array_equal(weights["proj_in.kernel"], tensors["proj_in.weight"][:, :, 0, 0].T)
+    np.testing.assert_array_equal(weights[f"{block}.fuser.alpha_attn"][1], tensors[f"{theirs}.fuser.alpha_attn"])
+    patches = random_tensors(config_of("patches_dit"))
+    diffusers_folder.write(tmp_path / "dit", config_of("patches_dit"), random_weights(config_of("patches_dit")))
+    write_tensors(tmp_path / "dit" / WEIGHTS, patches)
+    kernel = diffusers_folder.read(tmp_path / "dit")[1]["pos_embed.proj.kernel"]
+    np.testing.assert_array_equal(kernel[1, 0, 2, 3], patches["pos_embed.proj.weight"][3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_the_dtype_of_the_files_is_kept_or_changed_on_the_way(folder: Path, dtype) -> None:
+    weights = {name: array.astype(dtype) for name, array in random_weights(SMALL).items()}
+    diffusers_folder.write(folder, SMALL, weights)
+    assert same(diffusers_folder.read(folder)[1], weights)
+    wide = {name: array.astype(np.float32) for name, array in weights.items()}
+    assert same(diffusers_folder.read(folder, dtype=np.float32)[1], wide)
+    halves = {name: array.astype(np.float16) for name, array in wide.items()}
+    assert same(diffusers_folder.read(folder, dtype=np.float16)[1], halves)
+
+
+def test_layers_of_different_dtypes_become_float32(folder: Path) -> None:
+    name = "transformer_blocks.1.ff.net.2.bias"
+    spoil(folder, lambda tensors: tensors.update({name: tensors[name].astype(np.float16)}))
+    weights = diffusers_folder.read(folder)[1]
+    assert weights["transformer_blocks.ff.down.bias"].dtype == np.float32
+    spoil(folder, lambda tensors: tensors.update({key: array.astype(float) for key, array in tensors.items()}))
+    assert {array.dtype for array in diffusers_folder.read(folder)[1].values()} == {np.dtype(np.float32)}
+
+
+def test_arrays_begin_where_jax_takes_them_without_a_copy(folder: Path) -> None:
+    assert {array.ctypes.data % 64 for array in diffusers_folder.read(folder)[1].values()} == {0}
+
+
+def test_every_misfit_is_in_one_error(folder: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["proj_in.bias"], tensors["transformer_blocks.1.attn2.to_k.weight"]
+        tensors["extra"] = np.zeros(3, np.float32)
+        tensors["norm.weight"] = np.zeros(31, np.float32)
+
+    spoil(folder, change)
+    with pytest.raises(WeightsMismatch) as caught:
+        diffusers_folder.read(folder)
+    text = str(caught.value)
+    assert "2 missing, 1 unused, 1 misshaped" in text
+    assert "missing: proj_in.bias [16]" in text
+    assert "missing: transformer_blocks.1.attn2.to_k.weight [16, 12]" in text
+    assert "unused: extra [3]" in text
+    assert "misshaped: norm.weight: found [31], wanted [32]" in text
+
+
+def test_fixed_positions_that_older_files_keep_are_left_alone(tmp_path: Path) -> None:
+    config = config_of("patches_dit")
+    diffusers_folder.write(tmp_path / "model", config, random_weights(config))
+    spoil(
+        tmp_path / "model", lambda tensors: tensors.update({"pos_embed.pos_embed": np.zeros((1, 64, 64), np.float32)})
+    )
+    assert "pos_embed.proj.kernel" in diffusers_folder.read(tmp_path / "model")[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float) -> None:
+    spoil(folder, lambda tensors: tensors["transformer_blocks.1.attn1.to_q.weight"].__setitem__((2, 3), value))
+    with pytest.raises(CheckpointError, match=r"NaN or an infinity: transformer_blocks\.1\.attn1\.to_q\.weight"):
+        diffusers_folder.read(folder)
+
+
+def test_weights_too_large_for_the_dtype_that_was_asked_for_are_named(folder: Path) -> None:
+    spoil(folder, lambda tensors: tensors["norm.bias"].__setitem__(0, 1e5))
+    with pytest.raises(CheckpointError, match=r"\(as float16\): norm\.bias"):
+        diffusers_folder.read(folder, dtype=np.float16)
+    assert diffusers_folder.read(folder, dtype=ml_dtypes.bfloat16)[1]["norm.bias"][0] > 9e4
+
+
+def test_a_large_model_is_split_into_shards_with_an_index(tmp_path: Path) -> None:
+    weights = random_weights(SMALL)
+    diffusers_folder.write(tmp_path / "model", SMALL, weights, max_shard_bytes=10_000)
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    count = len(files) - 2
+    assert count > 2
+    numbered = [f"diffusion_pytorch_model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    assert files == ["config.json", *numbered, INDEX]
+    assert all(sum(x.nbytes for x in read_tensors(tmp_path / "model" / name).values()) <= 10_000 for name in numbered)
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights.values())
+    assert set(index["weight_map"]) == {place.theirs for place in tensor_names(SMALL)}
+    assert same(diffusers_folder.read(tmp_path / "model")[1], weights)
+
+
+@pytest.mark.parametrize("limit", [None, 10_000])
+def test_a_variant_is_a_file_of_its_own_beside_the_others(folder: Path, limit: int | None) -> None:
+    plain = diffusers_folder.read(folder)[1]
+    half = random_weights(SMALL, np.float16)
+    diffusers_folder.write(folder, SMALL, half, variant="fp16", max_shard_bytes=limit)
+    assert same(diffusers_folder.read(folder, variant="fp16")[1], half)
+    assert same(diffusers_folder.read(folder)[1], plain)
+    name = "diffusion_pytorch_model.fp16.safetensors" if limit is None else f"{WEIGHTS}.index.fp16.json"
+    assert (folder / name).exists()
+
+
+def test_shards_as_older_diffusers_named_them_are_read(tmp_path: Path) -> None:
+    weights = random_weights(SMALL)
+    diffusers_folder.write(tmp_path / "model", SMALL, weights, max_shard_bytes=10_000)
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    renamed = {name: name.replace(".safetensors", ".fp16.safetensors") for name in set(index["weight_map"].values())}
+    for old, new in renamed.items():
+        (tmp_path / "model" / old).rename(tmp_path / "model" / new)
+    index["weight_map"] = {name: renamed[file] for name, file in index["weight_map"].items()}
+    (tmp_path / "model" / INDEX).unlink()
+    (tmp_path / "model" / f"{WEIGHTS}.fp16.index.json").write_text(json.dumps(index))
+    assert same(diffusers_folder.read(tmp_path / "model", variant="fp16")[1], weights)
+
+
+def test_a_variant_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no diffusion_pytorch_model\.bf16\.safetensors; leave variant out"):
+        diffusers_folder.read(folder, variant="bf16")
+    (folder / WEIGHTS).rename(folder / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(CheckpointError, match=r"variants there: fp16; give one of them"):
+        diffusers_folder.read(folder)
+    with pytest.raises(CheckpointError, match="no part of a file name"):
+        diffusers_folder.read(folder, variant="../fp16")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL), max_shard_bytes=10_000)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", "..", ".x.safetensors", 3, None]
+)
+def test_an_index_cannot_lead_out_of_its_folder(sharded: Path, name) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["norm.bias"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map names .*wanted plain names"):
+        diffusers_folder.read(sharded)
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["norm.weight"] = files[-1]
+    index["weight_map"]["nothing.weight"] = files[0]
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        diffusers_folder.read(sharded)
+    assert f"norm.weight is in {files[0]}, not in {files[-1]}" in str(caught.value)
+    assert f"nothing.weight is not in {files[0]}" in str(caught.value)
+    (sharded / files[0]).unlink()
+    with pytest.raises(CheckpointError, match=f"{files[0]}: cannot be read"):
+        diffusers_folder.read(sharded)
+    edit(sharded / INDEX, weight_map=[1])
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        diffusers_folder.read(sharded)
+
+
+@pytest.mark.parametrize(("before", "after"), [(10_000, None), (None, 10_000), (10_000, 20_000)])
+def test_writing_over_a_model_leaves_nothing_of_the_old_one(tmp_path: Path, before, after) -> None:
+    old, new = random_weights(SMALL, seed=1), random_weights(SMALL, seed=2)
+    diffusers_folder.write(tmp_path / "model", SMALL, old, max_shard_bytes=before)
+    (tmp_path / "model" / "README.md").write_text("kept")
+    diffusers_folder.write(tmp_path / "model", SMALL, new, max_shard_bytes=after)
+    diffusers_folder.write(tmp_path / "other", SMALL, new, max_shard_bytes=after)
+    files = {path.name for path in (tmp_path / "model").iterdir()}
+    assert files == {"README.md", *(path.name for path in (tmp_path / "other").iterdir())}
+    assert same(diffusers_folder.read(tmp_path / "model")[1], new)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
+
+
+def test_a_model_that_cannot_be_written_whole_leaves_the_old_one(folder: Path, tmp_path: Path) -> None:
+    class Broken:
+        """An array that is lost on the way from its device."""
+
+        shape, dtype = random_weights(SMALL)["proj_out.bias"].shape, np.dtype(np.float32)
+
+        def __array__(self, dtype=None, copy=None) -> np.ndarray:
+            raise OSError(28, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    weights = random_weights(SMALL, seed=3) | {"proj_out.bias": Broken()}
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(OSError, match="No space left"):
+            diffusers_folder.write(target, SMALL, weights)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_is_written_others_may_read(folder: Path) -> None:
+    plain = folder.parent / "plain"
+    plain.mkdir()
+    (plain / "file").write_bytes(b"")
+    assert folder.stat().st_mode == plain.stat().st_mode
+    assert (folder / WEIGHTS).stat().st_mode == (plain / "file").stat().st_mode
+
+
+def test_weights_of_another_config_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(WeightsMismatch, match=r"misshaped: proj_in\.kernel"):
+        diffusers_folder.write(
+            tmp_path / "model", dataclasses.replace(SMALL, attention_head_dim=4), random_weights(SMALL)
+        )
+    with pytest.raises(CheckpointError, match=r"other dtypes than floats: norm\.bias \(int32\)"):
+        diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL) | {"norm.bias": np.zeros(32, np.int32)})
+    assert not (tmp_path / "model").exists()
+
+
+def test_jax_arrays_are_written_as_they_are(tmp_path: Path) -> None:
+    weights = random_weights(SMALL, ml_dtypes.bfloat16)
+    diffusers_folder.write(tmp_path / "model", SMALL, {name: jnp.asarray(array) for name, array in weights.items()})
+    assert same(diffusers_folder.read(tmp_path / "model")[1], weights)
+
+
+def test_pickles_are_never_opened(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "diffusion_pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    with pytest.raises(CheckpointError, match=r"only diffusion_pytorch_model\.bin.*never opened.*safe_serialization"):
+        diffusers_folder.read(folder)
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing: no such folder"):
+        diffusers_folder.read(folder / "nothing")
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"no diffusion_pytorch_model\.safetensors; wanted a folder as"):
+        diffusers_folder.read(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        diffusers_folder.read(folder)
+
+
+def test_a_part_of_a_pipeline_is_read_by_its_subfolder(folder: Path) -> None:
+    pipeline = folder.parent
+    folder.rename(pipeline / "transformer")
+    (pipeline / "model_index.json").write_text("{}")
+    assert diffusers_folder.read(pipeline, subfolder="transformer")[0] == SMALL
+    with pytest.raises(CheckpointError, match=r"a pipeline, not a model; give the subfolder.*transformer"):
+        diffusers_folder.read(pipeline)
+
+
+@pytest.mark.parametrize("name", ["AutoencoderKL", "../..", None, 3])
+def test_another_models_config_is_refused(folder: Path, name) -> None:
+    edit(folder / "config.json", _class_name=name)
+    with pytest.raises(ConfigError, match=r"_class_name is .*known: Transformer2DModel, DiT"):
+        diffusers_folder.read(folder)
+
+
+def test_more_layers_than_a_file_can_hold_are_refused_at_once(folder: Path) -> None:
+    edit(folder / "config.json", num_layers=1 << 60)
+    with pytest.raises(ConfigError, match="num_layers is"):
+        diffusers_folder.read(folder)
+
+
+def test_weights_that_do_not_fit_into_memory_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(array.nbytes for array in random_weights(SMALL).values())
+    monkeypatch.setattr(memory, "SPARE", 0)
+    monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    assert diffusers_folder.read(folder)[1]
+    for dtype, free in ((None, size - 1), (ml_dtypes.bfloat16, size // 2 - 1)):
+        monkeypatch.setattr(memory, "free_on_host", lambda free=free: free)
+        with pytest.raises(ConfigError, match=r"the weights of model, \d+ tensors\); 0 MB are free on the machine"):
+            diffusers_folder.read(folder, dtype=dtype)
+
+
+def test_configs_of_the_split_classes_have_their_own_defaults() -> None:
+    dit = read_model_config({"_class_name": "DiTTransformer2DModel", "sample_size": 128, "cross_attention_dim": 7})
+    assert (dit.inner_dim, dit.num_layers, dit.outputs, dit.norm_eps) == (1152, 28, 4, 1e-5)
+    assert (dit.position_scale, dit.cross_attention_dim, dit.attention_bias) == (1, None, True)
+    pixart = read_model_config(
+        {"_class_name": "PixArtTransformer2DModel", "num_vector_embeds": 9, "_name_or_path": "x"}
+    )
+    assert (pixart.inner_dim, pixart.outputs, pixart.norm_eps, pixart.kind) == (1152, 8, 1e-6, "patches")
+    assert (pixart.has_conditions, pixart.position_scale, pixart.cross_attention_dim) == (True, 2, 1152)
+    with pytest.raises(ConfigError, match="norm_type is 'layer_norm'; wanted 'ada_norm_single'"):
+        read_model_config({"_class_name": "PixArtTransformer2DModel", "norm_type": "layer_norm"})
+
+
+def test_the_published_models_have_the_tensors_that_were_published() -> None:
+    ithq = {"attention_bias": True, "activation_fn": "geglu-approximate", "num_embeds_ada_norm": 100, "num_layers": 36}
+    ithq |= {"cross_attention_dim": 512, "num_vector_embeds": 4097, "sample_size": 32}
+    dit = {"_class_name": "DiTTransformer2DModel", "out_channels": 8}
+    pixart = {"_class_name": "PixArtTransformer2DModel", "caption_channels": 4096}
+    sizes = {}
+    for name, values in {"ithq": ithq, "dit": dit, "pixart": pixart}.items():
+        shapes = [place.shape for place in tensor_names(read_model_config(values))]
+        sizes[name] = (len(shapes), sum(math.prod(shape) for shape in shapes))
+    assert sizes["ithq"] == (1015, 1_359_274_624)
+    assert sizes["dit"][1] == 749_826_464
+    assert sizes["pixart"][1] == 611_349_152

@@ -1,0 +1,218 @@
+"""Fetching from the Hub, against a small server on this machine that answers like it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels import hub
+from jaxmodels.errors import CheckpointError, HubError
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.transformer2d import Transformer2DConfig, diffusers_folder
+from jaxmodels.transformer2d.diffusers_folder import tensor_names
+from tests.testing.stub_hub import StubHub
+
+
+@pytest.fixture(scope="module")
+def policies(small_of, checkpoint_for, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
+    """The files of two policies."""
+    folders = [tmp_path_factory.mktemp("source") / "policy" for _ in range(2)]
+    for seed, folder in enumerate(folders):
+        lerobot_folder.write(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
+    return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
+
+
+@pytest.fixture
+def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    others = {"pytorch_model.bin": b"cos\nsystem\n", "README.md": b"# hello", "train_config.json": b"{}"}
+    with StubHub() as stub:
+        first = stub.push("someone/arm", {**policies[0], **others}, tag="v1")
+        stub.push("someone/arm", {**policies[1], **dict.fromkeys(others)})
+        stub.repo("someone/arm").refs["refs/heads/main"] = first
+        yield stub
+
+
+@pytest.fixture
+def commits(stub: StubHub) -> list[str]:
+    """Both commits of that repo; its branch and a tag are at the first."""
+    return list(stub.repo("someone/arm").commits)
+
+
+def asked(stub: StubHub) -> list[str]:
+    return [request.path for request in stub.requests]
+
+
+@pytest.fixture
+def fetch(stub: StubHub, tmp_path: Path):
+    def call(repo: str = "someone/arm", revision: str | None = None, **options) -> Path:
+        return hub.fetch(repo, revision, endpoint=stub.url, cache=tmp_path / "cache", **options)
+
+    return call
+
+
+def test_a_repo_is_fetched_at_the_commit_its_branch_points_to(
+    fetch, stub: StubHub, commits, observation_of, small
+) -> None:
+    told: list[str] = []
+    folder = fetch(on_progress=told.append)
+    assert set(told) == {"downloading"}
+    first, last = told[0], told[-1]
+    assert isinstance(first, hub.Downloading)
+    assert isinstance(last, hub.Downloading)
+    assert first.done == 0 < last.done == last.total == first.total
+    assert folder.name == commits[0]
+    downloads = [path for path in asked(stub) if "/resolve/" in path]
+    assert downloads
+    assert all(f"/resolve/{commits[0]}/" in path for path in downloads)
+    policy = jaxmodels.load_policy(folder)
+    assert policy.requirements.rate == 25.0
+    assert np.isfinite(policy.act(observation_of(small()))).all()
+
+
+def test_only_files_of_a_policy_are_fetched(fetch, stub: StubHub, commits) -> None:
+    names = {path.name for path in fetch().iterdir()}
+    assert names == {path.name for path in fetch(revision=commits[1]).iterdir()}
+    assert "robojax.json" in names
+    assert not [path for path in asked(stub) if "pytorch_model" in path or "README" in path or "train_" in path]
+
+
+def test_a_revision_may_be_a_tag_or_a_commit(fetch, stub: StubHub, commits) -> None:
+    first, second = commits
+    assert fetch(revision="v1").name == first
+    assert fetch(revision=second).name == second
+    stub.repo("someone/arm").refs["refs/heads/main"] = second
+    assert fetch().name == second
+
+
+def test_what_is_cached_is_not_fetched_again(fetch, stub: StubHub) -> None:
+    first = fetch()
+    stub.requests.clear()
+    assert fetch() == first
+    assert not [path for path in asked(stub) if "/resolve/" in path]
+
+
+def test_the_cache_of_the_environment_is_used_whoever_imported_the_client_before(
+    stub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    assert hub.fetch("someone/arm", endpoint=stub.url).is_relative_to(tmp_path / "elsewhere")
+
+
+def test_without_the_hub_the_cached_copy_is_used(fetch, stub: StubHub, commits) -> None:
+    first, second = fetch(), fetch(revision=commits[1])
+    stub.close()
+    assert fetch() == first
+    assert fetch(revision=commits[1]) == second
+
+
+def test_without_the_hub_and_without_a_copy_the_error_says_what_to_do(fetch, stub: StubHub, commits) -> None:
+    stub.close()
+    with pytest.raises(HubError, match=r"'someone/arm'.*cannot be reached.*connect once, or give a local folder"):
+        fetch()
+    with pytest.raises(HubError, match="cannot be reached"):
+        fetch(revision=commits[1])
+
+
+def test_half_a_copy_is_no_copy(fetch, stub: StubHub) -> None:
+    link = fetch() / "model.safetensors"
+    link.resolve().unlink()
+    link.unlink(missing_ok=True)
+    stub.close()
+    with pytest.raises(HubError, match="no complete copy is cached"):
+        fetch()
+
+
+@pytest.mark.parametrize(
+    ("denied", "words"),
+    [
+        ((403, "GatedRepo"), "is gated; accept its terms"),
+        ((404, "RepoNotFound"), "no such repo, or it is private"),
+        ((401, ""), "the Hub does not allow it; set HF_TOKEN"),
+        ((500, ""), "did not answer as expected"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_plain_words(fetch, stub: StubHub, denied, words: str) -> None:
+    stub.denied["someone/arm"] = denied
+    with pytest.raises(HubError, match=words):
+        fetch()
+
+
+def test_an_unknown_revision_is_named(fetch) -> None:
+    with pytest.raises(HubError, match="'someone/arm' at 'v9': the repo has no such revision"):
+        fetch(revision="v9")
+
+
+@pytest.mark.parametrize("repo", ["../secrets", "/etc/passwd", "a/b/c", "", "a b", ".hidden/x", "a/.."])
+def test_what_is_no_repo_id_never_reaches_the_network(fetch, stub: StubHub, repo: str) -> None:
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):
+        fetch(repo)
+    assert stub.requests == []
+
+
+CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12)
+
+
+@pytest.fixture
+def model(stub: StubHub, tmp_path: Path) -> dict[str, np.ndarray]:
+    """The weights of a model that the stub has in a pipeline, in shards, and beside them as half-precision variant."""
+    rng = np.random.default_rng(0)
+    weights = {place.ours: rng.standard_normal(place.whole, np.float32) for place in tensor_names(CONFIG)}
+    halves = {name: array.astype(np.float16) for name, array in weights.items()}
+    folder = tmp_path / "source" / "transformer"
+    diffusers_folder.write(folder, CONFIG, weights, max_shard_bytes=20_000)
+    diffusers_folder.write(folder, CONFIG, halves, variant="fp16")
+    others = {"model_index.json": b"{}", "vae/config.json": b"{}", "transformer/diffusion_pytorch_model.bin": b"cos"}
+    written = {f"transformer/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    stub.push("someone/painter", {**written, **others})
+    return weights
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_a_model_of_a_pipeline_is_fetched_alone(fetch, stub: StubHub, model, variant: str | None) -> None:
+    folder = fetch("someone/painter", files=diffusers_folder.files(subfolder="transformer", variant=variant))
+    assert folder.name == stub.head("someone/painter")
+    config, weights = diffusers_folder.read(folder, subfolder="transformer", variant=variant, dtype=np.float32)
+    assert config == CONFIG
+    wanted = {name: array.astype(np.float16) for name, array in model.items()} if variant else model
+    assert all(np.array_equal(weights[name], array) for name, array in wanted.items())
+    fetched = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert not any(name.startswith("vae") or name.endswith(".bin") for name in fetched)
+    assert any("fp16" in name for name in fetched) == (variant == "fp16")
+    assert any("-of-" in name for name in fetched) == (variant is None)
+
+
+def test_a_model_is_read_from_the_cache_without_the_hub(fetch, stub: StubHub, model) -> None:
+    files = diffusers_folder.files(subfolder="transformer", variant="fp16")
+    first = fetch("someone/painter", files=files)
+    stub.close()
+    assert fetch("someone/painter", files=files) == first
+    assert diffusers_folder.read(first, subfolder="transformer", variant="fp16")[0] == CONFIG
+
+
+def test_a_pipeline_fetched_without_its_subfolder_says_what_it_is(fetch, stub: StubHub, model) -> None:
+    with pytest.raises(CheckpointError, match="a pipeline, not a model; give the subfolder"):
+        diffusers_folder.read(fetch("someone/painter", files=diffusers_folder.files()))
+
+
+@pytest.mark.parametrize("subfolder", ["..", "a/../b", "/a", "*", "a//b", "[a]"])
+def test_a_subfolder_is_no_pattern_and_no_way_out(subfolder: str) -> None:
+    with pytest.raises(CheckpointError, match="is no folder of a repo"):
+        diffusers_folder.files(subfolder=subfolder)
+
+
+def test_a_repo_larger_than_allowed_is_not_fetched_and_one_that_fits_is(fetch, stub: StubHub, tmp_path: Path) -> None:
+    with pytest.raises(HubError, match=r"its files have \d+ bytes; allowed are 1000"):
+        fetch(largest=1000)
+    assert not list(tmp_path.rglob("model.safetensors"))
+    assert (fetch(largest=1 << 30) / "model.safetensors").is_file()
+
+
+def test_files_that_may_run_code_are_named_and_left_where_they_are(fetch, caplog) -> None:
+    with caplog.at_level("INFO"):
+        folder = fetch()
+    assert "pytorch_model.bin may run code" in caplog.text
+    assert not (folder / "pytorch_model.bin").exists()

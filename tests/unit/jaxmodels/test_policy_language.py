@@ -1,0 +1,178 @@
+"""A policy that is told what to do: each text is encoded once, beside the program that acts."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels.errors import CheckpointError, ObservationError
+from jaxmodels.normalization import from_stats
+from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint
+from jaxmodels.text import TextConfig
+from jaxmodels.text.clip import read_clip_text
+from jaxmodels.types import TASK, Feature
+from jaxmodels.weights import blueprint
+
+CONFIG = Diffusion2dConfig(
+    input_features=(Feature("observation.state", "STATE", (2,)),),
+    output_features=(Feature("action", "ACTION", (2,)),),
+    normalization_mapping=(("STATE", "IDENTITY"), ("ACTION", "IDENTITY")),
+    chunk_size=4,
+    n_action_steps=2,
+    dim_model=16,
+    n_heads=2,
+    n_encoder_layers=0,
+    n_layers=1,
+    num_inference_steps=1,
+    text_encoder=TextConfig(length=24, width=16, n_layers=1, n_heads=2, hidden=32),
+)
+GOLDEN = Path(__file__).parents[2] / "golden" / "clip_text"
+TEXT = "pick up the red cube"  # the first of the golden file
+RED, BLUE = TEXT, "pick up the blue cube"
+
+
+def checkpoint(seed: int = 0, config: Diffusion2dConfig = CONFIG) -> Checkpoint:
+    draw = np.random.default_rng(seed)
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
+    normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
+    return Checkpoint(config, weights, normalization)
+
+
+@pytest.fixture(scope="module")
+def policy() -> jaxmodels.Policy:
+    policy = jaxmodels.Policy(checkpoint())
+    policy.compile()
+    return policy
+
+
+def seen(*tasks: str) -> dict[str, np.ndarray]:
+    return {"observation.state": np.full((len(tasks), 2), 0.5, np.float32), TASK: np.array(tasks, "<U512")}
+
+
+def counted(policy: jaxmodels.Policy, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    encoded: list[int] = []
+    encode = policy._instructions._encode  # pyright: ignore[reportOptionalMemberAccess]
+    monkeypatch.setattr(policy._instructions, "_encode", lambda *tokens: encoded.append(1) or encode(*tokens))
+    return encoded
+
+
+def test_requirements_say_that_it_is_told_what_to_do(policy, tmp_path: Path) -> None:
+    assert policy.requirements.language
+    policy.save(tmp_path)
+    assert jaxmodels.read_requirements(tmp_path).language
+    assert lerobot_folder.read(tmp_path).config == CONFIG
+
+
+def test_what_it_is_told_decides_what_it_does(policy) -> None:
+    red, blue = policy.act(seen(RED)), policy.act(seen(BLUE))
+    assert np.abs(red - blue).max() > 1e-3
+    np.testing.assert_array_equal(red, policy.act(seen(RED)))
+
+
+def test_each_of_a_batch_is_told_something_else(policy) -> None:
+    together = policy.act(seen(RED, BLUE, RED))
+    for member, task in enumerate((RED, BLUE, RED)):
+        np.testing.assert_allclose(together[member], policy.act(seen(task))[0], atol=1e-5)
+
+
+def test_texts_come_as_a_list_or_as_an_array(policy) -> None:
+    np.testing.assert_array_equal(policy.act({**seen(RED), TASK: [RED]}), policy.act(seen(RED)))
+
+
+def test_a_text_is_encoded_once(policy, monkeypatch) -> None:
+    encoded = counted(policy, monkeypatch)
+    policy.act(seen("one"))
+    policy.act(seen("one"))
+    policy.act(seen("one", "two", "one"))
+    policy.act(seen("two", "one", "two"))
+    assert len(encoded) == 2
+
+
+def test_a_text_that_was_prepared_is_not_encoded_when_it_is_acted_on(policy, monkeypatch) -> None:
+    encoded = counted(policy, monkeypatch)
+    policy.prepare_task("put it down")
+    assert len(encoded) == 1
+    policy.act(seen("put it down"))
+    assert len(encoded) == 1
+
+
+def test_other_weights_read_a_text_anew(policy) -> None:
+    before = policy.act(seen(RED))
+    other = policy.with_weights(checkpoint(seed=1))
+    assert np.abs(other.act(seen(RED)) - before).max() > 1e-3
+    np.testing.assert_array_equal(policy.act(seen(RED)), before)
+
+
+def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None:
+    assert policy.is_compiled()
+    monkeypatch.setattr(
+        policy._programs, "_lowered", lambda *arguments: pytest.fail("something was compiled while a robot waits")
+    )
+    policy.act(seen("never seen before"))
+    assert policy.rehearse() > 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        (None, "task is missing: this policy is told what to do; wanted 1 text, e.g. 'task': .'pick up the cube'."),
+        (RED, "task is one text without a batch axis"),
+        ([RED, BLUE], "task has 2 texts and the other features 1 members"),
+        (["  "], "task is blank for member 0"),
+        ([3], "task is list.1."),
+        (np.zeros((1, 2)), r"task is ndarray.1, 2."),
+        (["x" * 24], "24 bytes; this policy reads 23"),
+    ],
+)
+def test_what_is_no_instruction_is_refused(policy, tasks, words: str) -> None:
+    observation = seen(RED)
+    del observation[TASK]
+    if tasks is not None:
+        observation[TASK] = tasks
+    with pytest.raises(ObservationError, match=words):
+        policy.act(observation)
+
+
+def test_a_clip_reads_for_a_policy_when_its_tokenizer_is_there(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    clip = read_clip_text(GOLDEN / "quick")
+    made = checkpoint(config=dataclasses.replace(CONFIG, text_encoder=clip.config))
+    weights = {**made.weights, **{f"text.{name}": array for name, array in clip.weights.items()}}
+    lerobot_folder.write(
+        tmp_path / "told",
+        dataclasses.replace(made, weights=weights, tokenizer=(GOLDEN / "tokenizer.json").read_bytes()),
+    )
+    policy = jaxmodels.load_policy(tmp_path / "told")
+    assert np.abs(policy.act(seen(RED)) - policy.act(seen(BLUE))).max() > 1e-3
+    language = policy._instructions((TEXT,))  # pyright: ignore[reportOptionalCall]
+    wanted = np.load(GOLDEN / "cases.npz")["quick.last_hidden_state"][0]
+    np.testing.assert_allclose(language.tokens[0], wanted, atol=1e-4)
+    (tmp_path / "told" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: missing; a text encoder of kind 'clip' needs it"):
+        jaxmodels.load_policy(tmp_path / "told")
+
+
+def test_bfloat16_reads_nearly_the_same(policy) -> None:
+    half = jaxmodels.Policy(checkpoint(), dtype="bfloat16")
+    np.testing.assert_allclose(half.act(seen(RED)), policy.act(seen(RED)), atol=0.1)
+
+
+def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, text_encoder=None)
+    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    weights = {name: np.zeros(wanted.shape, np.float32) for name, wanted in shapes.items()}
+    silent = jaxmodels.Policy(dataclasses.replace(checkpoint(), config=config, weights=weights))
+    assert not silent.requirements.language
+    silent.prepare_task(RED)
+    assert silent.act(seen(RED)).shape == (1, 4, 2)
+
+
+def test_a_tokenizer_travels_with_its_policy(tmp_path: Path) -> None:
+    lerobot_folder.write(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
+    assert (tmp_path / "tokenizer.json").exists()
+    assert lerobot_folder.read(tmp_path).tokenizer == b'{"version": "1.0"}'

@@ -1,0 +1,202 @@
+"""Every number of a config that may come from a stranger has a range, and nothing is computed with others."""
+
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxmodels.errors import CheckpointError, ConfigError
+from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.policies.lerobot_folder import Sidecar
+from jaxmodels.policies.lerobot_processors import modern_config
+from jaxmodels.ranges import Number, Range, is_number, numbers_of, shown, table
+from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule
+from jaxmodels.samplers.vq_diffusion import VQSchedule
+from jaxmodels.text import TextConfig
+from jaxmodels.transformer2d import Transformer2DConfig
+from jaxmodels.transformer2d.lora import ALPHA
+from jaxmodels.types import CAMERAS, PIXELS, Feature
+
+DOCS = Path(__file__).parents[3] / "docs" / "policies" / "policies.md"
+HUGE = 10**30
+ENOUGH = 1 << 20  # bytes: what a config may take while it is refused
+VALUES: dict[str, Any] = {
+    "input_features": {
+        "observation.images.front": {"type": "VISUAL", "shape": [3, 96, 96]},
+        "observation.state": {"type": "STATE", "shape": [6]},
+    },
+    "output_features": {"action": {"type": "ACTION", "shape": [6]}},
+}
+TEXT = TextConfig.small().to_json()
+PATCHES = {"in_channels": 4, "patch_size": 2, "sample_size": 32, "norm_type": "ada_norm_single"}
+
+
+def read_policy(kind: str, **changes: Any) -> Any:
+    return policy_type(kind).config({"type": kind, **VALUES, **changes})
+
+
+CONFIGS = {kind: type(read_policy(kind)) for kind in policy_types()}
+READ = {
+    **{(kind, name): (kind, name) for kind, config in CONFIGS.items() for name in numbers_of(config)},
+    **{("text", name): ("text", name) for name in numbers_of(TextConfig)},
+    **{("Transformer2DModel", name): ("Transformer2DModel", name) for name in numbers_of(Transformer2DConfig)},
+}
+
+
+def read_config(what: str, changes: dict[str, Any]) -> Any:
+    if what == "text":
+        return TextConfig.from_json({**TEXT, **changes})
+    if what == "Transformer2DModel":
+        return Transformer2DConfig.from_json({**PATCHES, **changes})
+    return read_policy(what, **changes)
+
+
+def declared(what: str) -> Any:
+    return {"text": TextConfig, "Transformer2DModel": Transformer2DConfig}.get(what) or CONFIGS[what]
+
+
+def wrong_values(number: Number) -> list[Any]:
+    """What a field must not be: of another kind, and just outside of its range."""
+    assert number.range is not None
+    low, high = number.range.least, number.range.most
+    step = 1 if number.is_integer else max(abs(high), 1) * 1e-6
+    outside = [low if number.range.above else low - step, high if number.range.below else high + step, HUGE, -HUGE]
+    found: list[Any] = [*outside, True, "3", math.nan, math.inf, [], {}, [[1] * 1000] * 1000]
+    if number.is_integer:
+        found.append(low + 0.5)
+    if not number.may_be_none:
+        found.append(None)
+    if number.count is not None:
+        found = [*([value] * number.count for value in found if not isinstance(value, list | dict)), *found, [0.5]]
+    return found
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), TextConfig, Transformer2DConfig, NoiseSchedule, FlowSchedule])
+def test_every_number_declares_a_range(config: Any) -> None:
+    assert [name for name, number in numbers_of(config).items() if number.range is None] == []
+
+
+@pytest.mark.parametrize("config", [MaskSchedule, VQSchedule])
+def test_every_number_of_a_schedule_of_tokens_declares_a_range(config: Any) -> None:
+    assert [name for name, number in numbers_of(config).items() if number.range is None] == []
+
+
+@pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
+def test_a_number_outside_of_its_range_is_refused_by_name_and_costs_nothing(what: str, name: str) -> None:
+    read_config(what, {})  # imports come first
+    for value in wrong_values(numbers_of(declared(what))[name]):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ConfigError, match=rf"\b{name} is ") as told:
+                read_config(what, {name: value})
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < ENOUGH
+        assert len(str(told.value)) < 1000
+
+
+@pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
+def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, name: str) -> None:
+    made, number = read_config(what, {}), numbers_of(declared(what))[name]
+    wrong = [value for value in wrong_values(replace(number, count=None)) if isinstance(value, int | float)]
+    integers = [value for value in wrong if isinstance(value, int)]
+    values = integers if number.is_integer else [float(value) for value in wrong if value is not True]
+    for value in values if number.count is None else [(value,) * number.count for value in values]:
+        with pytest.raises(ConfigError, match=rf"\b{name} is "):
+            replace(made, **{name: value})
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_all_numbers_that_are_wrong_are_in_one_error(kind: str) -> None:
+    numbers = numbers_of(CONFIGS[kind])
+    with pytest.raises(ConfigError) as told:
+        read_policy(kind, **dict.fromkeys(numbers, HUGE), text_encoder=None, input_features=[1])
+    assert [name for name in numbers if f"{name} is {HUGE}; wanted" not in str(told.value)] == []
+    assert "wanted an object of features" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([3, 100_000, 100_000], "at most 8192"),
+        ([3, 96, HUGE], "at most 8192"),
+        ([3, True, 96], "list of integers"),
+        ([3, 96.0, 96], "list of integers"),
+        ([3, 96, -1], "of 1 or more"),
+        ([3] * 1000, "8 axes at most"),
+    ],
+)
+def test_a_frame_that_no_camera_takes_is_refused(shape: list[Any], words: str) -> None:
+    changes = {"input_features": {"observation.images.front": {"type": "VISUAL", "shape": shape}}}
+    for kind in policy_types():
+        with pytest.raises(ConfigError, match=words):
+            read_policy(kind, **changes)
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_frames_that_are_too_many_or_too_large_together_are_refused(kind: str) -> None:
+    def cameras(count: int, side: int) -> dict[str, Any]:
+        return {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, side, side]} for i in range(count)}
+
+    with pytest.raises(ConfigError, match=f"{CAMERAS.most + 1} cameras; wanted {CAMERAS.most} at most"):
+        read_policy(kind, input_features=cameras(int(CAMERAS.most) + 1, 32))
+    with pytest.raises(ConfigError, match=f"wanted {PIXELS} at most"):
+        read_policy(kind, input_features=cameras(3, 4096))
+
+
+def test_vectors_have_a_range() -> None:
+    for kind, most in (("STATE", 65_536), ("ACTION", 1024)):
+        assert Feature("a", kind, (most,)).shape == (most,)
+        with pytest.raises(ConfigError, match=f"at most {most}"):
+            Feature("a", kind, (most + 1,))
+
+
+@pytest.mark.parametrize("rate", [0, -1, True, "25", math.nan, math.inf, HUGE, 10_001, [25], {}])
+def test_a_rate_has_a_range(rate: Any) -> None:
+    with pytest.raises(CheckpointError, match="rate is "):
+        Sidecar.from_json({"rate": rate}, 6)
+
+
+def test_modes_of_old_configs_are_strings() -> None:
+    with pytest.raises(CheckpointError, match="input_normalization_modes"):
+        modern_config({"input_shapes": {}, "input_normalization_modes": {"observation.state": [1]}})
+
+
+def test_tags_are_a_list() -> None:
+    with pytest.raises(ConfigError, match="tags is 5"):
+        read_policy("act", tags=5)
+
+
+def test_a_scale_of_an_adapter_has_a_range() -> None:
+    assert is_number(16, ALPHA)
+    assert not any(is_number(alpha, ALPHA) for alpha in (True, 10**400, math.nan, "16", None, [16]))
+
+
+def test_a_value_in_an_error_is_short_whatever_it_is() -> None:
+    for value in (10**4000, "x" * 10**6, [[0] * 1000] * 1000, {str(i): i for i in range(1000)}, -(10**4000)):
+        assert len(shown(value)) < 500
+    assert shown(10**400) == "an integer of 1329 bits"
+    assert (shown("64"), shown(64), shown(2.5), shown(None)) == ("'64'", "64", "2.5", "None")
+
+
+def test_ends_belong_to_a_range_unless_it_says_otherwise() -> None:
+    closed, open_ = Range(0, 2), Range(0, 2, above=True, below=True)
+    assert (0 in closed, 2 in closed, 0 in open_, 2 in open_, 1 in open_) == (True, True, False, False, True)
+    assert math.nan not in closed
+
+
+def test_the_docs_state_every_range() -> None:
+    rows = DOCS.read_text().splitlines()
+    wanted = table({**CONFIGS, "text_encoder": TextConfig})
+    assert [row for row in wanted if row not in rows] == []
+    assert [row for row in rows[rows.index("| field | of | range |") + 2 :] if row.startswith("|")] == wanted
+
+
+def test_a_config_of_json_that_is_in_range_is_read(tmp_path: Path) -> None:
+    values = json.loads(json.dumps(read_policy("diffusion2d", optimizer_lr=1).to_json()))
+    assert read_policy("diffusion2d", **{**values, "optimizer_betas": [0, 0.5]}).optimizer_lr == 1.0

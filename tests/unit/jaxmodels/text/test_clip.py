@@ -1,0 +1,124 @@
+"""CLIP's text tower and its tokens are those of transformers, for the texts in tests/golden/clip_text."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
+from jaxmodels.text import TextConfig, text_encoder, tokenizer
+from jaxmodels.text.clip import read_clip_text
+from jaxmodels.weights import blueprint
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "clip_text"
+pytestmark = pytest.mark.fully_compiled
+CASES = np.load(GOLDEN / "cases.npz")
+TEXTS = json.loads((GOLDEN / "cases.json").read_text())["texts"]
+FILE = (GOLDEN / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / "quick", tmp_path, dirs_exist_ok=True)
+    shutil.copy(GOLDEN / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["quick", "exact"])
+def test_what_the_tower_says_is_what_transformers_says(name: str) -> None:
+    read = read_clip_text(GOLDEN / name)
+    encode = blueprint(lambda rngs: text_encoder(read.config, rngs=rngs)).assemble(
+        {name: jnp.asarray(array) for name, array in read.weights.items()}
+    )
+    wanted = CASES[f"{name}.last_hidden_state"]
+    found = np.asarray(encode(jnp.asarray(CASES["ids"], jnp.int32), jnp.asarray(CASES["mask"], bool)))
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_tokens_are_those_of_transformers() -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    ids, mask = tokenizer(read_clip_text(GOLDEN / "quick").config, FILE)(TEXTS)
+    np.testing.assert_array_equal(ids, CASES["ids"])
+    np.testing.assert_array_equal(mask, CASES["mask"].astype(bool))
+
+
+def test_a_text_that_is_too_long_loses_its_end_and_keeps_the_last_token() -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    ids, mask = tokenizer(dataclasses.replace(TextConfig.clip(), length=6), FILE)(["the " * 9, "\ud800"])
+    assert ids[0].tolist() == [526, 513, 513, 513, 513, 527]
+    assert mask[0].all()
+    assert not mask[1].all()
+
+
+def test_a_folder_says_what_the_tower_is_like(folder: Path) -> None:
+    read = read_clip_text(folder)
+    assert read.config == TextConfig("clip", 20, 16, 2, 2, 32, 528, "quick_gelu", is_frozen=True)
+    assert read.tokenizer == FILE
+
+
+def test_the_text_tower_of_a_whole_clip_is_read_without_the_other_one(folder: Path) -> None:
+    alone = read_clip_text(folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "clip", "text_config": values, "vision_config": {}}))
+    other = {"vision_model.embeddings.class_embedding": np.ones(3, np.float32), "logit_scale": np.ones((), np.float32)}
+    table = {"text_model.embeddings.position_ids": np.arange(20)[None]}
+    save_file({**load_file(folder / "model.safetensors"), **other, **table}, folder / "model.safetensors")
+    read = read_clip_text(folder)
+    assert read.config == alone.config
+    for name, array in alone.weights.items():
+        np.testing.assert_array_equal(read.weights[name], array)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'; wanted clip"),
+        ({"layer_norm_eps": 1e-3}, "layer_norm_eps is 0.001"),
+        ({"hidden_act": "relu"}, "activation is 'relu'; known: gelu, quick_gelu"),
+        ({"num_hidden_layers": 3}, "weights do not fit the config .16 missing"),
+    ],
+)
+def test_what_is_no_clip_is_refused(folder: Path, changes: dict[str, object], complaint: str) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises((CheckpointError, ConfigError, WeightsMismatch), match=complaint):
+        read_clip_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        (None, "tokenizer.json: missing; a text encoder of kind 'clip' needs it"),
+        (b"{}", "tokenizer.json: cannot be read"),
+        (b"\xff", "tokenizer.json: cannot be read"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_refused(file: bytes | None, complaint: str) -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    with pytest.raises(CheckpointError, match=complaint):
+        tokenizer(TextConfig.clip(), file)
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    with pytest.raises(CheckpointError, match="has a token 527, and the text encoder a vocabulary of 500"):
+        tokenizer(dataclasses.replace(TextConfig.clip(), vocabulary=500), FILE)
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'robojax\[language\]'"):
+        tokenizer(TextConfig.clip(), FILE)
+
+
+def test_the_package_is_imported_only_when_a_vocabulary_is_read() -> None:
+    code = "import sys, jaxmodels.text; assert 'tokenizers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,80 @@
+"""Changes of pictures against torchvision's (tests/golden/image_transforms), and how they are chosen."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.training import ImageTransforms, Transform, image_transforms, parse_transforms
+from jaxmodels.training.augmentation import augment
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "image_transforms" / "cases.npz"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "sharpness"])
+def test_colours_and_sharpness_change_as_torchvision_changes_them(name: str, recorded: dict[str, np.ndarray]) -> None:
+    found = jax.jit(getattr(image_transforms, name))(recorded["pictures"], recorded[f"{name}.numbers"])
+    np.testing.assert_allclose(found, recorded[name], atol=2e-6)
+
+
+def test_pictures_turn_and_shift_as_torchvisions(recorded: dict[str, np.ndarray]) -> None:
+    found = jax.jit(image_transforms.affine)(
+        recorded["pictures"], recorded["affine.degrees"], recorded["affine.across"], recorded["affine.down"]
+    )
+    same = np.isclose(found, recorded["affine"], atol=1e-6).all(axis=-1).mean()
+    assert same > 0.98, "the nearest of two pixels as near is anybody's guess, but those are few"
+
+
+def test_nothing_happens_unless_it_is_wanted() -> None:
+    frames = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8))
+    assert augment(frames, ImageTransforms(), jax.random.key(0)) is frames
+
+
+def test_each_picture_gets_as_many_changes_as_wanted_drawn_anew() -> None:
+    frames = jnp.full((64, 4, 4, 3), 100, jnp.uint8)
+    config = ImageTransforms(True, 1, (Transform("brightness", 1.5, 1.5), Transform("contrast", 0.0, 0.0, weight=0.0)))
+    assert (np.asarray(augment(frames, config, jax.random.key(0))) == 150).all(), "a weight of 0 is never chosen"
+    either = ImageTransforms(True, 1, (Transform("brightness", 1.5, 1.5), Transform("contrast", 1.0, 1.0)))
+    found = np.asarray(augment(frames, either, jax.random.key(0)))[:, 0, 0, 0]
+    assert 10 < (found == 150).sum() < 54, "one of two for each picture"
+
+
+def test_noise_is_given_to_every_picture() -> None:
+    frames = jnp.full((8, 32, 32, 3), 128, jnp.uint8)
+    found = np.asarray(augment(frames, ImageTransforms(noise=0.02), jax.random.key(0))).astype(float)
+    assert found.std() == pytest.approx(0.02 * 255, rel=0.05)
+
+
+def test_lerobots_way_to_write_changes_is_read() -> None:
+    values = {
+        "brightness": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.8, 1.2]}},
+        "soft": {"type": "SharpnessJitter", "kwargs": {"sharpness": 0.5}},
+        "affine": {"type": "RandomAffine", "kwargs": {"degrees": [-5.0, 5.0], "translate": [0.05, 0.05]}},
+    }
+    assert parse_transforms(values) == (
+        Transform("brightness", 0.8, 1.2, 2.0),
+        Transform("sharpness", 0.5, 1.5),
+        Transform("affine", -5.0, 5.0, translate=(0.05, 0.05)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"x": {"type": "RandomErasing", "kwargs": {"p": 1}}}, "RandomErasing"),
+        ({"x": {"type": "ColorJitter", "kwargs": {"hue": [-0.9, 0.1]}}}, "hue: from"),
+        (["hue"], "wanted an object"),
+    ],
+)
+def test_changes_that_are_not_known_are_refused(values: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_transforms(values)

@@ -1,0 +1,130 @@
+"""Every policy type there is, trained: instructions reach it, frozen parts stay, and the policy can be used."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels.data import Dataset, open_dataset
+from jaxmodels.errors import ConfigError, DatasetError
+from jaxmodels.policies import lerobot_folder, policy_types
+from jaxmodels.text.clip import read_clip_text
+from jaxmodels.training import Start, TrainingConfig, new_policy, policy_fields, train
+from jaxmodels.training.train_state import read_instructions
+from tests.unit.jaxmodels.training.conftest import TINY, write_demos
+
+CLIP = Path(__file__).parents[3] / "golden" / "clip_text"  # a small one with random weights
+TEXT = {"kind": "small", "length": 24, "width": 8, "n_layers": 1, "n_heads": 2, "hidden": 16}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Demonstrations of two tasks."""
+    folder = tmp_path_factory.mktemp("data") / "told"
+    return open_dataset(write_demos(folder, tasks=("go there", "go the other way")))
+
+
+def start_of(kind: str, dataset: Dataset, **text: Any) -> Start:
+    reads = {"text_encoder": {**TEXT, **text}} if "text_encoder" in policy_fields(kind) else {}
+    return new_policy(dataset, kind, values={**TINY[kind], **reads})
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_every_policy_type_is_trained_and_can_be_used(
+    kind: str, told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    start = start_of(kind, told)
+    train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
+    policy = jaxmodels.load_policy(tmp_path / "run" / "policy")
+    assert policy.requirements.language == (kind != "act")
+    observation: dict[str, Any] = {
+        "observation.state": np.zeros((1, 2), np.float32),
+        "observation.images.front": np.zeros((1, 16, 16, 3), np.uint8),
+        "task": ["go there"],
+    }
+    chunk = policy.act(observation)
+    assert chunk.shape == (1, 4, 2)
+    assert np.isfinite(chunk).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in policy_types() if kind != "act"])
+def test_a_text_encoder_learns_unless_it_is_frozen(
+    kind: str, told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    if kind != "diffusion2d":
+        pytest.skip("what is frozen is found by name, the same for every type")
+    few = config(steps=2, log_freq=1)
+    train(told, start_of(kind, told), few, tmp_path / "learns")
+    learned = lerobot_folder.read(tmp_path / "learns" / "policy").weights
+    text = {name.removeprefix("text."): array for name, array in learned.items() if name.startswith("text.")}
+    still = start_of(kind, told).with_values({"text_encoder": {**TEXT, "is_frozen": True}})
+    still = Start(still.policy, {f"text.{name}": array for name, array in text.items()})
+    train(told, still, few, tmp_path / "frozen")
+    frozen = lerobot_folder.read(tmp_path / "frozen" / "policy").weights
+    for name, array in text.items():
+        np.testing.assert_array_equal(frozen[f"text.{name}"], array, err_msg=name)
+    again = Start(start_of(kind, told).policy, {f"text.{name}": array for name, array in text.items()})
+    train(told, again, few, tmp_path / "again")
+    moved = lerobot_folder.read(tmp_path / "again" / "policy").weights
+    assert any((moved[f"text.{name}"] != array).any() for name, array in text.items())
+
+
+def test_a_clip_from_a_folder_reads_the_tasks_and_stays_as_it_is(
+    told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+) -> None:
+    pytest.importorskip("tokenizers", reason="the extra language is not installed")
+    folder = tmp_path / "clip"
+    shutil.copytree(CLIP / "quick", folder)
+    shutil.copy(CLIP / "tokenizer.json", folder)
+    start = new_policy(told, "diffusion2d", text_encoder=folder, values=TINY["diffusion2d"])
+    train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
+    weights = lerobot_folder.read(tmp_path / "run" / "policy").weights
+    for name, array in read_clip_text(folder).weights.items():
+        np.testing.assert_array_equal(weights[f"text.{name}"], array, err_msg=name)
+    policy = jaxmodels.load_policy(tmp_path / "run" / "policy")
+    observation: dict[str, Any] = {
+        "observation.state": np.zeros((1, 2), np.float32),
+        "observation.images.front": np.zeros((1, 16, 16, 3), np.uint8),
+    }
+    there, elsewhere = (policy.act({**observation, "task": [task]}) for task in told.tasks)
+    assert (there != elsewhere).any()
+
+
+def test_a_clip_and_another_text_encoder_are_not_both_taken(told: Dataset, tmp_path: Path) -> None:
+    values = {**TINY["diffusion2d"], "text_encoder": "small"}
+    with pytest.raises(ConfigError, match=r"'small' among the policy's fields; wanted one of --text_encoder"):
+        new_policy(told, "diffusion2d", text_encoder=tmp_path, values=values)
+    with pytest.raises(ConfigError, match=r"folder or repo of a CLIP is given as --text_encoder"):
+        new_policy(told, "diffusion2d", values={**TINY["diffusion2d"], "text_encoder": "openai/clip"})
+
+
+def test_a_frozen_text_encoder_without_weights_is_refused(told: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"text_encoder stays as it is in training, but has no weights"):
+        start_of("diffusion2d", told, is_frozen=True)
+
+
+def test_a_dataset_that_says_nothing_cannot_train_a_policy_that_is_told_something(told: Dataset) -> None:
+    policy = start_of("diffusion2d", told).policy
+    with pytest.raises(DatasetError, match=r"the dataset's tasks are \['go', ''\]"):
+        read_instructions(policy, ("go", ""), None)
+
+
+def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(dataset: Dataset) -> None:
+    for kind in policy_types():
+        policy = new_policy(dataset, kind, preset="small", image_size=(48, 32), values={"n_action_steps": 3}).policy
+        assert policy.cameras[0].shape == (3, 48, 32)
+        assert policy.action.shape == (2,)
+        assert policy.n_action_steps == 3
+        assert policy.vision_backbone == "small_cnn"
+    with pytest.raises(ConfigError, match="preset is 'tiny'; known: small"):
+        new_policy(dataset, "act", preset="tiny")
+
+
+def test_a_backbone_is_not_begun_from_nothing_without_saying_so(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"pretrained_backbone_weights .* is what torchvision would download"):
+        new_policy(dataset, "act")
+    assert new_policy(dataset, "act", values={"pretrained_backbone_weights": None}).backbone is None

@@ -1,0 +1,184 @@
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import av
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from service.recording.dataset import write_dataset
+from service.recording.library import open_source
+from service.recording.steps import RecordingError
+from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
+from tests.testing.recordings import level, subject
+
+
+@pytest.fixture
+def dataset(record, tmp_path):
+    source = open_source(record(episodes=2, skipped=(4,)))
+    write_dataset(tmp_path / "dataset", source.facts, source.steps())
+    return tmp_path / "dataset"
+
+
+# What lerobot 0.4.4 wrote itself, and read of ours.
+
+
+def test_the_folder_has_the_files_of_version_3(dataset):
+    files = {str(path.relative_to(dataset)) for path in dataset.rglob("*") if path.is_file()}
+    assert files == {
+        "meta/info.json",
+        "meta/stats.json",
+        "meta/tasks.parquet",
+        "meta/episodes/chunk-000/file-000.parquet",
+        "data/chunk-000/file-000.parquet",
+        "videos/observation.images.front/chunk-000/file-000.mp4",
+        "videos/observation.images.top/chunk-000/file-000.mp4",
+    }
+
+
+def test_info_says_what_there_is(dataset):
+    info = json.loads((dataset / "meta/info.json").read_text())
+    assert info["codebase_version"] == "v3.0"
+    assert (info["robot_type"], info["fps"]) == ("so100_follower", 20)
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (2, 24, 1)
+    assert info["splits"] == {"train": "0:2"}
+    assert info["data_path"] == "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    assert info["video_path"] == "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+    names = [f"{name}.pos" for name in ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll")]
+    assert info["features"]["action"] == {"dtype": "float32", "shape": [6], "names": [*names, "gripper.pos"]}
+    image = info["features"]["observation.images.front"]
+    assert (image["dtype"], image["shape"], image["info"]["video.codec"]) == ("video", [48, 64, 3], "h264")
+    assert set(info["features"]) == {
+        *("observation.state", "action", "observation.images.front", "observation.images.top"),
+        *("timestamp", "frame_index", "episode_index", "index", "task_index"),
+    }
+
+
+def test_each_episode_has_the_task_that_it_was_recorded_with(record, tmp_path):
+    source = open_source(record(episodes=2))
+    steps = (replace(step, task="" if step.episode else "wave") for step in source.steps())
+    write_dataset(tmp_path / "told", source.facts, steps)
+    read = open_source(tmp_path / "told")
+    assert {(step.episode, step.task) for step in read.steps()} == {(0, "wave"), (1, "unnamed")}
+
+
+def test_rows_count_frames_episodes_and_time(dataset):
+    table = parquet.read_table(dataset / "data/chunk-000/file-000.parquet")
+    kinds = {field.name: str(field.type) for field in table.schema}
+    assert kinds["action"] == kinds["observation.state"] == "fixed_size_list<element: float>[6]"
+    assert (kinds["timestamp"], kinds["index"], kinds["task_index"]) == ("float", "int64", "int64")
+    rows = table.to_pylist()
+    assert [row["index"] for row in rows] == list(range(24))
+    assert [row["frame_index"] for row in rows] == [*range(12), *range(12)]
+    assert [row["episode_index"] for row in rows] == [0] * 12 + [1] * 12
+    assert rows[15]["timestamp"] == pytest.approx(3 / 20)
+    assert rows[4]["action"] == rows[3]["action"]
+
+
+def test_episodes_say_where_their_rows_and_frames_are(dataset):
+    one, two = parquet.read_table(dataset / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert (one["dataset_from_index"], one["dataset_to_index"], one["length"]) == (0, 12, 12)
+    assert (two["dataset_from_index"], two["dataset_to_index"], two["tasks"]) == (12, 24, ["pick up the cube"])
+    assert two["videos/observation.images.front/from_timestamp"] == pytest.approx(0.6)
+    assert two["videos/observation.images.front/to_timestamp"] == pytest.approx(1.2)
+    for place in ("data", "meta/episodes", "videos/observation.images.top"):
+        assert (two[f"{place}/chunk_index"], two[f"{place}/file_index"]) == (0, 0)
+    assert np.shape(two["stats/observation.images.front/mean"]) == (3, 1, 1)
+    assert len(two["stats/action/q99"]) == 6
+
+
+def test_statistics_are_those_of_the_rows_and_of_the_frames(dataset):
+    stats = json.loads((dataset / "meta/stats.json").read_text())
+    assert set(stats["action"]) == {"min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99"}
+    done = [number + 0.5 for number in (0, 1, 2, 3, 3, *range(5, 12))]
+    assert stats["action"]["mean"] == pytest.approx([np.mean(done)] * 6)
+    assert stats["action"]["std"] == pytest.approx([np.std(done)] * 6)
+    assert stats["action"]["count"] == stats["index"]["count"] == [24]
+    front = stats["observation.images.front"]
+    assert front["min"][0][0][0] == pytest.approx(level(0) / 255, abs=0.01)
+    assert front["max"][2][0][0] == pytest.approx(level(11) / 255, abs=0.01)
+
+
+def test_the_task_is_the_index_of_a_pandas_frame(dataset):
+    table = parquet.read_table(dataset / "meta/tasks.parquet")
+    assert table.to_pylist() == [{"task_index": 0, "__index_level_0__": "pick up the cube"}]
+    assert json.loads(table.schema.metadata[b"pandas"])["index_columns"] == ["__index_level_0__"]
+
+
+@pytest.mark.parametrize(("rate", "size"), [(20.0, (48, 64)), (12.5, (49, 65))])
+def test_every_frame_is_shown_at_the_time_of_its_row(record, tmp_path, rate, size):
+    source = open_source(record(about=subject(rate=rate), episodes=1, size=size))
+    writer = write_dataset(tmp_path / "dataset", source.facts, source.steps())
+    with av.open(str(tmp_path / "dataset/videos/observation.images.front/chunk-000/file-000.mp4")) as video:
+        frames = list(video.decode(video=0))
+    assert len(frames) == writer.frames
+    assert (frames[0].height, frames[0].width) == size
+    for number, shown in enumerate(frames):
+        assert shown.pts * shown.time_base == pytest.approx(number / Fraction(rate), abs=1e-4)
+
+
+def test_a_dataset_is_read_as_it_was_written(record, dataset):
+    recorded, read = (list(open_source(path).steps()) for path in (record("again", skipped=(4,)), dataset))
+    assert [(step.episode, step.index) for step in read] == [(step.episode, step.index) for step in recorded]
+    for one, two in zip(recorded, read, strict=True):
+        np.testing.assert_array_equal(one.action, two.action)
+        np.testing.assert_array_equal(one.state, two.state)
+        for camera in ("front", "top"):
+            pixels = [step.pictures[camera].pixels.astype(int) for step in (one, two)]
+            assert np.abs(pixels[0] - pixels[1]).max() <= 4
+
+
+def test_nothing_is_left_behind_when_there_is_nothing_to_write(record, tmp_path):
+    source = open_source(record(ticks=0))
+    with pytest.raises(RecordingError, match="nothing to make a dataset of"):
+        write_dataset(tmp_path / "empty", source.facts, source.steps())
+    assert not list(tmp_path.glob("empty*"))
+
+
+def test_a_folder_that_is_there_is_not_written_over(record, tmp_path):
+    source = open_source(record())
+    with pytest.raises(RecordingError, match="choose another folder"):
+        write_dataset(tmp_path, source.facts, source.steps())
+
+
+def test_what_is_no_recording_is_refused_with_what_is_wanted(tmp_path):
+    (tmp_path / "a.mcap").write_bytes(b"no recording at all")
+    (tmp_path / "folder").mkdir()
+    for name, wanted in (("a.mcap", "robojax serve"), ("folder", "LeRobotDataset v3"), ("nothing", "is not there")):
+        with pytest.raises(RecordingError, match=wanted):
+            open_source(tmp_path / name)
+
+
+def test_a_dataset_leads_nowhere_else(dataset):
+    place = dataset / "meta/info.json"
+    info = json.loads(place.read_text())
+    info["video_path"] = info["data_path"] = "../../../etc/passwd"
+    place.write_text(json.dumps(info))
+    assert len(list(open_source(dataset).steps())) == 24
+    info["features"]["observation.images.../../secret"] = info["features"]["observation.images.front"]
+    place.write_text(json.dumps(info))
+    with pytest.raises(RecordingError, match="cannot be used"):
+        open_source(dataset)
+
+
+READ = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+found = LeRobotDataset("robojax/arm", root=sys.argv[1], video_backend="pyav")
+for number in range(len(found)):
+    row = found[number]
+    assert row["index"].item() == number and row["task"] == "pick up the cube"
+    assert abs(row["observation.images.front"].mean().item() * 255 - (20 + 5 * row["frame_index"].item())) < 8
+assert found.meta.stats["observation.images.front"]["mean"].shape == (3, 1, 1)
+part = LeRobotDataset("robojax/arm", root=sys.argv[1], video_backend="pyav", episodes=[1],
+                      delta_timestamps={"action": [0, 1 / found.fps]})
+assert part[11]["action_is_pad"].tolist() == [False, True]
+print(len(found), found.num_episodes, found.meta.robot_type)
+"""
+
+
+@pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
+def test_lerobot_itself_reads_it(dataset):
+    assert lerobot("-c", READ, dataset, timeout=100).strip() == "24 2 so100_follower"

@@ -1,0 +1,296 @@
+import errno
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mcap.reader import make_reader
+
+from service.recording.mcap_files import McapSource
+from service.recording.recorder import Recorder, RecorderLimits, open_new
+from tests.testing.recordings import noise, subject, tick
+from tests.unit.recording.disk_full import LARGEST, RATE, SECONDS
+
+
+def closed(recorder: Recorder) -> Recorder:
+    recorder.close()
+    assert recorder.join(60)
+    return recorder
+
+
+def until(recorder: Recorder, state: str) -> None:
+    deadline = time.monotonic() + 60
+    while recorder.state != state:
+        assert time.monotonic() < deadline, (recorder.state, recorder.reason)
+        time.sleep(0.01)
+
+
+class Narrow:
+    """A file that takes so many bytes, and then fails as a disk does."""
+
+    def __init__(self, path: Path, room: int, error: int):
+        self._file, self._room, self._error = open_new(path), room, error
+
+    def write(self, data) -> int:
+        # A short write first, as the kernel does it.
+        count = min(len(data), self._room)
+        if not count:
+            raise OSError(self._error, os.strerror(self._error))
+        self._room -= count
+        return self._file.write(data[:count])
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+        self._room += 1000
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_what_was_handed_over_is_in_the_file(record):
+    source = McapSource(record(episodes=2, ticks=12))
+    assert source.subject.session_id == "arm"
+    assert (source.outcome.state, source.outcome.episodes, source.outcome.ticks) == ("off", 2, 24)
+    assert [(code, text) for _, code, text in source.events()] == [("start", "by request"), ("stop", "by request")] * 2
+    steps = list(source.steps())
+    assert [(step.episode, step.index) for step in steps] == [(one, two) for one in range(2) for two in range(12)]
+    np.testing.assert_array_equal(steps[5].state, np.full(6, 5.0))
+    np.testing.assert_array_equal(steps[5].action, np.full(6, 5.5))
+    assert abs(int(steps[5].pictures["front"].pixels[0, 0, 0]) - 45) <= 2
+
+
+def test_foxglove_knows_the_schemas_of_pictures_and_events(record):
+    with record().open("rb") as file:
+        summary = make_reader(file).get_summary()
+    found = {channel.topic: summary.schemas[channel.schema_id].name for channel in summary.channels.values()}
+    assert found["/cameras/front"] == "foxglove.CompressedImage"
+    assert found["/events"] == "foxglove.Log"
+    assert {channel.message_encoding for channel in summary.channels.values()} == {"json"}
+    assert {schema.encoding for schema in summary.schemas.values()} == {"jsonschema"}
+
+
+def test_a_tick_that_was_skipped_is_filled_with_the_step_before(record):
+    steps = list(McapSource(record(episodes=1, skipped=(4, 5))).steps())
+    assert [step.index for step in steps] == list(range(12))
+    assert [float(step.action[0]) for step in steps[3:7]] == [3.5, 3.5, 3.5, 6.5]
+
+
+def test_an_episode_has_one_task_and_another_instruction_begins_another_episode(tmp_path):
+    said = ["pick up the cube"]
+    recorder = Recorder(tmp_path / "a.mcap", subject(cameras=()), followed=lambda: said[0])
+    begun = time.monotonic()
+    recorder.begin("by request")
+    recorder.ticked(tick(0, begun))
+    recorder.ticked(tick(1, begun + 1 / 20))
+    recorder.end("by request")
+    said[0] = "put it down"
+    recorder.begin("by request")
+    recorder.ticked(tick(2, begun + 2 / 20))
+    said[0] = "wave"
+    # What was planned before is done until there is a chunk that follows the new instruction.
+    recorder.ticked(tick(3, begun + 3 / 20))
+    recorder.planned(np.zeros((4, 6), np.float32), begun, begun)
+    recorder.ticked(tick(4, begun + 4 / 20))
+    recorder.end("by request")
+    closed(recorder)
+    steps = McapSource(tmp_path / "a.mcap").steps()
+    assert [(step.episode, step.index, float(step.state[0]), step.task) for step in steps] == [
+        (0, 0, 0, "pick up the cube"),
+        (0, 1, 1, "pick up the cube"),
+        (1, 0, 2, "put it down"),
+        (1, 1, 3, "put it down"),
+        (2, 0, 4, "wave"),
+    ]
+
+
+def test_holds_and_other_policies_are_events(tmp_path):
+    commits = iter(["abc", "abc", "def"])
+    recorder = Recorder(tmp_path / "a.mcap", subject(), commit=lambda: next(commits))
+    recorder.begin("by request")
+    now = time.monotonic()
+    for number, hold in enumerate((None, "camera_stale", "camera_stale", None)):
+        recorder.ticked(tick(number, now + number / 20, hold=hold))
+    for _ in range(3):
+        recorder.planned(np.zeros((4, 6), np.float32), now, now)
+    closed(recorder)
+    found = [(code, text) for _, code, text in McapSource(tmp_path / "a.mcap").events()]
+    assert found[1:-1] == [
+        ("hold", "camera_stale"),
+        ("hold", "the robot may move again"),
+        ("policy", "another policy: def"),
+    ]
+
+
+def test_handing_over_takes_microseconds(tmp_path):
+    recorder = Recorder(tmp_path / "a.mcap", subject())
+    recorder.begin("by request")
+    image, now = noise((480, 640)), time.monotonic()
+    ticks = [tick(number, now + number / 50) for number in range(200)]
+    frames, spent = [], []
+    for one in ticks:
+        began = time.perf_counter()
+        recorder.saw("front", image, one.at)
+        between = time.perf_counter()
+        recorder.ticked(one)
+        frames.append(between - began)
+        spent.append(time.perf_counter() - between)
+    closed(recorder)
+    assert statistics.median(frames) < 20e-6
+    assert statistics.median(spent) < 20e-6
+
+
+def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
+    gate = threading.Event()
+
+    def stuck(path):
+        gate.wait(60)
+        return open_new(path)
+
+    recorder = Recorder(tmp_path / "a.mcap", subject(), RecorderLimits(queue_bytes=300_000), open_file=stuck)
+    recorder.begin("by request")
+    now, image = time.monotonic(), noise()
+    for number in range(40):
+        recorder.saw("front", image, now + number / 20)
+        recorder.ticked(tick(number, now + number / 20))
+    assert recorder.dropped == 40 - 300_000 // image.nbytes
+    gate.set()
+    closed(recorder)
+    outcome = McapSource(tmp_path / "a.mcap").outcome
+    assert (outcome.state, outcome.ticks, outcome.dropped) == ("off", 40, recorder.dropped)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(errno.ENOSPC, "disk_full"), (errno.EFBIG, "disk_full"), (errno.EDQUOT, "disk_full"), (errno.EIO, "failed")],
+)
+def test_a_write_that_fails_ends_the_recording_and_leaves_a_file_that_can_be_read(tmp_path, error, state):
+    path = tmp_path / "a.mcap"
+    recorder = Recorder(path, subject(), open_file=lambda path: Narrow(path, 40_000, error))
+    recorder.begin("by request")
+    now, image = time.monotonic(), noise()
+    for number in range(400):
+        recorder.saw("front", np.roll(image, number, 0), now + number / 50)
+        recorder.saw("top", image, now + number / 50)
+        recorder.ticked(tick(number, now + number / 50))
+    until(recorder, state)
+    recorder.ticked(tick(401, now + 9))  # goes nowhere, and hurts nobody
+    assert recorder.join(60)
+    assert os.strerror(error) in recorder.reason
+    assert str(tmp_path) not in recorder.reason
+    assert recorder.figures()["state"] == state
+    with path.open("rb") as file:
+        make_reader(file).get_summary()  # it ends as a file does
+    assert McapSource(path).outcome.state == "interrupted"
+
+
+def test_a_part_of_the_disk_stays_free(tmp_path):
+    recorder = Recorder(tmp_path / "a.mcap", subject(), disk=lambda folder: (100 << 30, 0, (1 << 30) - 1))
+    until(recorder, "disk_full")
+    assert "1024 MiB are to stay free" in recorder.reason
+    assert not (tmp_path / "a.mcap").exists()
+
+
+def test_a_recording_has_a_limit_and_ends_whole(tmp_path):
+    recorder = Recorder(tmp_path / "a.mcap", subject(cameras=("front",)), RecorderLimits(bytes=1_500_000))
+    recorder.begin("by request")
+    now, image = time.monotonic(), noise((240, 320))
+    for number in range(60):
+        recorder.saw("front", np.roll(image, number, 0), now + number / 50)
+        recorder.ticked(tick(number, now + number / 50))
+    until(recorder, "limit")
+    assert recorder.join(60)
+    outcome = McapSource(tmp_path / "a.mcap").outcome
+    assert outcome.state == "limit"
+    assert 0 < outcome.ticks < 60
+
+
+KILLED = """
+    import pathlib, sys, time
+    from service.recording import recorder
+    from service.recording.mcap_files import McapSource
+    from service.recording.steps import RecordingError
+    from tests.testing.recordings import play, subject
+    recorder._FLUSH = 0.0
+    def is_written(path):
+        try:
+            return len(list(McapSource(path).steps())) == 12
+        except (OSError, RecordingError):
+            return False
+    one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject())
+    play(one, episodes=1)
+    while not is_written(pathlib.Path(sys.argv[1])):
+        time.sleep(0.01)
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_it_wrote(tmp_path):
+    path = tmp_path / "a.mcap"
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ, "PYTHONPATH": "."}
+    )
+    try:
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    source = McapSource(path)
+    assert source.outcome.state == "interrupted"
+    assert not source.facts.is_whole
+    assert len(list(source.steps())) == 12
+
+
+def test_a_file_that_was_cut_anywhere_is_read_as_far_as_it_goes(record, tmp_path):
+    whole = record(episodes=1).read_bytes()
+    cut = tmp_path / "cut.mcap"
+    counts = set()
+    for size in range(len(whole) - 1, 2000, -97):
+        cut.write_bytes(whole[:size])
+        counts.add(len(list(McapSource(cut).steps())))
+    assert counts <= {0, 12}
+    assert 12 in counts
+
+
+# A disk that is full, while robots move.
+
+
+def test_a_full_disk_ends_the_recording_and_no_tick_is_missed_for_it(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.unit.recording.disk_full", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    full, bare = found["full"], found["bare"]
+    assert full["recording"]["state"] == "disk_full"
+    assert full["recording"]["reason"] == os.strerror(27)
+    assert full["recording"]["bytes"] <= LARGEST
+    assert bare["recording"]["state"] == "off"
+    # The control goes on as if nothing had happened, and as well as the session beside it on the same loop.
+    assert (full["status"], full["hold"]) == ("running", None)
+    sent = {name: found[name]["commands_sent"] - found["sent_at_end"][name] for name in ("full", "bare")}
+    assert sent["full"] >= 0.8 * sent["bare"] > 0
+    assert sent["full"] >= 0.4 * RATE * SECONDS
+    # Each has its own grid, so what a busy machine takes from one it does not always take from the other.
+    assert full["missed_ticks"] <= 2 * bare["missed_ticks"] + 2
+    # What was written until then is there, and whole as far as it goes.
+    (listed,) = found["listed"]
+    assert (listed["session_id"], listed["dataset"]) == ("full", "none")
+    assert len(list(McapSource(tmp_path / f"{listed['name']}.mcap").steps())) > 10

@@ -1,0 +1,78 @@
+"""With the shipped policy: what `check` says, and a server that ends in the middle of loading and of being ready."""
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+POLICY = str(Path(__file__).parents[4] / "robojax" / "sim" / "policy")
+
+
+def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
+    (tmp_path / "so101.toml").write_text("[joints.gripper]\nstep = 8\n[joints.sholder_pan]\nlow = -60")
+    told = robojax("check", POLICY, "--rate", "25", "--runs", "10", "--limits", "so101.toml", "--json")
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["requirements"]["cameras"] == {"front": [96, 96]}
+    assert found["requirements"]["joint_names"][0] == "Rotation"
+    assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
+    assert (found["rate"], found["verdict"]) == (25.0, "fits")
+    jaw = found["limits"]["Jaw"]
+    assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
+    assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"
+    assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
+
+
+def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
+    with serve("--state", "off") as (_, url):
+
+        def told(*arguments: str, code: int = 0) -> str:
+            done = call(*arguments, "--url", url)
+            assert done.returncode == code, done.stderr
+            return done.stdout + done.stderr
+
+        assert "no policy updates of session 'nobody' at" in told("deployments", "nobody")
+        assert "Session nobody not found" in told("policy", "nobody", "v1", code=4)
+        assert "robojax deployments nobody" in told("rollback", "nobody", code=4)
+        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
+        request = urllib.request.Request(
+            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+        assert "arm: noop" in told("policy", "arm")
+        assert "has no revision 'v9'" in told("policy", "arm", "v9", code=4)
+        assert "ran no other policy" in told("rollback", "arm", code=4)
+        results = [one["result"] for one in json.loads(told("deployments", "arm", "--json"))]
+        assert results == ["failed", "failed", "noop"]
+        assert "v9" in told("deployments")
+
+
+@pytest.mark.parametrize("wait", [0.3, None], ids=["loading", "ready"])
+def test_a_server_with_a_real_policy_ends_with_0(serve, pauses, wait):
+    def create(url: str) -> None:
+        body = {"session_id": "arm", "policy_path": POLICY, "transport_server_url": url}
+        request = urllib.request.Request(
+            f"{url}/sessions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                statuses.append(answer.status)
+        except (urllib.error.URLError, ConnectionError) as error:
+            statuses.append(getattr(error, "code", None))
+
+    statuses: list[int | None] = []
+    with serve() as (process, url):
+        client = threading.Thread(target=create, args=(url,))
+        client.start()
+        client.join(wait)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert pauses.running(began) < 5
+        client.join(60)
+    assert statuses == [200] if wait is None else statuses[0] != 200

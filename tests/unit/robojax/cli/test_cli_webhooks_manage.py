@@ -1,0 +1,282 @@
+"""``robojax webhooks``: lines that were written for ``hf webhooks`` work, and no line shows a secret."""
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from robojax.cli import webhooks
+from tests.testing.stub_hub import StubHub
+
+URL, SECRET, TOKEN = "https://example.com/hook", "a-long-enough-secret", "hf_token_of_the_tests"
+
+
+both = pytest.mark.parametrize("hub", [True, False], ids=["secret echoed", "has secret only"], indirect=True)
+
+
+@pytest.fixture
+def hub(request, monkeypatch, tmp_path) -> Iterator[StubHub]:
+    """One that tells secrets back, unless it is parametrized."""
+    with StubHub(token=TOKEN, echoes_secrets=getattr(request, "param", True)) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("COLUMNS", "200")
+        yield hub
+
+
+@pytest.fixture
+def call(hub):
+    """A command, in this process; none of them may show a secret."""
+
+    def call(*arguments: str, code: int = 0, **more) -> Result:
+        done = CliRunner().invoke(webhooks.app, list(arguments), **more)
+        assert done.exit_code == code, done.output
+        for secret in (SECRET, TOKEN, "of-the-job", "in-the-url"):
+            assert secret not in done.output
+        assert "Traceback" not in done.output
+        return done
+
+    return call
+
+
+@pytest.fixture
+def made(call) -> str:
+    """The id of a webhook that is there."""
+    found = call("create", "--url", URL, "--watch", "model:someone/arm", "--watch", "org:others", "--json")
+    return json.loads(found.stdout)["id"]
+
+
+def the_one(hub):
+    (webhook,) = hub.webhooks.values()
+    return webhook
+
+
+@both
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        (["--url", URL, "--watch", "model:bert-base-uncased"], {"url": URL, "domains": ["repo", "discussion"]}),
+        (
+            ["--url", URL, "--watch", "org:others", "--domain", "repo", "--secret", SECRET],
+            {"watched": [{"type": "org", "name": "others"}], "domains": ["repo"], "secret": SECRET},
+        ),
+        (["--job-id", "687f", "--watch", "user:someone"], {"url": None, "secret": None}),
+        (
+            ["--job-id", "687f", "--watch", "bucket:a/b", "--secrets", "A=of-the-job", "-s", "HF_TOKEN"],
+            {"job": {"secrets": {"A": "of-the-job", "HF_TOKEN": TOKEN}}},
+        ),
+        (["--url", URL, "--watch", "kernel:a/b", "--domain", "discussions"], {"domains": ["discussion"]}),
+    ],
+)
+def test_a_webhook_is_made(call, hub, arguments, seen):
+    told = call("create", *arguments).output
+    webhook = the_one(hub)
+    assert webhook.id in told
+    assert "created" in told
+    for name, value in seen.items():
+        found = getattr(webhook, name)
+        assert (found | value if isinstance(value, dict) else value) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--watch", "user:me"], "Missing argument"),
+        (["--url", URL], "--watch"),
+        (["--url", URL, "--watch", "bad-format"], "'bad-format' cannot be read"),
+        (["--url", URL, "--watch", "modle:name"], "did you mean 'model'"),
+        (["--url", URL, "--watch", "model:a", "--secret", SECRET, "--secret-env", "X"], "one of them"),
+        (["--url", URL, "--watch", "model:a", "--secret-env", "NOT_SET"], "NOT_SET has no secret"),
+        (["--url", URL, "--watch", "model:a", "--generate-secret"], "name the file"),
+        (["--url", URL, "--watch", "model:a", "--endpoint", "huggingface.co"], "endpoint"),
+        (["--url", "http://robot.local/x", "--watch", "model:a"], "--allow-http robot.local"),
+        (["--job-id", "687f", "--watch", "model:a", "-s", "NOT_SET"], "NOT_SET of the job"),
+        (["--job-id", "687f", "--watch", "model:a", "-s", "of-the-job!"], "has no name"),
+        (["--job-id", "687f", "--watch", "model:a", "--secrets-file", "nope"], "cannot be read"),
+        (["--url", URL, "--watch", "model:a", "--token-file", "nope"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_right_ends_with_2_and_nothing_is_sent(call, hub, arguments, said):
+    assert said in call("create", *arguments, code=2).output
+    assert hub.requests == []
+
+
+def test_a_type_that_is_not_known_is_sent_when_it_is_meant(call, hub):
+    told = call("create", "--url", URL, "--watch", "robot:arm", "--any-type", code=4).output
+    assert "Warning: watched type 'robot' is not known" in told
+    assert b'"type": "robot"' in hub.requests[-1].body
+
+
+def test_a_host_without_tls_is_taken_where_it_is_allowed(call, hub):
+    call("create", "--url", "http://robot.local/x", "--watch", "model:a", "--allow-http", "robot.local")
+    assert the_one(hub).url == "http://robot.local/x"
+
+
+def test_secrets_of_a_job_come_from_a_file_or_standard_input(call, hub, tmp_path):
+    file = tmp_path / "secrets"
+    file.write_text("# comment\nexport A='of-the-job'\n\nB=2\n")
+    call("create", "--job-id", "687f", "--watch", "model:a", "--secrets-file", str(file))
+    assert the_one(hub).job["secrets"] == {"A": "of-the-job", "B": "2"}
+    call("update", the_one(hub).id, "--job-id", "687f", "--secrets-file", "-", input="A=\nC=3\n")
+    assert the_one(hub).job["secrets"] == {"C": "3"}
+
+
+@both
+def test_the_list_is_a_table_or_json_or_ids(call, hub, made):
+    call("create", "--url", f"{URL}?secret=in-the-url", "--watch", "user:me", "--secret", SECRET)
+    call("create", "--job-id", "687f", "--watch", "user:me")
+    hub.webhooks[made].disabled = "suspended-after-failure"
+    table = call("ls").output
+    for text in (made, URL, "suspended", "enabled", "(job)", "model:someone/arm", "repo discussion", "secret=****"):
+        assert text in table
+    rows = json.loads(call("list", "--json").stdout)
+    assert json.loads(call("ls", "--format", "json").stdout) == rows
+    assert (rows[0]["id"], rows[0]["status"]) == (made, "suspended")
+    assert (rows[0]["watched"], rows[0]["has_secret"]) == (["model:someone/arm", "org:others"], False)
+    assert [row["has_secret"] for row in rows] == [False, True, False]
+    assert call("ls", "-q").output.split() == list(hub.webhooks)
+    assert call("ls", "--format", "quiet").output.split() == list(hub.webhooks)
+
+
+def test_an_empty_list_is_said(call):
+    assert "No results found" in call("ls").output
+    assert json.loads(call("ls", "--json").stdout) == []
+    assert call("ls", "-q").output == ""
+
+
+def test_all_of_one_is_json_unless_for_people(call, made):
+    for more in ([], ["--json"], ["--format", "json"]):
+        shown = json.loads(call("info", made, *more).stdout)
+        assert (shown["id"], shown["url"], shown["disabled"]) == (made, URL, False)
+        assert shown["watched"][0] == {"type": "model", "name": "someone/arm"}
+    lines = call("info", made, "--format", "human").output
+    assert "watched: model:someone/arm org:others" in lines
+
+
+def test_an_update_keeps_what_is_not_named(call, hub, made):
+    told = call("update", made, "--url", f"{URL}/new").output
+    assert made in told
+    assert "updated" in told
+    assert json.loads(hub.requests[-1].body)["watched"][0] == {"type": "model", "name": "someone/arm"}
+    assert the_one(hub).url == f"{URL}/new"
+    call("update", made, "--watch", "dataset:a/b", "--domain", "repo", "--secret", SECRET)
+    assert (the_one(hub).watched, the_one(hub).secret) == ([{"type": "dataset", "name": "a/b"}], SECRET)
+
+
+def test_an_update_of_nothing_is_refused_and_of_everything_has_to_be_meant(call, hub, made):
+    assert "nothing was named" in call("update", made, code=2).output
+    assert "give one of them" in call("update", made, "--watch", "model:a", "--watch-nothing", code=2).output
+    assert the_one(hub).watched
+    call("update", made, "--watch-nothing")
+    assert the_one(hub).watched == []
+
+
+@pytest.mark.parametrize("what", ["enable", "disable"])
+def test_it_is_switched(call, hub, made, what):
+    the_one(hub).disabled = what == "enable"
+    told = call(what, made).output
+    assert made in told
+    assert f"{what}d" in told
+    assert the_one(hub).disabled == (what == "disable")
+    assert json.loads(call(what, made, "--json").stdout)["did"] == f"{what}d"
+
+
+@pytest.mark.parametrize(("answer", "is_deleted"), [("y\n", True), ("n\n", False), ("", False)])
+def test_a_deletion_asks_first(call, hub, made, answer, is_deleted):
+    told = call("delete", made, input=answer, code=0 if is_deleted else 1).output
+    assert (made in hub.webhooks) != is_deleted
+    assert ("deleted" in told) == is_deleted
+    assert made in told
+
+
+def test_a_deletion_that_was_said_yes_to_does_not_ask(call, hub, made):
+    assert "give --yes" in call("delete", made, "--json", code=2).output
+    assert json.loads(call("delete", made, "--yes", "--json").stdout) == {"id": made, "did": "deleted"}
+    assert not hub.webhooks
+    told = call("delete", made, "-y", code=4).output
+    assert f"there is no webhook '{made}'" in told
+    assert "Do: `robojax webhooks list`" in told
+
+
+@both
+def test_ensure_makes_a_secret_once_and_a_webhook_once(call, hub, tmp_path):
+    file = tmp_path / "secret"
+    line = ["ensure", "--url", URL, "--watch", "model:someone/arm", "--generate-secret", "--secret-file", str(file)]
+    assert "Webhook created" in call(*line).output
+    secret = file.read_text().strip()
+    told = call(*line, "--json")
+    assert json.loads(told.stdout)["did"] == "updated"
+    assert secret not in told.output
+    assert file.read_text().strip() == secret == the_one(hub).secret
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    the_one(hub).disabled = True
+    assert "Webhook updated and enabled" in call(*line).output
+
+
+def test_heal_tells_what_it_did_and_ends_with_1_for_what_it_left(call, hub, made):
+    assert "no webhook is suspended" in call("heal").output
+    the_one(hub).disabled = "suspended-after-failure"
+    the_one(hub).url = "http://127.0.0.1:9/hook"
+    (row,) = json.loads(call("heal", "--try-first", "--json", code=1).stdout)
+    assert (row["is_healed"], row["status"], "cannot be reached" in row["reason"]) == (False, "suspended", True)
+    assert f"{made} enabled" in call("heal", made).output
+    assert the_one(hub).disabled is False
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_a_replay_ends_with_1_when_it_was_not_taken(call, hub, made, monkeypatch, status, code):
+    monkeypatch.setattr(hub.webhooks, "_replay", lambda webhook, log: status)
+    told = json.loads(call("replay", made, "log-1", "--json", code=code).stdout)
+    assert told == {"id": made, "did": "replayed", "log_id": "log-1", "status_code": status}
+
+
+def test_the_token_comes_from_the_login_or_a_file(call, hub, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "401" in call("ls", code=4).output
+    monkeypatch.delenv("HF_TOKEN")
+    assert "hf auth login" in call("ls", code=4).output
+    file = tmp_path / "token"  # where the login keeps it
+    file.write_text(TOKEN + "\n")
+    call("ls")
+    file.rename(tmp_path / "other")
+    call("ls", "--token-file", str(tmp_path / "other"))
+    told = call("ls", "--token", TOKEN, "-q").output
+    assert "stays in the shell's history" in told
+
+
+def test_a_hub_that_hangs_ends_the_command(call, hub):
+    hub.script("GET", "hang", None)
+    told = call("ls", "--timeout", "0.3", code=4).output
+    assert "did not answer" in told
+    assert "--timeout" in told
+
+
+def test_a_refusal_says_what_to_do_and_asks_for_another_try_only_where_that_helps(call, hub, monkeypatch):
+    create = ("create", "--url", URL, "--watch", "model:a")
+    for status, then in [(400, "change what it names"), (404, "robojax server with --registry"), (500, "try again")]:
+        hub.script("POST", status)
+        told = call(*create, code=4).output
+        assert then in told
+        assert ("try again" in told) == (status == 500)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "log names its token file" in call("ls", code=4).output
+
+
+def test_letters_that_steer_a_terminal_are_written_out(call, hub, made):
+    the_one(hub).watched = [{"type": "model", "name": "arm\x1b[2J\n[bold]x"}]
+    for told in (call("ls").output, call("info", made, "--format", "human").output):
+        assert "\x1b" not in told
+        assert "[bold]x" in told
+
+
+def test_the_command_as_people_start_it(environment, hub, tmp_path):
+    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
+    line = [sys.executable, "-m", "robojax.cli", "webhooks", "create", "--url", URL, "--watch", "model:someone/arm"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"id:      {the_one(hub).id}" in done.stdout

@@ -1,0 +1,97 @@
+"""Child processes: they end with their parent, and their last words are kept."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from service import processes
+from service.processes import ChildDied, child
+from tests.testing.waiting import lives
+
+SLEEPER = "import time\nprint('up')\ntime.sleep(60)\n"
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules children can run."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+async def test_lines_arrive_as_they_are_written_and_end_with_the_child(modules: Path):
+    (modules / "counter.py").write_text("import sys\nfor number in sys.argv[1:]: print('line', number)\n")
+    async with child("a counter", "counter", "1", "2") as running:
+        assert [await running.next_line() for _ in range(3)] == ["line 1", "line 2", None]
+        assert not running.is_alive
+
+
+async def test_a_child_that_dies_is_reported_with_its_code_and_its_last_words(modules: Path):
+    (modules / "dying.py").write_text("import sys\nsys.exit('the port is taken')\n")
+    async with child("the server", "dying") as running:
+        assert await running.next_line() is None
+        with pytest.raises(ChildDied, match=r"the server ended with code 1\nthe port is taken"):
+            running.check()
+
+
+async def test_a_living_child_passes_its_check_and_is_ended_with_the_context(modules: Path):
+    (modules / "sleeper.py").write_text(SLEEPER)
+    async with child("a sleeper", "sleeper") as running:
+        assert await running.next_line() == "up"
+        running.check()
+    assert not running.is_alive
+
+
+async def test_a_child_is_ended_also_when_the_context_fails(modules: Path):
+    (modules / "sleeper.py").write_text(SLEEPER)
+    started = []
+
+    async def fail() -> None:
+        async with child("a sleeper", "sleeper") as running:
+            started.append(running)
+            await running.next_line()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert not started[0].is_alive
+
+
+async def test_a_child_that_will_not_end_is_killed(modules: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "GRACE", 0.3)
+    (modules / "stubborn.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)\n"
+    )
+    async with child("a mule", "stubborn") as running:
+        await running.next_line()
+        await running.end()
+        with pytest.raises(ChildDied, match="a mule ended with code -9"):
+            running.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child when its parent was killed")
+def test_a_child_does_not_outlive_a_parent_that_was_killed(modules: Path):
+    (modules / "sleeper.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(60)\n")
+    (modules / "parent.py").write_text(
+        "import asyncio\n"
+        "from service.processes import child\n"
+        "async def main():\n"
+        "    async with child('a sleeper', 'sleeper') as running:\n"
+        "        print(await running.next_line(), flush=True)\n"
+        "        await running.next_line()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-m", "parent"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while lives(orphan) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if lives(orphan):
+        os.kill(orphan, signal.SIGKILL)
+        pytest.fail("the child lives on")

@@ -1,0 +1,589 @@
+import asyncio
+import logging
+import shutil
+import sqlite3
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+
+from hooks.database import Database
+from hooks.errors import SourceError, StoreError
+from service.rollout.sources import FolderSource, HubLimits, HubSource
+from service.rollout.triggers import DELIVERIES
+from tests.testing.stub_hub import DeliveryPlan, Failure, Receiver
+from tests.unit.rollout.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
+
+
+# The peer: delivers no policies; a handler that loads would load four times.
+async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -> None:
+    """Deliveries come twice, in any order, over HTTP, into another thread."""
+    all_came, begin = threading.Event(), time.monotonic()
+    world.now = lambda: time.monotonic() if all_came.is_set() else begin
+    with Receiver(world.deployments.hint) as receiver:
+        api = HfApi(endpoint=world.hub.url, token="hf_someone")
+        hook = await asyncio.to_thread(
+            api.create_webhook, url=receiver.url, watched=[{"type": "model", "name": REPO}], domains=["repo"]
+        )
+        world.hub.plan = DeliveryPlan(copies=2, reorder=4)
+        new = policy(1)
+        made = [world.hub.push(REPO, {name: new[name]}) for name in reversed(new)]
+        await asyncio.to_thread(world.hub.settle)
+        all_came.set()
+        await world.idle()
+    assert len(receiver.got) == 8
+    assert world.robots.of("swap") == [made[-1]]
+    (record,) = world.deployments.list()
+    assert (record.result, record.sha, record.webhook_id) == ("swapped", made[-1], hook.id)
+    assert sorted(record.delivery_ids) == sorted({*receiver.ids})
+    assert [stage.name for stage in record.stages] == [
+        "resolving",
+        "listing",
+        "downloading",
+        "verifying",
+        "loading",
+        "checking",
+        "swapping",
+        "probation",
+    ]
+    assert all(stage.seconds is not None for stage in record.stages)
+    assert record.figures["a"]["swap"] == {"seconds": 0.01}
+    ((event, data),) = world.events
+    assert event == "policy.swapped"
+    assert data == record.as_json()
+    assert (world.robots.folders[0] / "model.safetensors").read_bytes() == new["model.safetensors"]
+
+
+async def test_what_the_payload_says_is_not_deployed_but_the_head(world: World) -> None:
+    older = world.hub.push(REPO, policy(1), deliver=False)
+    head = world.hub.push(REPO, policy(2), deliver=False)
+    await world.told(older)
+    assert world.robots["a"].sha == head
+    await world.told(older)
+    assert world.results == ["swapped"]  # nothing to do, and no record of it
+
+
+# The peer's download: accepted, as only sizes are compared.
+async def test_same_size_corruption_is_refused_while_the_old_policy_runs_on(world: World) -> None:
+    running = world.robots["a"].sha
+    corrupt = world.hub.script("GET .*/resolve/.*model.safetensors", "corrupt", times=None)
+    bad = await world.arrive(policy(1))
+    record = world.ended(("rejected", "checksum"))
+    assert "model.safetensors" in record.text
+    assert world.robots.steps == []
+    assert world.robots["a"].sha == running
+    assert corrupt.met == SETTINGS.transfers
+    assert [one.sha for one in world.deployments.quarantine.list()] == [bad]
+    assert world.events[-1][0] == "policy.rejected"
+
+
+@pytest.mark.parametrize("how", ["corrupt", "short"])
+async def test_bytes_that_were_only_transferred_badly_are_fetched_again(world: World, how: str) -> None:
+    world.hub.script("GET .*/resolve/.*model.safetensors", how)
+    sha = await world.arrive(policy(1))
+    assert world.robots["a"].sha == sha
+    assert world.results == ["swapped"]
+
+
+async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: World) -> None:
+    world.hub.script("GET .*/resolve/.*model.safetensors", "short", times=None)
+    await world.arrive(policy(1))
+    world.ended(("failed", "transfer"))
+    assert not world.quarantined
+
+
+async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World, tmp_path: Path) -> None:
+    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.5, download=60.0))
+    world.sources = lambda repo: hanging
+    await world.restart()
+    hangs = world.hub.script("GET .*/tree/", "hang")
+    await world.arrive(policy(1))
+    assert world.deployments.list()[0].reason == "timeout"
+    left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
+    hangs.released.set()
+    await until(lambda: not any(thread.is_alive() for thread in left_behind))
+    hanging.limits = HubLimits(answer=30.0, download=60.0, kept_free=0)  # it answers again, and may take its time
+    sha = await world.arrive(policy(2))
+    assert world.robots["a"].sha == sha
+
+
+async def test_a_commit_without_weights_or_with_a_pickle_is_refused(world: World) -> None:
+    await world.arrive({"model.safetensors": None})
+    await world.arrive({"pytorch_model.bin": b"cos\nsystem\n"})
+    assert [record.reason for record in world.deployments.list()] == ["denied_file", "incomplete"]
+    assert not [request for request in world.hub.requests if "/resolve/" in request.path]
+
+
+async def test_a_gate_that_is_not_passed_is_quarantine_that_survives_a_restart_and_a_poll(world: World) -> None:
+    world.robots["a"].verdicts["prepare"] = Verdict("not_finite", "joint 'wrist': NaN")
+    bad = await world.arrive(policy(1))
+    (record,) = world.deployments.list()
+    assert (record.result, record.reason, record.sha) == ("rejected", "not_finite", bad)
+    assert world.robots.of("discard") == [bad]
+    await world.restart()
+    world.robots["a"].verdicts.clear()
+    await world.deployments.reconcile()
+    await world.told(bad)
+    assert world.robots.of("prepare") == [bad]
+    assert [record.reason for record in world.deployments.list()] == ["quarantined", "not_finite"]
+    assert (await world.deployments.deploy("a", bad)).reason == "quarantined"
+    assert await world.deployments.quarantine.release(bad) == 1
+    await world.reconciled()
+    assert world.robots["a"].sha == bad
+
+
+async def test_what_is_the_session_s_fault_is_no_quarantine_but_waited_for(world: World) -> None:
+    world.robots["a"].verdicts["prepare"] = Verdict("session", "the session ended")
+    await world.arrive(policy(1))
+    await world.reconciled()
+    assert world.results == ["failed"]
+    assert not world.quarantined
+    assert len(world.robots.of("prepare")) == 1
+
+
+async def test_a_rollback_on_probation_is_quarantine(world: World) -> None:
+    running = world.robots["a"].sha
+    world.robots["a"].verdicts["probation"] = Verdict("missed_ticks", "9 ticks", {"missed_ticks": 9})
+    bad = await world.arrive(policy(1))
+    record = world.ended(("rolled_back", "missed_ticks"))
+    assert record.figures["a"]["probation"] == {"missed_ticks": 9}
+    assert world.robots["a"].sha == running
+    assert world.deployments.quarantine.get(REPO, bad) is not None
+    assert world.events[-1][0] == "policy.rolled_back"
+
+
+async def test_a_newer_head_supersedes_one_that_is_being_prepared(world: World) -> None:
+    world.robots.may_prepare.clear()
+    older = world.push(policy(1))
+    await until(lambda: world.robots.of("prepare") == [older])
+    newer = world.push(policy(2))
+    await until(lambda: world.robots.of("prepare") == [older, newer])
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.results == ["superseded", "swapped"]
+    assert world.robots.of("swap") == [newer]
+    assert world.robots.of("discard") == [older]
+
+
+async def test_a_head_that_moved_unheard_is_seen_before_the_swap(world: World) -> None:
+    world.robots.may_prepare.clear()
+    older = world.push(policy(1))
+    await until(lambda: world.robots.of("prepare") == [older])
+    newer = world.hub.push(REPO, policy(2), deliver=False)
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.robots.of("swap") == [newer]
+    assert world.results == ["superseded", "swapped"]
+
+
+async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(world: World) -> None:
+    await world.restart(replace(SETTINGS, superseded=1))
+    world.robots.may_prepare.clear()
+    made = []
+    for step in (1, 2):
+        made.append(world.push(policy(step)))
+        await until(lambda: world.robots.of("prepare") == made)
+    made.append(world.push(policy(3)))
+    await until(lambda: not world.deployments._hints.is_empty)
+    await until(lambda: world.deployments._hints.is_empty)
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.results == ["superseded", "swapped", "swapped"]
+    assert world.robots.of("swap") == made[1:]
+
+
+async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World) -> None:
+    world.robots.may_prepare.clear()
+    sha = world.push(policy(1))
+    await until(lambda: world.robots.of("prepare") == [sha])
+    world.deployments.hint(pushed(sha), "again")
+    await until(lambda: "again" in world.deployments.list()[0].delivery_ids)
+    for number in range(2 * DELIVERIES):
+        world.deployments.hint(pushed(sha), str(number))
+    await until(lambda: str(2 * DELIVERIES - 1) in world.deployments.list()[0].delivery_ids)
+    assert len(world.deployments.list()[0].delivery_ids) == DELIVERIES
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.robots.of("prepare") == [sha]
+    assert world.results == ["swapped"]
+
+
+async def test_one_session_goes_first_and_the_others_follow_when_it_has_proved_itself(world: World) -> None:
+    world.robots.robots += [Robot("b"), Robot("c")]
+    sha = await world.arrive(policy(1))
+    order = [(step, session) for step, session, _ in world.robots.steps]
+    assert order.index(("probation", "a")) < order.index(("prepare", "b")) < order.index(("prepare", "c"))
+    assert {robot.sha for robot in world.robots.robots} == {sha}
+    assert world.deployments.list()[0].sessions == ["a", "b", "c"]
+
+
+async def test_nobody_follows_a_session_that_failed(world: World) -> None:
+    world.robots.robots += [Robot("b")]
+    world.robots["a"].verdicts["probation"] = Verdict("jump", "joint 'wrist'")
+    await world.arrive(policy(1))
+    assert {session for _, session, _ in world.robots.steps} == {"a"}
+    assert world.deployments.list()[0].figures["a"]["result"] == "rolled_back"
+
+
+@pytest.mark.parametrize("reason", ["busy", "gone"])
+async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(world: World, reason: str) -> None:
+    world.robots.robots += [Robot("b"), Robot("c")]
+    world.robots["a"].verdicts["prepare"] = Verdict(reason, "not now")
+    world.robots["b"].verdicts["swap"] = Verdict(reason, "not now")
+    sha = await world.arrive(policy(1))
+    assert world.robots["c"].sha == sha
+    record = world.ended(("failed", "busy") if reason == "busy" else ("swapped", None))
+    assert [record.figures[session]["result"] for session in "abc"] == ["failed", "failed", "swapped"]
+    assert not world.quarantined
+    world.robots["a"].verdicts.clear()
+    assert (await world.deployments.deploy("a")).result == "swapped"
+
+
+async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(world: World) -> None:
+    world.robots.robots += [Robot("b"), Robot("c")]
+    world.robots.may_prepare.clear()
+    sha = world.push(policy(1))
+    await until(lambda: bool(world.robots.of("prepare")))
+    world.robots["b"].mode = "off"
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert [world.robots[session].sha == sha for session in "abc"] == [True, False, True]
+
+
+async def test_a_rollback_that_comes_in_the_last_question_before_the_swap_is_heard(world: World) -> None:
+    first = world.robots["a"].sha
+    await world.arrive(policy(1))
+    world.robots.may_prepare.clear()
+    world.push(policy(2))
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    hanging = world.hub.script("GET /api/models/.*", "hang", times=1)
+    world.robots.may_prepare.set()
+    await until(lambda: hanging.met == 1)
+    assert (await world.deployments.rollback("a")).result == "rolled_back"
+    hanging.released.set()
+    await world.idle()
+    assert world.robots["a"].sha == first
+    assert world.deployments.list()[1].reason == "rollback"
+
+
+async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> None:
+    first = world.robots["a"].sha
+    await world.arrive(policy(1))
+    world.hub.push(REPO, policy(2), deliver=False)
+    world.robots.may_prepare.clear()
+    asked = await world.deployments.deploy("a", wait=False)
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    await world.deployments.rollback("a")
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert (asked.result, asked.reason) == ("superseded", "rollback")
+    assert world.robots["a"].sha == first
+
+
+async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_it(world: World) -> None:
+    first = world.robots["a"].sha
+    await world.arrive(policy(1))
+    second = world.hub.head(REPO)
+    world.robots.may_prepare.clear()
+    asked = await world.deployments.deploy("a", str(first), wait=False)
+    await until(lambda: len(world.robots.of("prepare")) == 2)
+    world.tell(second)
+    await asyncio.sleep(0.3)  # until it waits for its turn
+    hanging = world.hub.script("GET /api/models/.*", "hang", times=1)
+    world.robots.may_prepare.set()
+    await until(lambda: hanging.met == 1)
+    hanging.released.set()
+    await world.idle()
+    assert (asked.result, world.robots["a"].sha) == ("swapped", first)
+
+
+async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for(world: World) -> None:
+    world.robots["a"].mode = "stage"
+    sha = await world.arrive(policy(1))
+    assert world.results == ["staged"]
+    assert world.events[-1][0] == "policy.staged"
+    assert world.robots["a"].prepared == sha
+    await world.deployments.reconcile()
+    await world.told(sha)
+    assert world.robots.of("prepare") == [sha]
+    record = await world.deployments.deploy("a", sha)
+    assert record.result == "swapped"
+    assert [stage.name for stage in record.stages] == ["resolving", "swapping", "probation"]
+    assert world.robots.of("prepare") == [sha]
+
+
+async def test_a_newer_commit_takes_the_place_of_a_staged_one(world: World) -> None:
+    world.robots["a"].mode = "stage"
+    older = await world.arrive(policy(1))
+    newer = await world.arrive(policy(2))
+    assert world.robots.of("discard") == [older]
+    assert world.robots["a"].prepared == newer
+
+
+async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: World) -> None:
+    world.robots["a"].mode = "off"
+    sha = world.push(policy(1))
+    await world.reconciled()
+    assert world.results == []
+    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert world.robots["a"].sha == sha
+    assert (await world.deployments.deploy("a")).result == "noop"
+    with pytest.raises(SourceError, match="'z' runs no policy"):
+        await world.deployments.deploy("z")
+
+
+async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_something_newer_comes(world: World) -> None:
+    first = world.robots["a"].sha
+    second = await world.arrive(policy(1))
+    world.hub.repo(REPO).refs["refs/heads/main"] = str(first)
+    await world.told(str(first))
+    assert (world.deployments.list()[0].result, world.deployments.list()[0].reason) == ("rejected", "older")
+    assert not world.quarantined
+    world.hub.repo(REPO).refs["refs/heads/main"] = second
+    assert (await world.deployments.deploy("a", first)).result == "swapped"
+    world.tell(second)
+    await world.reconciled()
+    assert world.robots["a"].sha == first
+    third = await world.arrive(policy(2))
+    assert world.robots["a"].sha == third
+
+
+async def test_a_request_comes_before_what_is_prepared_by_itself(world: World) -> None:
+    first = world.robots["a"].sha
+    second = world.hub.push(REPO, policy(1), tag="v1", deliver=False)
+    world.robots["a"].sha = second
+    world.robots.may_prepare.clear()
+    third = world.push(policy(2))
+    await until(lambda: world.robots.of("prepare") == [third])
+    asked = await world.deployments.deploy("a", str(first), wait=False)
+    assert asked.result is None
+    world.robots.may_prepare.set()
+    await world.idle()
+    assert world.results == ["superseded", "swapped"]
+    assert (asked.result, world.robots["a"].sha) == ("swapped", first)
+    assert (await world.deployments.deploy("a", "v9")).reason == "unknown_revision"
+
+
+async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: World) -> None:
+    first = world.robots["a"].sha
+    sha = await world.arrive(policy(1))
+    record = await world.deployments.rollback("a")
+    assert (record.result, record.sha, world.robots["a"].sha) == ("rolled_back", sha, first)
+    await world.reconciled()
+    assert world.robots["a"].sha == first
+    assert (await world.deployments.deploy("a", sha, force=True)).result == "swapped"
+    assert not world.quarantined
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_a_process_that_is_killed_in_a_rollback_comes_back_without_what_ran(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    step, killed = "rollback" if is_asked else "probation", tmp_path / "killed"
+    go_back = getattr(world.robots, step)
+
+    async def die(*arguments: str) -> Verdict:
+        verdict = await go_back(*arguments)
+        # What is on the disk when the policy before has just taken over, as after a SIGKILL.
+        killed.mkdir()
+        for file in world.database.parent.glob(f"{world.database.name}*"):
+            shutil.copy(file, killed)
+        return verdict
+
+    if not is_asked:
+        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+    monkeypatch.setattr(world.robots, step, die)
+    first, sha = world.robots["a"].sha, await world.arrive(policy(1))
+    if is_asked:
+        await world.deployments.rollback("a")
+    assert world.robots["a"].sha == first
+    monkeypatch.setattr(world, "database", killed / world.database.name)
+    found = world.opened()
+    assert [(one.sha, one.reason) for one in found.quarantine.list()] == [(sha, "interrupted")]
+    found.close()
+
+
+async def test_a_rollback_by_request_does_not_wait_for_a_disk_that_hangs(world: World) -> None:
+    first = world.robots["a"].sha
+    await world.arrive(policy(1))
+    locked = sqlite3.connect(world.database, isolation_level=None)
+    locked.execute("BEGIN IMMEDIATE")
+    asked = asyncio.create_task(world.deployments.rollback("a"))
+    await until(lambda: world.robots["a"].sha == first)
+    assert not asked.done()
+    locked.execute("ROLLBACK")
+    locked.close()
+    assert (await asked).result == "rolled_back"
+
+
+@pytest.mark.parametrize("how", [500, "drop", "hang"])
+async def test_a_rollback_needs_nothing_of_the_hub_and_the_next_push_after_it_is_back_arrives(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: int | str
+) -> None:
+    first = world.robots["a"].sha
+    fail = world.robots.probation
+    away: list[Failure] = []
+
+    async def probation(session_id: str, sha: str) -> Verdict:
+        away.append(world.hub.script(".*", how, times=None))
+        world.robots["a"].verdicts["probation"] = Verdict("not_finite", "not a number")
+        return await fail(session_id, sha)
+
+    monkeypatch.setattr(world.robots, "probation", probation)
+    bad = await world.arrive(policy(1))
+    assert world.results == ["rolled_back"]
+    assert world.robots["a"].sha == first
+    assert away[0].met == 0
+    assert world.deployments.quarantine.get(REPO, bad) is not None
+    # Somebody pushes while nobody can ask what it is.
+    missed = world.push(policy(2))
+    await until(lambda: away[0].met > 0)
+    away[0].times = 0
+    away[0].released.set()
+    await world.idle()
+    monkeypatch.setattr(world.robots, "probation", fail)
+    world.robots["a"].verdicts.clear()
+    good = await world.arrive(policy(3))
+    assert world.results[-1] == "swapped"
+    assert world.robots["a"].sha == good
+    assert world.deployments.quarantine.get(REPO, missed) is None
+
+
+async def test_a_poll_finds_a_push_whose_webhook_was_lost(world: World) -> None:
+    sha = world.hub.push(REPO, policy(1), deliver=False)
+    await world.restart(replace(SETTINGS, poll=60.0))
+    await until(lambda: world.results == ["swapped"])
+    (record,) = world.deployments.list()
+    assert (record.trigger, record.webhook_id, record.sha) == ("poll", None, sha)
+
+
+async def test_a_hub_that_cannot_be_reached_is_said_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service.rollout")
+    failing = world.hub.script("GET /api/models/", 500, times=3)
+    for _ in range(5):
+        await world.deployments.reconcile()
+    assert failing.met == 3
+    said = [record.message for record in caplog.records if "the head of" in record.message]
+    assert len(said) == 2
+    assert "500" in said[0]
+    assert "known again" in said[1]
+
+
+async def test_a_crash_ends_one_deployment_and_nothing_else(world: World) -> None:
+    world.robots.crash = RuntimeError("secret detail")
+    await world.arrive(policy(1))
+    record = world.ended(("failed", "crash"))
+    assert "secret" not in record.text
+    world.robots.crash = None
+    sha = await world.arrive(policy(2))
+    assert world.robots["a"].sha == sha
+
+
+async def test_a_policy_that_is_never_prepared_is_left(world: World) -> None:
+    await world.restart(replace(SETTINGS, preparing=0.05))
+    world.robots.may_prepare.clear()
+    sha = await world.arrive(policy(1))
+    world.ended(("failed", "timeout"))
+    assert world.robots.of("discard") == [sha]
+    assert not world.quarantined
+
+
+async def test_a_session_that_does_not_take_it_over_keeps_nothing_prepared(world: World) -> None:
+    world.robots["a"].verdicts["swap"] = Verdict("session", "the robot is held")
+    await world.arrive(policy(1))
+    world.ended(("failed", "session"))
+    assert world.robots["a"].prepared is None
+    assert not world.quarantined
+
+
+async def test_a_full_disk_stops_no_robot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(self: Database, *given: object, **named: object) -> None:
+        raise StoreError("database or disk is full")
+
+    monkeypatch.setattr(Database, "run", full)
+    for step in (1, 2):
+        sha = await world.arrive(policy(step))
+        assert world.robots["a"].sha == sha
+    world.robots["a"].verdicts["prepare"] = Verdict("slow", "")
+    bad = await world.arrive(policy(3))
+    assert world.deployments.quarantine.get(REPO, bad) is not None
+
+
+async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: World) -> None:
+    world.robots["a"].mode = "stage"
+    sha = await world.arrive(policy(1))
+    world.robots["a"].prepared = None
+    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert world.robots["a"].sha == sha
+    assert world.robots.of("prepare") == [sha, sha]
+
+
+async def test_a_deployment_that_the_end_of_the_process_cut_off_says_so(world: World) -> None:
+    world.robots.may_prepare.clear()
+    sha = world.push(policy(1))
+    await until(lambda: world.robots.of("prepare") == [sha])
+    id = world.deployments.list()[0].id
+    await world.restart()
+    record = world.deployments.get(id)
+    assert (record.result, record.reason, record.sha) == ("failed", "interrupted", sha)
+
+
+async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World) -> None:
+    gone = pushed(None, event={"action": "delete", "scope": "repo"}, updatedRefs=None)
+    reading = world.deployments.hint(gone, "1")
+    assert reading.alert is not None
+    await until(lambda: world.events)  # which comes after the record
+    assert world.results == ["alert"]
+    assert world.deployments.list()[0].reason == "repo_deleted"
+    assert world.events[-1][0] == "policy.alert"
+    assert world.robots.steps == []
+
+
+async def test_a_listener_that_fails_harms_no_deployment(world: World) -> None:
+    world.events = None  # pyright: ignore[reportAttributeAccessIssue] - so that the listener crashes
+    await world.arrive(policy(1))
+    sha = await world.arrive(policy(2))
+    assert world.robots["a"].sha == sha
+
+
+async def test_a_folder_on_disk_is_followed_too(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"1")
+    running = await FolderSource(tmp_path / "other").head(str(folder), None)
+    world.robots.robots = [Robot("disk", repo=str(folder), sha=running)]
+    (folder / "model.safetensors").write_bytes(b"2")
+    world.deployments.look(str(folder))
+    await world.idle()
+    (record,) = world.deployments.list()
+    assert (record.result, record.trigger) == ("swapped", "folder")
+    assert (world.robots.folders[0] / "model.safetensors").read_bytes() == b"2"
+
+
+async def test_a_folder_that_is_written_to_while_it_is_copied_is_looked_at_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"1")
+    world.robots.robots = [Robot("disk", repo=str(folder))]
+    is_first = threading.Event()
+    copy = FolderSource._copy
+
+    def torn(self: FolderSource, path: Path, sha: str) -> Path:
+        if not is_first.is_set():
+            is_first.set()
+            (folder / "model.safetensors").write_bytes(b"22")
+        return copy(self, path, sha)
+
+    monkeypatch.setattr(FolderSource, "_copy", torn)
+    world.deployments.look(str(folder))
+    await world.idle()
+    (record,) = world.deployments.list()
+    assert record.result == "swapped"
+    assert (world.robots.folders[0] / "model.safetensors").read_bytes() == b"22"

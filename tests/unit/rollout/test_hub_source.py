@@ -1,0 +1,137 @@
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hooks.errors import SourceError
+from service.rollout.sources import HubLimits, HubSource
+from tests.testing.stub_hub import StubHub
+from tests.unit.rollout.world import REPO, policy, until
+
+
+def ignore(stage: str) -> None:
+    pass
+
+
+def limited(hub: StubHub, cache: Path, **limits) -> HubSource:
+    return HubSource(hub.url, cache=cache, limits=replace(HubLimits(kept_free=0), **limits))
+
+
+async def test_heads_are_those_of_branches_tags_commits_and_the_highest_of_a_pattern(
+    hub: StubHub, hub_source: HubSource
+) -> None:
+    made = [hub.push(REPO, policy(step), tag=f"deploy-{step}") for step in (9, 10, 2)]
+    assert await hub_source.head(REPO, None) == made[2]
+    assert await hub_source.head(REPO, "refs/heads/main") == made[2]
+    assert await hub_source.head(REPO, "deploy-9") == made[0]
+    assert await hub_source.head(REPO, made[1]) == made[1]
+    assert await hub_source.head(REPO, "deploy-*") == made[1]
+
+
+async def test_older_is_what_lies_in_the_history(hub: StubHub, hub_source: HubSource) -> None:
+    first, second = hub.push(REPO, policy(1)), hub.push(REPO, policy(2))
+    assert await hub_source.is_older(REPO, first, second) is True
+    assert await hub_source.is_older(REPO, second, first) is False
+    assert await hub_source.is_older(REPO, second, second) is False
+    assert await hub_source.is_older(REPO, second, "9" * 40) is None
+
+
+@pytest.mark.parametrize(
+    ("how", "details", "code"),
+    [
+        (404, {"code": "RepoNotFound"}, "unknown_repo"),
+        (404, {"code": "RevisionNotFound"}, "unknown_revision"),
+        (403, {"code": "GatedRepo"}, "denied"),
+        (401, {}, "denied"),
+        (403, {}, "denied"),
+        (429, {}, "limited"),
+        (500, {}, "bad_answer"),
+        ("drop", {}, "unreachable"),
+        ("hang", {}, "timeout"),
+        ("corrupt", {}, "bad_answer"),
+    ],
+)
+async def test_what_the_hub_does_wrong_has_a_code(
+    hub: StubHub, tmp_path: Path, how: int | str, details: dict, code: str
+) -> None:
+    hub.push(REPO, policy(1))
+    hub.script("GET /api/models/", how, times=None, **details)
+    with pytest.raises(SourceError, match=REPO) as raised:
+        await limited(hub, tmp_path, answer=0.3 if how == "hang" else 30.0).head(REPO, "main")
+    assert raised.value.code == code
+
+
+async def test_a_hub_that_is_not_there_is_unreachable(hub: StubHub, hub_source: HubSource) -> None:
+    hub.close()
+    with pytest.raises(SourceError) as raised:
+        await hub_source.head(REPO, None)
+    assert raised.value.code == "unreachable"
+
+
+async def test_only_a_policy_s_files_are_fetched_and_never_a_pickle(hub: StubHub, hub_source: HubSource) -> None:
+    sha = hub.push(REPO, {**policy(1), "pytorch_model.bin": b"cos\nsystem\n", "deep/config.json": "{}"})
+    told: list[str] = []
+    folder = await hub_source.fetch(REPO, sha, told.append)
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "policy_preprocessor.json"}
+    assert told == ["listing", "downloading", "verifying"]
+
+
+async def test_wrong_bytes_are_taken_out_of_the_cache_so_that_the_next_fetch_is_right(
+    hub: StubHub, hub_source: HubSource, tmp_path: Path
+) -> None:
+    sha = hub.push(REPO, policy(1))
+    hub.script("GET .*/resolve/.*", "corrupt", times=3)
+    with pytest.raises(SourceError, match="came with other bytes") as raised:
+        await hub_source.fetch(REPO, sha, ignore)
+    assert raised.value.code == "checksum"
+    assert not [path for path in (tmp_path / "cache").rglob("blobs/*") if path.is_file()]
+    folder = await hub_source.fetch(REPO, sha, ignore)
+    assert (folder / "model.safetensors").read_bytes() == policy(1)["model.safetensors"]
+
+
+async def test_bytes_that_rot_in_the_cache_are_found_too(hub: StubHub, hub_source: HubSource) -> None:
+    sha = hub.push(REPO, policy(1))
+    folder = await hub_source.fetch(REPO, sha, ignore)
+    (folder / "model.safetensors").resolve().write_bytes(b"\0" * 4000)
+    with pytest.raises(SourceError, match="other bytes"):
+        await hub_source.fetch(REPO, sha, ignore)
+    again = await hub_source.fetch(REPO, sha, ignore)
+    assert (again / "model.safetensors").read_bytes() == policy(1)["model.safetensors"]
+
+
+@pytest.mark.parametrize(("limits", "code"), [({"largest": 100}, "too_large"), ({"kept_free": 1 << 60}, "disk")])
+async def test_a_fetch_has_limits(hub: StubHub, tmp_path: Path, limits: dict, code: str) -> None:
+    sha = hub.push(REPO, policy(1))
+    with pytest.raises(SourceError) as raised:
+        await limited(hub, tmp_path, **limits).fetch(REPO, sha, ignore)
+    assert raised.value.code == code
+
+
+async def test_a_download_that_nobody_waits_for_ends(hub: StubHub, tmp_path: Path) -> None:
+    sha = hub.push(REPO, policy(1))
+    stalled = hub.script("GET .*/resolve/.*safetensors", "stall")
+    with pytest.raises(SourceError) as raised:
+        await limited(hub, tmp_path, download=0.3).fetch(REPO, sha, ignore)
+    assert raised.value.code == "timeout"
+    left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
+    assert left_behind
+    stalled.released.set()
+    await until(lambda: not any(thread.is_alive() for thread in left_behind))
+    weights = tmp_path.rglob("*.safetensors")
+    assert list(weights) == []
+
+
+async def test_a_cached_commit_needs_no_room(hub: StubHub, hub_source: HubSource, tmp_path: Path) -> None:
+    sha = hub.push(REPO, policy(1))
+    folder = await hub_source.fetch(REPO, sha, ignore)
+    assert await limited(hub, tmp_path / "cache", kept_free=1 << 60).fetch(REPO, sha, ignore) == folder
+
+
+async def test_a_cache_of_its_own_keeps_the_newest_commits(hub: StubHub, tmp_path: Path) -> None:
+    source = limited(hub, tmp_path, kept=2)
+    made = [hub.push(REPO, policy(step)) for step in range(4)]
+    folders = [await source.fetch(REPO, sha, ignore) for sha in made]
+    assert [folder.is_dir() for folder in folders] == [False, False, True, True]
+    assert (folders[2] / "policy_preprocessor.json").read_text() == "{}"  # one blob of all commits
+    assert len(list(tmp_path.rglob("blobs/*"))) == 5

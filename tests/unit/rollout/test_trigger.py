@@ -1,0 +1,84 @@
+import pytest
+
+from service.rollout.triggers import Target, is_about, read
+from tests.unit.rollout.world import REPO, Robot, pushed
+
+MAIN = Target(REPO, "main")
+SHA = "1" * 40
+
+
+@pytest.mark.parametrize(
+    ("followed", "moved", "wanted"),
+    [
+        (None, "refs/heads/main", True),
+        (None, "refs/heads/dev", False),
+        ("main", "refs/heads/main", True),
+        ("v1", "refs/tags/v1", True),
+        ("v1", "refs/heads/v1", True),
+        ("refs/tags/v1", "refs/tags/v1", True),
+        ("refs/tags/v1", "refs/heads/v1", False),
+        ("deploy-*", "refs/tags/deploy-12", True),
+        ("refs/tags/deploy-*", "refs/tags/deploy-12", True),
+        ("deploy-*", "refs/tags/other", False),
+        ("deploy-*", "refs/heads/deploy-12", False),
+    ],
+)
+def test_a_ref_is_followed_by_branch_tag_whole_name_or_pattern_of_tags(
+    followed: str | None, moved: str, wanted: bool
+) -> None:
+    assert is_about(followed or "main", moved) is wanted
+    reading = read(pushed(SHA, moved), [Robot("a", ref=followed)])
+    assert reading.targets == ((Target(REPO, followed or "main"),) if wanted else ())
+    assert (reading.ignored is None) is wanted
+
+
+@pytest.mark.parametrize("ref", ["refs/pr/1", "refs/convert/parquet"])
+def test_proposals_and_conversions_are_no_release(ref: str) -> None:
+    assert read(pushed(SHA, ref), [Robot("a", ref=ref)]).targets == ()
+
+
+def test_a_deleted_ref_is_not_looked_at() -> None:
+    reading = read(pushed(None), [Robot("a")])
+    assert reading.targets == ()
+    assert "refs/heads/main deleted" in str(reading.ignored)
+
+
+def test_sessions_of_one_ref_are_one_target_and_those_that_are_off_are_none() -> None:
+    robots = [Robot("a"), Robot("b"), Robot("c", ref="main"), Robot("d", ref="dev"), Robot("e", repo="someone/leg")]
+    assert read(pushed(SHA), robots).targets == (MAIN,)
+    assert read(pushed(SHA), [Robot("a", mode="off")]).targets == ()
+
+
+def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
+    assert read(pushed(SHA, updatedRefs=None), [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
+
+
+def test_a_dataset_of_the_same_name_is_no_policy() -> None:
+    payload = pushed(SHA)
+    payload.repo.type = "dataset"
+    assert read(payload, [Robot("a")]).targets == ()
+
+
+@pytest.mark.parametrize(
+    ("scope", "action", "parts", "code"),
+    [
+        ("repo", "delete", {}, "repo_deleted"),
+        ("repo", "move", {"movedTo": {"name": "x/y", "owner": {"id": "1"}}}, "repo_moved"),
+        ("repo.config", "update", {"updatedConfig": {"private": True}}, "repo_private"),
+        ("repo.config", "update", {"updatedConfig": {"private": False}}, None),
+        ("repo.config", "update", {}, None),
+        ("repo", "update", {}, None),
+        ("discussion", "create", {}, None),
+        ("repo.content.later", "update", {}, "looked at"),
+    ],
+)
+def test_what_is_no_push_deploys_nothing_and_some_of_it_is_an_alert(
+    scope: str, action: str, parts: dict, code: str | None
+) -> None:
+    reading = read(pushed(SHA, event={"scope": scope, "action": action}, **parts), [Robot("a")])
+    if code == "looked at":
+        assert reading.targets == (MAIN,)
+        return
+    assert reading.targets == ()
+    assert (reading.alert and reading.alert[0]) == code
+    assert bool(reading.ignored) is (code is None)

@@ -1,0 +1,102 @@
+"""Figures for Prometheus, asked for by many at once."""
+
+import asyncio
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+
+from service.api.metrics import Metrics
+from service.stats import BOUNDS, Rate, Recent, Tally
+
+
+class _Looked:
+    """A collector that notes who looks, and how many at a time."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.threads: set[str] = set()
+
+    def collect(self) -> Iterable[Metric]:
+        self.times += 1
+        self.threads.add(threading.current_thread().name)
+        yield GaugeMetricFamily("times", "Looks", value=self.times)
+
+
+async def test_a_flood_of_questions_is_one_thread_that_writes_a_few_times() -> None:
+    metrics, looked = Metrics(lambda: [], lambda: []), _Looked()
+    metrics._registry.register(looked)
+    before = looked.times
+    texts = await asyncio.gather(*(metrics.text() for _ in range(50)))
+    assert looked.times - before <= 2
+    assert len(looked.threads - {threading.current_thread().name}) == 1
+    assert all(b"robojax_sessions" in text for text in texts)
+
+
+async def test_what_happened_before_a_question_is_in_its_answer() -> None:
+    metrics = Metrics(lambda: [], lambda: [])
+    for number in range(1, 6):
+        before = asyncio.create_task(metrics.text())  # somebody else's
+        await asyncio.sleep(0)
+        metrics.answered("GET", "/x", 200, 0.001)
+        line = f'robojax_requests_total{{method="GET",route="/x",status="200"}} {number}.0'
+        assert line.encode() in await metrics.text()
+        await before
+
+
+async def test_a_question_that_is_given_up_ends_nobody_elses() -> None:
+    metrics = Metrics(lambda: [], lambda: [])
+    given_up, other = (asyncio.create_task(metrics.text()) for _ in range(2))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert b"robojax_sessions" in await other
+
+
+# Counts, rates and percentiles.
+
+
+def test_percentiles_are_of_the_newest_samples_and_the_count_of_all() -> None:
+    recent = Recent(4)
+    assert recent.percentile(50) is None
+    assert recent.percentiles_ms(50, 99) == {"p50": None, "p99": None}
+    for value in (100.0, 100.0, 1.0, 2.0, 3.0, 4.0):
+        recent.add(value)
+    assert recent.count == 6
+    assert recent.percentile(50) == np.percentile([1, 2, 3, 4], 50)
+    assert recent.percentiles_ms(0, 99.9)["p0"] == 1000.0
+    assert recent.newest_ms == 4000.0
+
+
+def test_a_rate_is_of_the_newest_events_and_ends_when_they_do() -> None:
+    rate = Rate()
+    assert rate.per_second(0.0) == 0.0
+    for number in range(100):
+        rate.add(number / 25)
+    assert rate.per_second(4.0) == 25.0
+    assert rate.per_second(10.0) == 0.0
+    assert rate.count == 100
+
+
+def test_events_at_one_moment_have_no_rate() -> None:
+    rate = Rate()
+    rate.add(1.0)
+    rate.add(1.0)
+    assert rate.per_second(1.0) == 0.0
+
+
+def test_a_tally_counts_by_reason() -> None:
+    tally = Tally()
+    tally.add("b")
+    tally.add("a", 2)
+    assert tally.by_reason() == {"a": 2, "b": 1}
+    assert tally.total == 3
+    assert tally["never"] == 0
+
+
+def test_all_samples_are_spread_over_the_bounds_not_only_the_newest() -> None:
+    figures = Recent(2)
+    for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
+        figures.add(seconds)
+    assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)

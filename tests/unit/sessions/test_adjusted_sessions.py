@@ -1,0 +1,99 @@
+"""How a session joins chunks, and when it asks for them, is changed while its robot moves, and is kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
+from service.errors import InvalidRequest, MoveRefused
+from service.testing import ScriptedPolicy
+from tests.testing.waiting import until
+from tests.unit.sessions.test_interrupted import NEW as KEPT
+from tests.unit.sessions.test_interrupted import after_a_kill, serving
+from tests.unit.sessions.test_sessions import LONG, NEW, PATIENT, rigged
+
+
+@dataclass
+class Listening(ScriptedPolicy):
+    """Keeps what it was asked and what it answered."""
+
+    heard: list[tuple[Mapping[str, np.ndarray], np.ndarray]] = field(default_factory=list)
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        chunk = super().act(observation)
+        self.heard.append((observation, chunk))
+        return chunk
+
+
+async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chunk_on() -> None:
+    async with rigged(PATIENT) as rig:
+        rig.policy = policy = Listening(replace(LONG, takes_prefix=True), latency=0.05, step=0.02)
+        await rig.running(replace(NEW, overlap="replace", action_steps=20, record=True))
+        control = rig.sessions.live("s").drive.control  # type: ignore[union-attr]
+        assert PREFIX_ACTIONS not in policy.heard[-1][0]
+        adjusted = await rig.sessions.adjust("s", {"overlap": "rtc", "action_steps": 15})
+        assert adjusted.joining()["overlap"] == "rtc"
+        chunks = control.chunks
+
+        def is_as_measured() -> bool:
+            # Of one that a pause of the machine made late, the delay was longer.
+            return control.chunks > chunks + 3 and policy.heard[-1][0][PREFIX_DELAY][0] <= 15
+
+        await until(is_as_measured)
+        observation, chunk = policy.heard[-1]
+        [delay], [length] = observation[PREFIX_DELAY], observation[PREFIX_LENGTH]
+        assert 4 <= delay <= 15 < length
+        assert chunk[0, :delay] == pytest.approx(observation[PREFIX_ACTIONS][0, :delay])
+        stats = rig.sessions.live("s").status().stats
+        assert (stats["overlap"], stats["action_steps"], stats["ask_ahead"]) == ("rtc", 15, None)
+        assert stats["latency_actions"]["p50"] > 5  # type: ignore[index]
+        assert isinstance(stats["delay_actions"], int)
+        assert control.starvations == 0
+
+
+async def test_what_a_policy_cannot_do_is_refused_and_nothing_changes() -> None:
+    async with rigged() as rig:
+        await rig.running()
+        before, asked = rig.sessions.live("s").joining(), rig.sessions.live("s").new
+        for changes, place in (
+            ({"overlap": "rtc"}, "overlap"),
+            ({"action_steps": 21}, "action_steps"),
+            ({"ask_ahead": -1.0}, "ask_ahead"),
+            ({"overlap": "average", "temporal_ensemble_coeff": 0.1}, "temporal_ensemble_coeff"),
+        ):
+            with pytest.raises(InvalidRequest) as error:
+                await rig.sessions.adjust("s", changes)
+            assert error.value.loc == ("body", place)
+        assert rig.sessions.live("s").joining() == before
+        assert rig.sessions.live("s").new == asked
+
+
+async def test_a_coefficient_goes_with_its_ensemble() -> None:
+    async with rigged() as rig:
+        await rig.sessions.create(replace(NEW, temporal_ensemble_coeff=0.2))
+        session = rig.sessions.live("s")
+        told = {"overlap": "ensemble", "temporal_ensemble_coeff": 0.2, "ask_ahead": None, "action_steps": 1}
+        assert session.joining() == told
+        await session.adjust({"overlap": "average"})
+        assert session.joining() == told | {"overlap": "average", "temporal_ensemble_coeff": None, "action_steps": 20}
+
+
+async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        await server.sessions.create(replace(KEPT, overlap="average", ask_ahead=0.5))
+        await server.sessions.adjust("arm", {"overlap": "conservative", "ask_ahead": None, "action_steps": 7})
+        await server.sessions.adjust("arm", {"language_instruction": "wave"})
+        async with after_a_kill(server) as second:
+            with pytest.raises(MoveRefused, match="restart it first"):
+                await second.sessions.adjust("arm", {"overlap": "replace"})
+            await second.sessions.restart("arm")
+            assert second.sessions.live("arm").new.language_instruction == "wave"
+            assert second.sessions.live("arm").joining() == {
+                "overlap": "conservative",
+                "temporal_ensemble_coeff": None,
+                "ask_ahead": None,
+                "action_steps": 7,
+            }

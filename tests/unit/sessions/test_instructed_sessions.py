@@ -1,0 +1,129 @@
+"""What a session's policy is told to do: at its making, and while its robot moves."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxmodels.types import TASK
+from service.api.schemas import AdjustRequest, NewSessionRequest
+from service.errors import InvalidRequest
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LONGEST, select_features, task_input
+from service.sessions.store import Sessions
+from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.waiting import until
+from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
+
+READS = replace(LONG, language=True)
+RED, BLUE = "pick up the red cube", "pick up the blue cube"
+
+
+def reading(rig: Rig, **more: object) -> ScriptedPolicy:
+    rig.policy = ScriptedPolicy(READS, unreadable="gibberish", **more)  # type: ignore[arg-type]
+    return rig.policy
+
+
+async def test_the_instruction_is_in_every_observation_and_another_one_from_the_next_chunk_on() -> None:
+    async with rigged() as rig:
+        policy = reading(rig)
+        await rig.running(replace(NEW, language_instruction=RED))
+        assert set(policy.told) == {(RED,)}
+        session = await rig.sessions.adjust("s", {"language_instruction": BLUE})
+        before = len(policy.told)
+        await until(lambda: len(policy.told) > before + 2)
+        assert set(policy.told[before + 1 :]) == {(BLUE,)}
+        assert session.new.language_instruction == BLUE
+        stats = session.status().stats
+        assert (stats["language_instruction"], stats["reads_language"]) == (BLUE, True)
+        assert stats["starvations"] == 0
+
+
+@pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])
+async def test_a_policy_that_reads_language_gets_no_session_without_an_instruction(instruction: str | None) -> None:
+    async with rigged() as rig:
+        policy = reading(rig)
+        with pytest.raises(InvalidRequest, match=r"language_instruction") as error:
+            await rig.sessions.create(replace(NEW, language_instruction=instruction))
+        assert error.value.loc == ("body", "language_instruction")
+        assert not policy.told
+        assert not rig.transport.existing, "no room was made"
+
+
+@pytest.mark.parametrize("instruction", [None, "", "gibberish"])
+async def test_what_the_policy_cannot_read_is_refused_and_the_robot_does_what_it_did(instruction: str | None) -> None:
+    async with rigged() as rig:
+        policy = reading(rig)
+        await rig.running(replace(NEW, language_instruction=RED))
+        with pytest.raises(InvalidRequest, match=r"language_instruction"):
+            await rig.sessions.adjust("s", {"language_instruction": instruction, "action_steps": 3})
+        before = len(policy.told)
+        await until(lambda: len(policy.told) > before + 2)
+        assert set(policy.told) == {(RED,)}
+        session = rig.sessions.live("s")
+        assert (session.new.language_instruction, session.new.action_steps) == (RED, None)
+        assert session.status().stats["errors"] == 0
+
+
+async def test_a_policy_that_reads_no_language_is_told_nothing_but_the_session_keeps_it() -> None:
+    async with rigged() as rig:
+        await rig.running(replace(NEW, language_instruction=RED))
+        session = await rig.sessions.adjust("s", {"language_instruction": None})
+        assert session.status().stats["language_instruction"] is None
+        # It refuses observations that hold more than it reads.
+        assert session.status().stats["errors"] == 0
+        assert not rig.policy.told
+
+
+async def test_a_shadow_reads_what_the_first_policy_is_told() -> None:
+    shadow = ScriptedPolicy(READS)
+    transport = MemoryTransport()
+    policies = {"policy": ScriptedPolicy(), "shadow": shadow}
+
+    def load(path: str, revision: str | None = None, /, **more: object) -> ScriptedPolicy:
+        return policies[path]
+
+    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
+    rig = Rig()
+    rig.sessions, rig.transport = sessions, transport
+    try:
+        await rig.running(replace(NEW, shadow_policy_path="shadow", language_instruction=BLUE))
+        await until(lambda: bool(shadow.told))
+        assert shadow.told[0] == (BLUE,)
+    finally:
+        for robot in rig.robots:
+            robot.cancel()
+        await sessions.close()
+
+
+async def test_robots_with_different_instructions_are_inferred_for_together() -> None:
+    policy = ScriptedPolicy(READS, latency=0.05)
+    engine = Engine(switch_interval=None, batch_sizes=(1, 4))
+    loader = ScriptedLoader(lambda: policy)
+    try:
+        async with engine.policy(loader, "policy", None, lambda word: None) as served:
+            served.replicas[0].prepare(4, None)
+
+            def seen(task: str) -> dict[str, np.ndarray]:
+                pictures = {"observation.images.front": np.zeros((1, 48, 64, 3), np.uint8)}
+                return select_features(
+                    READS, pictures | {"observation.state": np.zeros((1, 6), np.float32)} | task_input(task)
+                )
+
+            tasks = [RED, BLUE, "put it down", RED + " and " + BLUE]
+            answers = await asyncio.gather(*(engine.infer(served, seen(task)) for task in tasks))
+        batches = [told for told in policy.told if len(told) > 1]
+        assert batches, "somebody waited while the first one ran"
+        assert sorted({text for told in policy.told for text in told}) == sorted(set(tasks))
+        assert max(answer.batch for answer in answers) > 1
+    finally:
+        await engine.close()
+
+
+def test_no_instruction_that_the_api_takes_is_cut() -> None:
+    for model in (NewSessionRequest, AdjustRequest):
+        limits = model.model_json_schema()["properties"]["language_instruction"]["anyOf"][0]
+        assert limits["maxLength"] == LONGEST
+    assert task_input("é" * LONGEST)[TASK].tolist() == ["é" * LONGEST]
+    assert task_input(None) == {}

@@ -1,0 +1,364 @@
+"""What a second server finds of the sessions of one that was killed, or ended in order."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crash_recovery import FAULTS, campaign
+from benchmarks.session_cycles import COUNTED, measure
+from hooks.database import Database
+from hooks.errors import StoreError
+from jaxmodels.errors import ConfigError
+from service.errors import MoveRefused, PolicyError, SessionExists, TransportError, UnknownSession
+from service.inference.engine import Engine
+from service.sessions.records import SCHEMA, SessionRecords
+from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.testing import MemoryTransport, ScriptedLoader
+from tests.testing.waiting import until
+
+NEW = NewSession("arm", "policy", "memory://", workspace_id="home", max_relative_target={"Jaw": 2.0})
+
+
+def records_in(folder: Path) -> SessionRecords:
+    return SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError)
+
+
+class Server:
+    """Sessions on a state folder, with rooms that outlive them."""
+
+    def __init__(self, folder: Path, transport: MemoryTransport | None = None, **more):
+        self.folder = folder
+        self.transport = transport or MemoryTransport()
+        self.load = ScriptedLoader()
+        self.told: list[str] = []
+        self.sessions = Sessions(
+            transport=self.transport,
+            load=self.load,
+            engine=Engine(switch_interval=None),
+            settings=SessionSettings(**more),
+            tell=lambda event, about: self.told.append(event),
+            records=records_in(folder),
+        )
+
+    def stages(self) -> dict[str, str]:
+        return {session.id: str(session.stage) for session in self.sessions.list()}
+
+    def reason(self, session_id: str = "arm") -> str:
+        return str(self.sessions.get(session_id).status().error_message)
+
+
+@asynccontextmanager
+async def serving(folder: Path, transport: MemoryTransport | None = None, **more) -> AsyncIterator[Server]:
+    server = Server(folder, transport, **more)
+    try:
+        yield server
+    finally:
+        await server.sessions.close()
+
+
+@asynccontextmanager
+async def after_a_kill(server: Server, **more) -> AsyncIterator[Server]:
+    """What is on the disk and on the transport server at this moment is all that the next server has."""
+    folder = server.folder / "killed"
+    folder.mkdir()
+    for file in server.folder.glob("sessions.sqlite3*"):
+        shutil.copy(file, folder)
+    transport = MemoryTransport()
+    transport.existing = set(server.transport.existing)
+    async with serving(folder, transport, **more) as next_server:
+        yield next_server
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serving(tmp_path) as made:
+        yield made
+
+
+# What is there after a kill.
+
+
+async def test_what_was_acknowledged_is_listed_and_nothing_of_it_is_loaded_or_moves(server: Server) -> None:
+    await server.sessions.create(NEW)
+    await server.sessions.create(replace(NEW, session_id="other"))
+    await server.sessions.start("arm")
+    async with after_a_kill(server) as after:
+        assert after.stages() == {"arm": "interrupted", "other": "interrupted"}
+        assert after.reason() == "the server ended while it was running"
+        assert after.reason("other") == "the server ended while it was ready"
+        status = after.sessions.get("arm").status()
+        assert status.rooms["joint_output_room_id"] == "arm-joint-output"
+        assert after.sessions.get("arm").new == NEW
+        assert after.load.loads == []
+        assert after.transport.links == []
+        with pytest.raises(MoveRefused, match="interrupted and cannot start; allowed now: restart, reset"):
+            await after.sessions.start("arm")
+
+
+async def test_what_was_deleted_is_gone(server: Server) -> None:
+    await server.sessions.create(NEW)
+    await server.sessions.delete("arm")
+    async with after_a_kill(server) as after:
+        assert after.stages() == {}
+
+
+async def test_what_failed_before_it_was_ready_was_promised_to_nobody(server: Server) -> None:
+    server.load.failure = ConfigError("bad")
+    with pytest.raises(PolicyError):
+        await server.sessions.create(NEW)
+    assert server.stages() == {"arm": "error"}
+    await asyncio.sleep(0.05)
+    async with after_a_kill(server) as after:
+        assert after.stages() == {}
+
+
+async def test_what_stopped_by_itself_is_written_down_too(server: Server) -> None:
+    session = await server.sessions.create(NEW)
+    server.transport.link.deliver_emergency_stop("the robot said so")
+    await server.sessions._ledger._records.written()
+    async with after_a_kill(server) as after:
+        assert after.sessions.get("arm").latch == session.latch == "the robot said so (from robot)"
+
+
+async def test_a_server_that_ends_in_order_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as first:
+        await first.sessions.create(NEW)
+        await first.sessions.start("arm")
+    async with serving(tmp_path) as second:
+        assert second.stages() == {"arm": "interrupted"}
+        assert second.reason() == "the server was shut down while it was running"
+    async with serving(tmp_path) as third:
+        assert third.reason() == "the server was shut down while it was running"
+
+
+# What may be done with it.
+
+
+async def test_a_restart_loads_joins_the_rooms_from_before_and_waits_for_its_start(server: Server) -> None:
+    await server.sessions.create(replace(NEW, workspace_id=None))
+    rooms = server.sessions.get("arm").status().rooms
+    async with after_a_kill(server) as after:
+        session = await after.sessions.restart("arm")
+        assert str(session.stage) == "ready"
+        assert session.status().rooms == rooms
+        assert after.load.loads == ["policy"]
+        assert after.transport.link.sent == []
+        await after.sessions.start("arm")
+        assert after.stages() == {"arm": "running"}
+        await after.sessions.delete("arm")
+        assert after.transport.existing == set()
+
+
+async def test_a_restart_that_fails_can_be_tried_again(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        after.transport.refuse = TransportError("nobody is there")
+        with pytest.raises(TransportError):
+            await after.sessions.restart("arm")
+        assert after.stages() == {"arm": "interrupted"}
+        assert after.reason() == ("the server ended while it was ready; it could not be brought back: nobody is there")
+        async with after_a_kill(after) as third:
+            assert third.stages() == {"arm": "interrupted"}
+        after.transport.refuse = None
+        assert str((await after.sessions.restart("arm")).stage) == "ready"
+
+
+async def test_of_two_restarts_at_once_one_is_refused(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        outcomes = await asyncio.gather(*(after.sessions.restart("arm") for _ in range(5)), return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["MoveRefused"] * 4 + ["Session"]
+        assert after.stages() == {"arm": "ready"}
+
+
+async def test_of_fifty_creates_of_one_id_at_once_one_takes_the_place_of_an_interrupted_one(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        outcomes = await asyncio.gather(*(after.sessions.create(NEW) for _ in range(50)), return_exceptions=True)
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Session"] + ["SessionExists"] * 49
+        assert after.stages() == {"arm": "ready"}
+        assert len(after.transport.links) == 1
+
+
+async def test_a_deleted_one_is_forgotten_and_its_rooms_go(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        await after.sessions.delete("arm")
+        assert after.stages() == {}
+        assert after.told == ["session.deleted"]
+        await until(lambda: after.transport.existing == set())
+        async with after_a_kill(after) as third:
+            assert third.stages() == {}
+
+
+async def test_one_of_the_same_owner_takes_its_place(server: Server) -> None:
+    await server.sessions.create(replace(NEW, owner="ada"))
+    async with after_a_kill(server) as after:
+        for other in (None, "bob"):
+            with pytest.raises(SessionExists, match=r"^session 'arm' exists already$"):
+                await after.sessions.create(replace(NEW, owner=other))
+        await after.sessions.create(replace(NEW, owner="ada", policy_path="another", workspace_id="elsewhere"))
+        assert after.stages() == {"arm": "ready"}
+        await until(lambda: {room.split("/")[0] for room in after.transport.existing} == {"elsewhere"})
+        async with after_a_kill(after) as third:
+            assert third.sessions.get("arm").new.policy_path == "another"
+
+
+async def test_a_new_one_that_fails_leaves_the_interrupted_one(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        after.load.failure = ConfigError("bad")
+        with pytest.raises(PolicyError):
+            await after.sessions.create(replace(NEW, policy_path="another"))
+        assert after.stages() == {"arm": "interrupted"}
+        assert after.sessions.get("arm").new.policy_path == "policy"
+
+
+async def test_interrupted_ones_take_no_place_of_those_that_run_but_are_not_kept_for_ever(tmp_path: Path) -> None:
+    for start in range(3):
+        async with serving(tmp_path, max_sessions=2) as server:
+            for number in range(2):
+                await server.sessions.create(replace(NEW, session_id=f"{start}-{number}"))
+    async with serving(tmp_path, max_sessions=1) as last:
+        assert list(last.stages()) == ["1-0", "1-1", "2-0", "2-1"]
+
+
+async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Server) -> None:
+    await server.sessions.create(NEW)
+    text = server.sessions._ledger._kept["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
+    server.sessions._ledger._records._note("sessions", "arm", (text,))
+    await server.sessions._ledger._records.written()
+    async with after_a_kill(server) as after:
+        assert after.stages() == {"arm": "interrupted"}
+        with pytest.raises(MoveRefused, match=r"newer robojax, .*\(max_torque\)"):
+            await after.sessions.restart("arm")
+        async with after_a_kill(after) as third:
+            assert third.sessions.get("arm").record.wishes == {"max_torque": 3}  # type: ignore[union-attr]
+
+
+# Emergency stops.
+
+
+async def test_a_latch_outlives_the_server_and_the_session_until_its_reset(server: Server) -> None:
+    await server.sessions.create(NEW)
+    await server.sessions.emergency_stop("smoke")
+    async with after_a_kill(server) as after:
+        assert after.reason() == "smoke"
+        assert after.sessions.get("arm").status().stats["interrupted"] == "the server ended while it was stopped"
+        with pytest.raises(MoveRefused, match=r"latched \(smoke\).*reset, then restart"):
+            await after.sessions.restart("arm")
+        await after.sessions.delete("arm")
+        async with after_a_kill(after) as third:
+            assert third.stages() == {}
+            await third.sessions.create(NEW)
+            assert third.stages() == {"arm": "stopped"}
+            with pytest.raises(MoveRefused, match=r"latched \(smoke\)"):
+                await third.sessions.start("arm")
+            await third.sessions.reset("arm")
+            await third.sessions.start("arm")
+            async with after_a_kill(third) as fourth:
+                assert not fourth.sessions.get("arm").is_latched
+
+
+async def test_the_emergency_stop_for_all_latches_interrupted_ones(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        assert await after.sessions.emergency_stop("fire") == ["arm"]
+        assert after.reason() == "fire"
+        async with after_a_kill(after) as third:
+            assert third.sessions.get("arm").latch == "fire"
+            await third.sessions.reset("arm")
+            assert third.reason() == "the server ended while it was ready"
+            assert str((await third.sessions.restart("arm")).stage) == "ready"
+
+
+async def test_the_latch_of_a_session_that_is_gone_can_be_taken_off_by_whom_it_belonged_to(server: Server) -> None:
+    await server.sessions.create(replace(NEW, owner="ada"))
+    await server.sessions.emergency_stop("smoke")
+    assert not await server.sessions.forget_latch("arm", lambda owner: True)
+    await server.sessions.delete("arm")
+    assert not await server.sessions.forget_latch("arm", lambda owner: owner == "bob")
+    assert await server.sessions.forget_latch("arm", lambda owner: owner == "ada")
+    async with after_a_kill(server) as after:
+        assert (await after.sessions.create(NEW)).latch is None
+
+
+async def test_why_somebody_elses_session_was_stopped_is_not_told(server: Server) -> None:
+    await server.sessions.create(replace(NEW, owner="ada"))
+    await server.sessions.emergency_stop("ada's secret")
+    await server.sessions.delete("arm")
+    session = await server.sessions.create(replace(NEW, owner="bob"))
+    assert session.latch == "an emergency stop of a session of this id"
+
+
+async def test_without_records_a_latch_outlives_its_session_all_the_same() -> None:
+    sessions = Sessions(transport=MemoryTransport(), load=ScriptedLoader(), engine=Engine(switch_interval=None))
+    await sessions.create(NEW)
+    await sessions.emergency_stop("smoke")
+    await sessions.delete("arm")
+    with pytest.raises(UnknownSession):
+        sessions.get("arm")
+    assert str((await sessions.create(NEW)).stage) == "stopped"
+    await sessions.close()
+
+
+# Rooms.
+
+
+async def test_rooms_of_an_interrupted_session_stay_for_the_robot_that_waits_in_them(server: Server) -> None:
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        await asyncio.sleep(0.02)
+        assert after.transport.existing == {"home/arm-front", "home/arm-joint-input", "home/arm-joint-output"}
+
+
+async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server: Server) -> None:
+    await server.sessions.create(NEW)
+    server.transport.leaving = left = asyncio.Event()
+    deleting = asyncio.create_task(server.sessions.delete("arm"))
+    await asyncio.sleep(0)
+    await server.sessions._ledger._records.written()
+    async with after_a_kill(server) as after:
+        assert after.stages() == {}
+        assert len(after.transport.existing) == 3
+        await until(lambda: after.transport.existing == set())
+    left.set()
+    await deleting
+
+
+async def test_rooms_that_somebody_else_made_or_is_in_are_left_alone(server: Server) -> None:
+    server.transport.existing.add("home/arm-front")
+    await server.sessions.create(NEW)
+    async with after_a_kill(server) as after:
+        after.transport.occupied.add("home/arm-joint-output")
+        await after.sessions.delete("arm")
+        await until(lambda: after.transport.existing == {"home/arm-front", "home/arm-joint-output"})
+        async with after_a_kill(after) as third:
+            # Whoever was in it has left since.
+            await until(lambda: third.transport.existing == {"home/arm-front"})
+    server.transport.existing.discard("home/arm-front")
+
+
+# Servers in processes of their own, which are killed, and which go on.
+
+
+async def test_after_kills_at_random_moments_nothing_is_lost_and_nothing_moves(tmp_path: Path) -> None:
+    """The whole programme has 200 kills."""
+    found = await campaign(tmp_path, kills=5, seed=11)
+    assert {fault: found[fault] for fault in FAULTS} == dict.fromkeys(FAULTS, 0), found["notes"]
+    assert sum(found["acknowledged"].values()) > 5
+
+
+async def test_nothing_stays_behind_of_thirty_sessions(tmp_path: Path) -> None:
+    """The whole programme has 1,000 cycles and looks at memory, too."""
+    found = await measure(tmp_path, cycles=30, look_every=15)
+    assert found["errors"] == {}
+    grown = {name: found[f"{name}_growth"] for name in COUNTED}
+    assert max(grown.values()) <= 0, (grown, found["looks"])
+    assert found["looks"][-1]["rooms"] == 0
+    assert found["exit_code"] == 0

@@ -1,0 +1,243 @@
+"""Sessions on the disk: the file, what may be wrong with it, and what the API says then."""
+
+import asyncio
+import sqlite3
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hooks.errors import StoreError
+from service.errors import NotKept
+from service.sessions.records import Latch, SessionRecord, from_json
+from service.sessions.request import NewSession
+from service.state import StateTaken
+from tests.testing.pauses import Pauses
+from tests.testing.rig import JOINTS, started
+from tests.testing.waiting import until
+from tests.unit.sessions.test_interrupted import NEW, after_a_kill, records_in
+from tests.unit.sessions.test_interrupted import Server as Store
+
+
+def test_a_record_comes_back_as_it_was_written() -> None:
+    newer = {"version": 2, "more": {"cause": "x"}, "wishes": {"max_torque": 3}}
+    record = SessionRecord(NEW, stage="running", reason="because", is_ready=True, made=("arm-front",), **newer)
+    assert from_json(record.as_json()) == record
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"new": 3}', '{"new": {"session_id": "a"}}', '{"new": null}'])
+def test_what_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        from_json(text)
+
+
+async def test_the_file_is_its_owners_and_says_which_schema_it_has(tmp_path: Path) -> None:
+    records = records_in(tmp_path)
+    records.put(SessionRecord(NEW))
+    await records.written()
+    file = tmp_path / "sessions.sqlite3"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with sqlite3.connect(file) as reader:
+        assert reader.execute("PRAGMA user_version").fetchone() == (2,)
+        assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    reader.close()
+    await records.close()
+
+
+async def test_a_file_of_a_newer_schema_is_not_touched(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "sessions.sqlite3") as newer:
+        newer.execute("PRAGMA user_version=9")
+    newer.close()
+    with pytest.raises(StoreError, match="version 9, this robojax knows 2; use the robojax that wrote it"):
+        records_in(tmp_path)
+
+
+async def test_a_row_that_cannot_be_read_is_left_where_it_is(tmp_path: Path, caplog) -> None:
+    records = records_in(tmp_path)
+    records.put(SessionRecord(NEW))
+    records._note("sessions", "broken", ("{",))
+    await records.written()
+    await records.close()
+    again = records_in(tmp_path)
+    assert [record.new for record in again.found] == [NEW]
+    assert "session broken is not listed" in caplog.text
+    await again.close()
+
+
+async def test_what_many_ask_for_at_once_is_few_transactions(tmp_path: Path) -> None:
+    records = records_in(tmp_path)
+    written: list[int] = []
+    run = records._database.run  # type: ignore[union-attr]
+
+    async def counted(transaction, batch):
+        written.append(len(batch))
+        await run(transaction, batch)
+
+    records._database.run = counted  # type: ignore[union-attr, method-assign]
+
+    async def one(number: int) -> None:
+        records.put(SessionRecord(NewSession(f"s{number}", "p", "memory://", workspace_id="w")))
+        await records.written()
+
+    await asyncio.gather(*(one(number) for number in range(100)))
+    assert sum(written) >= 100
+    assert len(written) <= 3
+    await records.close()
+
+
+async def test_the_wall_clock_orders_nothing_and_ends_nothing(tmp_path: Path, monkeypatch) -> None:
+    server = Store(tmp_path, input_timeout=30.0)
+    right = time.time
+    for number, wrong in enumerate((0, 3600, -3600)):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: right() + wrong)
+        await server.sessions.create(NewSession(f"s{number}", "p", "memory://"))
+        await server.sessions.start(f"s{number}")
+    async with after_a_kill(server) as after:
+        assert list(after.stages()) == ["s0", "s1", "s2"]
+        assert set(after.stages().values()) == {"interrupted"}
+    assert set(server.stages().values()) == {"running"}
+    assert all(session.status().stats["age_s"] < 60 for session in server.sessions.list())  # type: ignore[operator]
+    await server.sessions.close()
+
+
+# A disk that takes nothing. A database whose file is gone refuses every transaction.
+
+
+async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_path: Path, caplog) -> None:
+    server = Store(tmp_path)
+    await server.sessions.create(NEW)
+    await server.sessions.start("arm")
+    file = tmp_path / "sessions.sqlite3"
+    file.rename(tmp_path / "away")
+    with pytest.raises(NotKept, match=r"cannot write its state folder \(its log says why\); free its disk"):
+        await server.sessions.create(NewSession("other", "p", "memory://"))
+    assert server.stages() == {"arm": "running"}
+    await server.sessions.stop("arm")
+    await server.sessions.emergency_stop("smoke")
+    assert server.stages() == {"arm": "stopped"}
+    assert "lost if the server is killed" in server.sessions.caveat()["warning"]
+    assert caplog.text.count("is not written down") == 1
+    # It is tried again by itself, and nothing of it is lost.
+    (tmp_path / "away").rename(file)
+    server.sessions._ledger._records._more.set()
+    await server.sessions._ledger._records.written()
+    assert server.sessions.caveat() == {}
+    async with after_a_kill(server) as after:
+        assert after.stages() == {"arm": "interrupted"}
+        assert after.sessions.get("arm").latch == "smoke"
+    await server.sessions.close()
+
+
+async def test_a_disk_that_does_not_answer_delays_no_stop_and_answers_are_given_without_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    server = Store(tmp_path)
+    await server.sessions.create(NEW)
+    await server.sessions.start("arm")
+    monkeypatch.setattr("service.sessions.journal.PATIENCE", 0.05)
+    answers = asyncio.Event()
+    run = server.sessions._ledger._records._database.run  # type: ignore[union-attr]
+
+    async def late(*arguments):
+        await answers.wait()
+        await run(*arguments)
+
+    server.sessions._ledger._records._database.run = late  # type: ignore[union-attr, method-assign]
+    stopping = asyncio.create_task(server.sessions.stop("arm"))
+    await asyncio.sleep(0)
+    assert server.stages() == {"arm": "stopped"}
+    await stopping
+    assert "has not answered for 0.05 s" in server.sessions.caveat()["warning"]
+    answers.set()
+    await server.sessions._ledger._records.written()
+    assert server.sessions.caveat() == {}
+    await server.sessions.close()
+
+
+async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_path: Path, pauses: Pauses) -> None:
+    server = Store(tmp_path, frame_age_limit=30.0)
+    for number in range(4):
+        await server.sessions.create(NewSession(f"s{number}", "p", "memory://"))
+        server.transport.link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+        server.transport.link.deliver_joints(dict.fromkeys(JOINTS, 5.0))
+        await server.sessions.start(f"s{number}")
+    await until(lambda: all(len(link.sent) > 2 for link in server.transport.links), within=30)
+    never = asyncio.Event()
+    server.sessions._ledger._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
+    began, held = time.monotonic(), dict.fromkeys(JOINTS, 5.0)
+    ending = asyncio.create_task(server.sessions.close())
+    await until(lambda: all(link.sent[-1].values == held for link in server.transport.links), within=30)
+    assert pauses.running(began) < 0.5
+    await ending
+    assert pauses.running(began) < 3
+    assert all(link.sent[-1].values == held for link in server.transport.links)
+    assert server.transport.existing == set()
+
+
+async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("service.sessions.records.LATCHES", 2)
+    records = records_in(tmp_path)
+    for id in "abc":
+        records.latch(id, Latch("x", None))
+    assert set(records.latches) == {"b", "c"}
+    assert "emergency stop of session a is forgotten" in caplog.text
+    await records.close()
+
+
+# Over HTTP.
+
+
+async def test_the_api_lists_restarts_and_forgets_what_a_server_before_left(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)) as first:
+        for name in ("arm", "leg"):
+            assert (await first.create(name))[0] == 200
+        await first.call("POST", "/sessions/arm/start")
+    async with started(state=str(tmp_path)) as second:
+        _, listed = await second.call("GET", "/sessions")
+        assert [(one["session_id"], one["status"]) for one in listed] == [
+            ("arm", "interrupted"),
+            ("leg", "interrupted"),
+        ]
+        assert listed[0]["error_message"] == "the server was shut down while it was running"
+        _, health = await second.call("GET", "/health")
+        assert (health["active_sessions"], health["interrupted_sessions"]) == (0, 2)
+        assert health["session_ids"] == ["arm", "leg"]
+        assert (await second.call("POST", "/sessions/arm/start"))[0] == 409
+        async with second.http.get("/metrics") as metrics:
+            assert 'robojax_sessions{stage="interrupted"} 2.0' in await metrics.text()
+        status, answer = await second.call("POST", "/sessions/arm/restart")
+        assert (status, answer["status"]) == (200, "ready")
+        assert (await second.call("POST", "/sessions/arm/start"))[1]["status"] == "running"
+        assert (await second.call("DELETE", "/sessions/leg"))[0] == 200
+        assert (await second.call("GET", "/sessions/leg"))[0] == 404
+
+
+async def test_the_api_says_what_is_not_written_down(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)) as server:
+        await server.create("arm")
+        file = tmp_path / "sessions.sqlite3"
+        file.rename(tmp_path / "away")
+        status, refused = await server.create("other")
+        assert (status, refused.get("code")) == (503, "not_kept")
+        assert "free its disk" in refused["detail"]
+        assert str(tmp_path) not in str(refused)
+        for path in ("/sessions/arm/stop", "/debug/emergency_stop", "/debug/sessions/arm/reset"):
+            status, answer = await server.call("POST", path)
+            assert status == 200
+            assert "not written down" in answer["warning"]
+            assert str(tmp_path) not in str(answer)
+        status, answer = await server.call("DELETE", "/sessions/arm")
+        assert status == 200
+        assert "not written down" in answer["warning"]
+        (tmp_path / "away").rename(file)
+
+
+async def test_a_second_server_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    async with started(state=str(tmp_path)):
+        with pytest.raises(StateTaken, match="another server works on it; end that one, or give this one a folder"):
+            async with started(state=str(tmp_path)):
+                pass
+    async with started(state=str(tmp_path)) as third:
+        assert (await third.create())[0] == 200

@@ -1,0 +1,864 @@
+"""Sessions on a real loop, with scripted policies and a robot at the other end of a transport in memory."""
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from jaxmodels import Requirements
+from jaxmodels.errors import ConfigError
+from service.errors import (
+    InvalidRequest,
+    MoveRefused,
+    PolicyError,
+    ServiceError,
+    SessionExists,
+    TooManySessions,
+    TransportError,
+    UnknownSession,
+)
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.stage import Stage
+from service.testing import SO100_REQUIREMENTS, MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.pauses import Pauses
+from tests.testing.rig import POSE, show
+from tests.testing.waiting import until
+
+NEW = NewSession("s", "policy", "memory://", rate=100)
+# A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
+LONG = replace(SO100_REQUIREMENTS, chunk=400)
+PATIENT = SessionSettings(frame_age_limit=30.0)
+
+
+class Rig:
+    """A store of sessions, what it runs with, and robots to drive."""
+
+    def __init__(
+        self, settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
+    ):
+        self.transport = MemoryTransport()
+        self.policy = ScriptedPolicy()
+        self.loader = ScriptedLoader(lambda: self.policy)
+        self.sessions = Sessions(
+            transport=self.transport,
+            load=self.loader,
+            engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
+            settings=settings or SessionSettings(),
+        )
+        self.robots: list[asyncio.Task[None]] = []
+
+    def robot(self, link: MemoryLink | None = None, size: tuple[int, int] = (48, 64)) -> asyncio.Task[None]:
+        """A robot that sends frames and joints until cancelled."""
+        task = asyncio.create_task(show(link or self.transport.link, size))
+        self.robots.append(task)
+        return task
+
+    async def running(self, new: NewSession = NEW) -> MemoryLink:
+        """A session that moves its robot."""
+        await self.sessions.create(new)
+        link = self.transport.link
+        self.robot(link)
+        await self.sessions.start(new.session_id)
+        await until(lambda: len(link.sent) > 5)
+        return link
+
+
+@asynccontextmanager
+async def rigged(
+    settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
+) -> AsyncIterator[Rig]:
+    rig = Rig(settings, stuck_after, batch_sizes)
+    try:
+        yield rig
+    finally:
+        for robot in rig.robots:
+            robot.cancel()
+        await rig.sessions.close()
+        assert rig.transport.existing == set()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with rigged() as made:
+        yield made
+
+
+def held(link: MemoryLink, since: int) -> list[dict[str, float]]:
+    return [sent.values for sent in link.sent[since:]]
+
+
+def kept(link: MemoryLink, hold: int) -> list[dict[str, float]]:
+    """What a hold of so many commands looks like that came last: the measured pose, the jaw as it was sent before."""
+    return [POSE | {"Jaw": link.sent[-hold - 1].values["Jaw"]}] * hold
+
+
+# The way of a session that goes well.
+
+
+async def test_a_created_session_is_ready_with_its_rooms_in_one_workspace(rig: Rig) -> None:
+    session = await rig.sessions.create(replace(NEW, workspace_id="w"))
+    assert session.stage is Stage.READY
+    status = session.status()
+    assert status.rooms == {
+        "workspace_id": "w",
+        "camera_room_ids": {"front": "s-front"},
+        "joint_input_room_id": "s-joint-input",
+        "joint_output_room_id": "s-joint-output",
+    }
+    assert rig.transport.existing == {"w/s-front", "w/s-joint-input", "w/s-joint-output"}
+
+
+async def test_a_started_session_drives_the_robot_with_wire_names(rig: Rig) -> None:
+    link = await rig.running()
+    assert list(link.sent[0].values) == list(POSE)
+    assert [joint.index for joint in link.sent[0].joints] == list(range(6))
+    await rig.sessions.stop("s")
+    await until(lambda: rig.sessions.get("s").drive.control.is_idle)  # type: ignore[union-attr]
+    sent = len(link.sent)
+    await asyncio.sleep(0.05)
+    assert len(link.sent) == sent
+    assert held(link, sent - 4) == [POSE] * 4
+
+
+async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
+    link = await rig.running()
+    session = rig.sessions.live("s")
+    assert session.drive is not None
+    control = session.drive.control
+    # None is under way, which one counts already and the other not yet.
+    await until(lambda: len(link.sent) > 60 and control.chunks > 1 and not control.is_waiting and control.hold is None)
+    status = json.loads(json.dumps(asdict(session.status()), allow_nan=False))
+    stats, inference = status["stats"], status["inference_stats"]
+    assert status["status"] == "running"
+    assert stats["commands_sent"] == len(link.sent)
+    assert stats["images_received"]["front"] > 10
+    assert stats["joints_received"] > 10
+    assert stats["camera_fps"]["front"] > 20
+    assert stats["chunks"] + stats["chunks_discarded"] == inference["inference_count"] == rig.policy.acted > 1
+    assert stats["errors"] == 0
+    assert stats["hold"] is None
+    assert stats["measured_joints"] == POSE
+    assert set(stats["last_command"]) == set(POSE)
+    assert stats["tick_lateness_ms"]["p99"] >= stats["tick_lateness_ms"]["p50"] >= 0
+    assert inference["is_loaded"] is True
+    assert inference["device"] == "scripted:0"
+    assert inference["average_fps"] > 0
+    assert inference["stages_ms"]["total"]["p99"] > 0
+    queue = json.loads(json.dumps(session.queue(), allow_nan=False))
+    assert queue["queue_length"] == len(queue["due_in_ms"])
+    assert queue["data"]["is_complete_and_fresh"] is True
+    assert queue["link"]["commands_sent"] >= stats["commands_sent"]
+
+
+async def test_a_status_before_anything_came_is_json_too(rig: Rig) -> None:
+    session = await rig.sessions.create(NEW)
+    json.dumps([asdict(session.status()), session.queue()], allow_nan=False)
+
+
+async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: Rig) -> None:
+    async def rate_of(name: str, rate: float | None) -> float:
+        session = await rig.sessions.create(replace(NEW, session_id=name, policy_path=name, rate=rate))
+        return session.status().stats["rate"]  # type: ignore[return-value]
+
+    assert await rate_of("a", 50.0) == 50
+    assert await rate_of("b", None) == 20
+    rig.policy.requirements = replace(SO100_REQUIREMENTS, rate=25.0)
+    assert await rate_of("c", None) == 25
+    assert await rate_of("d", 50.0) == 50
+    assert rig.sessions.get("d").status().stats["action_rate"] == 25
+    rig.policy.requirements = replace(SO100_REQUIREMENTS, rate=1000.0)
+    assert await rate_of("e", None) == 200, "no faster than the server allows"
+
+
+async def test_restarting_a_running_session_makes_a_new_plan(rig: Rig) -> None:
+    link = await rig.running()
+    acted = rig.policy.acted
+    await rig.sessions.restart("s")
+    assert rig.sessions.get("s").stage is Stage.RUNNING
+    await until(lambda: rig.policy.acted > acted)
+    sent = len(link.sent)
+    await until(lambda: len(link.sent) > sent + 5)
+
+
+async def test_unknown_sessions_are_unknown(rig: Rig) -> None:
+    for call in (rig.sessions.start, rig.sessions.stop, rig.sessions.restart, rig.sessions.delete, rig.sessions.reset):
+        with pytest.raises(UnknownSession, match="Session nobody not found"):
+            await call("nobody")
+    with pytest.raises(UnknownSession):
+        await rig.sessions.emergency_stop("x", "nobody")
+
+
+async def test_a_deleted_session_holds_leaves_its_rooms_and_frees_its_id(rig: Rig) -> None:
+    link = await rig.running()
+    sent = len(link.sent)
+    await rig.sessions.delete("s")
+    assert held(link, -4) == [POSE] * 4
+    assert len(link.sent) <= sent + 5
+    assert link.is_closed
+    assert rig.transport.existing == set()
+    assert rig.sessions.list() == []
+    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+    assert (await rig.sessions.create(NEW)).stage is Stage.READY
+
+
+async def test_sessions_share_one_policy_and_are_driven_each_on_its_own(rig: Rig) -> None:
+    links = [await rig.running(replace(NEW, session_id=name)) for name in "abc"]
+    assert rig.loader.loads == ["policy"]
+    await rig.sessions.stop("b")
+    sent = [len(link.sent) for link in links]
+    await until(lambda: len(links[0].sent) > sent[0] + 10 and len(links[2].sent) > sent[2] + 10)
+    assert len(links[1].sent) <= sent[1] + 4
+
+
+# Creating.
+
+
+@pytest.mark.parametrize(
+    ("change", "loc"),
+    [
+        ({"session_id": "a/b"}, ("body", "session_id")),
+        ({"session_id": ""}, ("body", "session_id")),
+        ({"session_id": ".."}, ("body", "session_id")),
+        ({"session_id": "x" * 65}, ("body", "session_id")),
+        ({"workspace_id": "w w"}, ("body", "workspace_id")),
+        ({"policy_path": " "}, ("body", "policy_path")),
+        ({"camera_names": ("front", "../top")}, ("body", "camera_names", 1)),
+        ({"camera_names": ("front", "front")}, ("body", "camera_names")),
+        ({"camera_names": tuple("abcdefghi")}, ("body", "camera_names")),
+        ({"rate": 0.0}, ("body", "rate")),
+        ({"rate": 201.0}, ("body", "rate")),
+        ({"rate": float("nan")}, ("body", "rate")),
+    ],
+)
+async def test_requests_that_cannot_be_are_refused_with_their_place(rig: Rig, change: dict, loc: tuple) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await rig.sessions.create(replace(NEW, **change))
+    assert caught.value.loc == loc
+    assert rig.sessions.list() == []
+
+
+@pytest.mark.parametrize(
+    ("requirements", "text"),
+    [
+        (
+            replace(SO100_REQUIREMENTS, policy_type="pi0"),
+            "it is of type 'pi0', the request says 'act'; send policy_type",
+        ),
+        (replace(SO100_REQUIREMENTS, cameras={"top": (4, 4), "front": (4, 4)}), r"lacks \['top'\]; send camera_names"),
+        (replace(SO100_REQUIREMENTS, cameras={"top": (4, 4)}), r"lacks \['top'\] and .* has \['front'\], which it"),
+        (replace(SO100_REQUIREMENTS, state=7), "state has 7 values and its actions 6"),
+        (replace(SO100_REQUIREMENTS, environment_state=3), "reads observation.environment_state"),
+        (Requirements("act", {"top": (4, 4)}, state=3, action=2), "lacks .*; .* state has 3 values"),
+    ],
+)
+async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(
+    rig: Rig, requirements: Requirements, text: str
+) -> None:
+    rig.policy.requirements = requirements
+    with pytest.raises(PolicyError, match=text):
+        await rig.sessions.create(NEW)
+    assert rig.transport.links == []
+    session = rig.sessions.get("s")
+    assert session.stage is Stage.ERROR
+    assert session.status().error_message is not None
+    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+
+
+async def test_a_failed_create_is_listed_as_error_and_may_be_replaced(rig: Rig) -> None:
+    rig.loader.failure = ConfigError("no chunk_size")
+    with pytest.raises(PolicyError, match="no chunk_size"):
+        await rig.sessions.create(NEW)
+    assert [session.status().status for session in rig.sessions.list()] == ["error"]
+    for move in (rig.sessions.start, rig.sessions.restart, rig.sessions.stop):
+        with pytest.raises(MoveRefused):
+            await move("s")
+    rig.loader.failure = None
+    assert (await rig.sessions.create(NEW)).stage is Stage.READY
+    assert len(rig.sessions.list()) == 1
+
+
+async def test_a_failed_create_can_be_deleted(rig: Rig) -> None:
+    rig.loader.failure = ConfigError("no chunk_size")
+    with pytest.raises(PolicyError):
+        await rig.sessions.create(NEW)
+    await rig.sessions.delete("s")
+    assert rig.sessions.list() == []
+
+
+async def test_rooms_that_cannot_be_made_fail_the_create_and_leave_nothing(rig: Rig) -> None:
+    rig.transport.refuse = TransportError("nobody answers at memory://")
+    with pytest.raises(TransportError, match="nobody answers"):
+        await rig.sessions.create(NEW)
+    assert rig.sessions.get("s").status().error_message == "nobody answers at memory://"
+    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+
+
+async def test_of_many_creates_of_one_id_exactly_one_wins(rig: Rig) -> None:
+    results = await asyncio.gather(*(rig.sessions.create(NEW) for _ in range(50)), return_exceptions=True)
+    assert sum(isinstance(result, SessionExists) for result in results) == 49
+    assert len(rig.transport.links) == 1
+
+
+async def test_initializing_is_visible_with_its_progress(rig: Rig) -> None:
+    rig.loader.gate = threading.Event()
+    creating = asyncio.create_task(rig.sessions.create(NEW))
+    await until(lambda: bool(rig.loader.loads))
+    status = rig.sessions.get("s").status()
+    assert status.status == "initializing"
+    assert status.stats["progress"] in ("reading", "ready")
+    for move in (rig.sessions.start, rig.sessions.stop, rig.sessions.restart):
+        with pytest.raises(MoveRefused, match="is initializing"):
+            await move("s")
+    rig.loader.gate.set()
+    await creating
+
+
+async def test_a_client_that_gave_up_does_not_end_the_creation(rig: Rig) -> None:
+    rig.loader.gate = threading.Event()
+    creating = asyncio.create_task(rig.sessions.create(NEW))
+    await until(lambda: bool(rig.loader.loads))
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert rig.sessions.get("s").stage is Stage.INITIALIZING
+    rig.loader.gate.set()
+    await until(lambda: rig.sessions.get("s").stage is Stage.READY)
+
+
+@pytest.mark.parametrize("where", ["loading", "joining"])
+async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str) -> None:
+    if where == "loading":
+        rig.loader.gate = threading.Event()
+    else:
+        rig.transport.gate = asyncio.Event()
+    creating = asyncio.create_task(rig.sessions.create(NEW))
+    await until(lambda: bool(rig.sessions.list()) and bool(rig.loader.loads))
+    await asyncio.sleep(0.02)
+    await rig.sessions.delete("s")
+    with pytest.raises(UnknownSession, match="was deleted while it was initializing"):
+        await creating
+    assert rig.sessions.list() == []
+    assert rig.transport.existing == set()
+    if rig.loader.gate is not None:
+        rig.loader.gate.set()
+    await until(lambda: rig.sessions.engine.facts()["policies_loading"] == 0)
+
+
+async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
+    async with rigged(SessionSettings(max_sessions=2, failed_kept=3)) as rig:
+        rig.loader.failure = ConfigError("bad")
+        for number in range(6):
+            with pytest.raises(PolicyError):
+                await rig.sessions.create(replace(NEW, session_id=f"bad{number}"))
+        assert [session.id for session in rig.sessions.list()] == ["bad3", "bad4", "bad5"]
+        rig.loader.failure = None
+        await rig.sessions.create(replace(NEW, session_id="a"))
+        await rig.sessions.create(replace(NEW, session_id="b"))
+        with pytest.raises(TooManySessions, match="2 sessions"):
+            await rig.sessions.create(replace(NEW, session_id="c"))
+
+
+async def test_an_id_that_is_being_deleted_is_not_yet_free(rig: Rig) -> None:
+    await rig.running()
+    deleting = asyncio.create_task(rig.sessions.delete("s"))
+    await asyncio.sleep(0)
+    with pytest.raises(UnknownSession):
+        rig.sessions.get("s")
+    with pytest.raises(SessionExists, match="being deleted"):
+        await rig.sessions.create(NEW)
+    with pytest.raises(UnknownSession):
+        await rig.sessions.delete("s")
+    await deleting
+
+
+async def test_a_client_that_gave_up_does_not_end_the_deletion(rig: Rig) -> None:
+    await rig.running()
+    deleting = asyncio.create_task(rig.sessions.delete("s"))
+    await asyncio.sleep(0)
+    deleting.cancel()
+    await until(lambda: rig.transport.existing == set())
+    await until(lambda: rig.sessions.list() == [])
+
+
+async def test_policies_with_other_joints_work_with_names_of_their_own(rig: Rig) -> None:
+    rig.policy.requirements = Requirements("act", {"top": (4, 4)}, state=14, action=14, chunk=10, action_steps=10)
+    await rig.sessions.create(replace(NEW, camera_names=("top",)))
+    link = rig.transport.link
+    link.deliver_joints({f"joint_{number}": 1000.0 + number for number in range(1, 15)})
+    link.deliver_frame("top", np.zeros((4, 4, 3), np.uint8))
+    await rig.sessions.start("s")
+    await until(lambda: bool(link.sent))
+    assert list(link.sent[0].values) == [f"joint_{number}" for number in range(1, 15)]
+    assert link.sent[0].values["joint_14"] > 1000
+
+
+async def test_a_policy_without_state_gets_none(rig: Rig) -> None:
+    rig.policy.requirements = replace(SO100_REQUIREMENTS, state=None)
+    assert await rig.running()
+    assert rig.sessions.get("s").status().stats["errors"] == 0
+
+
+# Faults.
+
+
+async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig: Rig) -> None:
+    rig.policy = ScriptedPolicy(LONG)
+    link = await rig.running()
+    rig.robots.pop().cancel()
+    sent = len(link.sent)
+    session = rig.sessions.live("s")
+    await until(lambda: session.status().stats["hold_code"] == "camera_stale")
+    assert "limit 300 ms" in str(session.status().stats["hold"])
+    await until(lambda: held(link, -4) == kept(link, 4))
+    # By what went out, and when: a machine that pauses sends nothing meanwhile.
+    assert session.drive is not None
+    stalled = session.drive.buffer.seen_at()["front"]
+    assert stalled is not None
+    assert link.sent[-5].values != link.sent[-4].values
+    assert link.sent[-5].at - stalled <= 0.35
+    silent = len(link.sent)
+    await asyncio.sleep(0.1)
+    assert len(link.sent) == silent > sent
+    assert session.stage is Stage.RUNNING
+    rig.robot()
+    await until(lambda: len(link.sent) > silent + 5)
+    assert session.status().stats["hold"] is None
+
+
+@pytest.mark.parametrize("room", [None, "s-joint-input", "s-joint-output", "s-front"])
+async def test_a_lost_link_holds_reconnects_and_resumes_after_fresh_input(rig: Rig, room: str | None) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    rig.robots.pop().cancel()
+    link.go_down(room, "socket closed")
+    assert session.stage is Stage.RECONNECTING
+    assert "is lost: socket closed" in str(session.status().error_message)
+    await until(lambda: session.status().stats["hold_code"] == "link_lost")
+    link.come_up(room)
+    assert session.stage is Stage.RUNNING
+    assert session.status().error_message is None
+    sent = len(link.sent)
+    rig.robot()
+    await until(lambda: len(link.sent) > sent + 5)
+
+
+async def test_after_the_joint_room_was_lost_the_pose_must_come_anew(rig: Rig) -> None:
+    link = await rig.running()
+    link.reconnect("s-joint-input")
+    rig.robots.pop().cancel()
+    session = rig.sessions.get("s")
+
+    def is_seen_and_not_felt() -> bool:
+        link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+        return session.status().stats["hold_code"] == "joints_missing"
+
+    await until(is_seen_and_not_felt)
+
+
+async def test_starting_while_the_link_is_lost_is_reconnecting(rig: Rig) -> None:
+    await rig.sessions.create(NEW)
+    rig.transport.link.go_down()
+    assert rig.sessions.get("s").stage is Stage.READY
+    await rig.sessions.start("s")
+    assert rig.sessions.get("s").stage is Stage.RECONNECTING
+    rig.transport.link.come_up()
+    assert rig.sessions.get("s").stage is Stage.RUNNING
+
+
+async def test_commands_the_link_does_not_take_are_counted_and_never_repeated(rig: Rig) -> None:
+    link = await rig.running()
+    link.is_choked = True
+    await until(lambda: rig.sessions.get("s").drive.commands_refused > 3)  # type: ignore[union-attr]
+    sent = len(link.sent)
+    link.is_choked = False
+    await asyncio.sleep(0.05)
+    assert len(link.sent) - sent <= 8
+
+
+async def test_a_policy_that_raises_holds_and_three_times_in_a_row_is_an_error_until_restarted(rig: Rig) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    rig.policy.failures = [ValueError("secret")]
+    await until(lambda: session.status().stats["errors"] == 1)
+    await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
+    assert session.stage is Stage.RUNNING
+    rig.policy.failures = [ValueError("secret")] * 3
+    await until(lambda: session.stage is Stage.ERROR)
+    message = session.status().error_message
+    assert message is not None
+    assert "(3 times in a row)" in message
+    assert "secret" not in message
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    assert held(link, -4) == [POSE] * 4
+    with pytest.raises(MoveRefused, match="allowed now: restart"):
+        await rig.sessions.start("s")
+    with pytest.raises(SessionExists):
+        await rig.sessions.create(NEW)
+    sent = len(link.sent)
+    await rig.sessions.restart("s")
+    await until(lambda: len(link.sent) > sent + 5)
+    assert session.status().error_message is None
+
+
+@pytest.mark.parametrize("answer", [np.full((1, 20, 6), np.nan, np.float32), np.zeros((1, 3, 6), np.float32)])
+async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_until_reset(
+    rig: Rig, answer: np.ndarray
+) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    rig.policy.failures = [answer]
+    await until(lambda: session.status().stats["errors"] == 1)
+    await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
+    assert session.stage is Stage.RUNNING
+    rig.policy.failures = [answer] * 3
+    await until(lambda: session.is_latched)
+    assert session.stage is Stage.STOPPED
+    assert (session.reason or "").startswith("policy_invalid: the policy returned")
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    assert held(link, -4) == [POSE] * 4
+    assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
+    with pytest.raises(MoveRefused):
+        await rig.sessions.start("s")
+    await rig.sessions.reset("s")
+    sent = len(link.sent)
+    await rig.sessions.start("s")
+    await until(lambda: len(link.sent) > sent + 5)
+
+
+async def test_a_stuck_policy_is_an_error_of_its_session_only() -> None:
+    async with rigged(stuck_after=1.0) as rig:
+        stuck = ScriptedPolicy()
+        rig.loader.make = lambda: stuck
+        await rig.running(replace(NEW, session_id="stuck", policy_path="stuck"))
+        rig.loader.make = lambda: rig.policy
+        link = await rig.running(replace(NEW, session_id="fine"))
+        never = threading.Event()
+        stuck.failures = [never]
+        await until(lambda: rig.sessions.get("stuck").stage is Stage.ERROR)
+        assert "did not return in 1 s" in str(rig.sessions.get("stuck").status().error_message)
+        sent = len(link.sent)
+        await until(lambda: len(link.sent) > sent + 10)
+        assert rig.sessions.get("fine").stage is Stage.RUNNING
+        never.set()
+
+
+async def test_frames_of_another_size_hold_while_they_are_compiled_for(rig: Rig) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    rig.robots.pop().cancel()
+    gate, compile = threading.Event(), rig.policy.compile
+
+    def gated(batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        assert gate.wait(30)
+        compile(batch, cameras)
+
+    rig.policy.compile = gated  # type: ignore[method-assign]
+    rig.robot(size=(96, 128))
+    await until(lambda: session.status().stats["hold_code"] == "compiling")
+    assert session.status().stats["hold"] == "compiling for 96x128 frames"
+    assert held(link, -1) == kept(link, 1)
+    gate.set()
+    await until(lambda: session.status().stats["hold_code"] is None)
+    sent = len(link.sent)
+    await until(lambda: len(link.sent) > sent + 5)
+    assert {"front": (96, 128)} in rig.policy.compiled
+
+
+async def test_the_first_frames_are_compiled_for_before_anybody_starts(rig: Rig) -> None:
+    await rig.sessions.create(NEW)
+    rig.robot(size=(96, 128))
+    await until(lambda: {"front": (96, 128)} in rig.policy.compiled)
+    await rig.sessions.start("s")
+    await until(lambda: bool(rig.transport.link.sent))
+    assert "compiling" not in rig.sessions.get("s").status().stats["holds"]  # type: ignore[operator]
+
+
+class Gated(ScriptedPolicy):
+    """Larger batches are compiled for as long as its gate is closed."""
+
+    gate = threading.Event()
+    begun = threading.Event()
+
+    def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
+        if batch > 1:
+            self.begun.set()
+            self.gate.wait(60)
+        super().compile(batch, cameras)
+
+
+@asynccontextmanager
+async def started_beside_a_compile() -> AsyncIterator[tuple[Rig, Gated]]:
+    """A session that is started while a larger batch is being compiled, with a robot that sends."""
+    policy = Gated(LONG)
+    policy.gate, policy.begun = threading.Event(), threading.Event()
+    try:
+        async with rigged(PATIENT, batch_sizes=(1, 2, 4)) as rig:
+            rig.policy = policy
+            await rig.sessions.create(NEW)
+            await asyncio.to_thread(policy.begun.wait, 30)
+            rig.robot()
+            await rig.sessions.start("s")
+            await until(lambda: rig.sessions.get("s").status().stats["hold_code"] == "compiling")
+            yield rig, policy
+            policy.gate.set()
+    finally:
+        policy.gate.set()
+
+
+async def test_what_is_being_compiled_at_a_start_is_let_end_and_nothing_more_is_compiled_while_it_runs() -> None:
+    async with started_beside_a_compile() as (rig, policy):
+        session = rig.sessions.get("s")
+        assert "let end" in str(session.status().stats["hold"])
+        await asyncio.sleep(0.1)
+        assert all(values == POSE for values in held(rig.transport.link, 0)), "it holds where it is"
+        policy.gate.set()
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
+        assert [size for size, _ in policy.batches] == [2]
+        await asyncio.sleep(0.6)  # longer than between two looks whether a robot runs
+        assert [size for size, _ in policy.batches] == [2]
+        assert session.status().stats["holds"] == {"compiling": 1}
+
+
+async def test_a_compile_that_takes_too_long_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.control.policy_runner.REST", 0.2)
+    async with started_beside_a_compile() as (rig, policy):
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
+        assert policy.batches == []
+        assert "more than 0.2 s; the robot moves beside that" in caplog.text
+        before = len(rig.transport.link.sent)
+        await until(lambda: len(rig.transport.link.sent) > before + 50)
+        assert rig.sessions.get("s").status().stats["holds"] == {"compiling": 1}
+
+
+async def test_a_session_that_waits_for_a_compile_stops_when_it_is_told_to() -> None:
+    async with started_beside_a_compile() as (rig, policy):
+        await rig.sessions.stop("s")
+        policy.gate.set()
+        await asyncio.sleep(0.2)
+        assert all(values == POSE for values in held(rig.transport.link, 0))
+        await rig.sessions.start("s")
+        await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
+
+
+async def test_a_compile_that_fails_is_an_error(rig: Rig) -> None:
+    await rig.running()
+    rig.robots.pop().cancel()
+    rig.policy.compile_failure = RuntimeError("RESOURCE_EXHAUSTED")
+    rig.robot(size=(96, 128))
+    await until(lambda: rig.sessions.get("s").stage is Stage.ERROR)
+    assert "cannot be compiled for 96x128 frames" in str(rig.sessions.get("s").status().error_message)
+
+
+async def test_bad_input_is_dropped_counted_and_never_becomes_a_command(rig: Rig) -> None:
+    link = await rig.running()
+    for _ in range(10):
+        link.deliver_joints({"Jaw": float("nan"), "Elbow": float("inf"), "tail": 1.0})
+        link.deliver_frame("front", np.zeros((48, 64, 3), np.float32))
+        await asyncio.sleep(0.01)
+    stats = rig.sessions.get("s").status().stats
+    assert stats["inputs_dropped"] == {"frame_format": 10, "not_finite": 20, "unknown_joint": 10}
+    assert stats["measured_joints"] == POSE
+    assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
+
+
+async def test_commands_stay_within_the_range_of_each_joint(rig: Rig) -> None:
+    rig.policy.step = 9.0
+    link = await rig.running()
+    await until(lambda: len(link.sent) > 25)
+    for sent in link.sent:
+        assert all(-100 <= value <= 100 for value in sent.values.values())
+        assert sent.values["Jaw"] >= 0
+    assert max(sent.values["Pitch"] for sent in link.sent) == 100
+
+
+async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
+    async with rigged(SessionSettings(input_timeout=1.0)) as rig:
+        link = await rig.running()
+        session = rig.sessions.get("s")
+        await asyncio.sleep(1.2)
+        assert session.stage is Stage.RUNNING
+        rig.robots.pop().cancel()
+        await until(lambda: session.stage is Stage.TIMEOUT)
+        assert session.status().error_message == "no frame or joints for 1 s; restart it when they are back"
+        with pytest.raises(MoveRefused, match="allowed now: stop, restart"):
+            await rig.sessions.start("s")
+        sent = len(link.sent)
+        rig.robot()
+        await rig.sessions.restart("s")
+        await until(lambda: len(link.sent) > sent + 5)
+
+
+async def test_a_session_that_nobody_ever_sends_to_times_out_too_and_a_stopped_one_does_not() -> None:
+    async with rigged(SessionSettings(input_timeout=0.1)) as rig:
+        await rig.sessions.create(replace(NEW, session_id="a"))
+        await rig.sessions.create(replace(NEW, session_id="b"))
+        await rig.sessions.stop("b")
+        await until(lambda: rig.sessions.get("a").stage is Stage.TIMEOUT)
+        await asyncio.sleep(0.1)
+        assert rig.sessions.get("b").stage is Stage.STOPPED
+
+
+async def test_a_link_that_breaks_its_word_fails_its_session_only(rig: Rig) -> None:
+    link = await rig.running()
+    other = await rig.running(replace(NEW, session_id="other"))
+
+    def broken(joints: object) -> bool:
+        raise OSError("/root/secret")
+
+    link.send = broken  # type: ignore[method-assign]
+    await until(lambda: rig.sessions.get("s").is_over)
+    status = rig.sessions.get("s").status()
+    assert status.status == "error"
+    assert "secret" not in str(status.error_message)
+    assert not {room for room in rig.transport.existing if "/s-" in room}
+    sent = len(other.sent)
+    await until(lambda: len(other.sent) > sent + 5)
+
+
+# Emergency stops.
+
+
+async def test_an_emergency_stop_latches_at_once_holds_and_is_left_only_by_reset_and_start(rig: Rig) -> None:
+    link = await rig.running()
+    session = rig.sessions.get("s")
+    sent = len(link.sent)
+    assert await rig.sessions.emergency_stop("button") == ["s"]
+    assert session.stage is Stage.STOPPED
+    assert held(link, sent) == [POSE]  # before anything was awaited
+    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    assert held(link, sent) == [POSE] * 4
+    assert session.status().error_message == "button"
+    for move in (rig.sessions.start, rig.sessions.restart):
+        with pytest.raises(MoveRefused, match=r"\(button\).*POST /debug/sessions/s/reset"):
+            await move("s")
+    await rig.sessions.reset("s")
+    await asyncio.sleep(0.05)
+    assert held(link, sent) == [POSE] * 4
+    assert session.status().error_message is None
+    await rig.sessions.start("s")
+    await until(lambda: len(link.sent) > sent + 10)
+
+
+async def test_an_emergency_stop_from_a_room_latches_with_its_source(rig: Rig) -> None:
+    link = await rig.running()
+    link.deliver_emergency_stop("hand in the way", "operator-1")
+    assert rig.sessions.get("s").stage is Stage.STOPPED
+    assert rig.sessions.get("s").status().stats["emergency_stop"] == "hand in the way (from operator-1)"
+
+
+async def test_an_emergency_stop_of_all_reaches_every_session_whatever_it_does(rig: Rig) -> None:
+    await rig.running(replace(NEW, session_id="running"))
+    await rig.sessions.create(replace(NEW, session_id="ready"))
+    rig.loader.gate = threading.Event()
+    creating = asyncio.create_task(rig.sessions.create(replace(NEW, session_id="loading", policy_path="other")))
+    await until(lambda: "other" in rig.loader.loads)
+    assert sorted(await rig.sessions.emergency_stop("all")) == ["loading", "ready", "running"]
+    rig.loader.gate.set()
+    await creating
+    for session in rig.sessions.list():
+        assert session.stage is Stage.STOPPED
+        with pytest.raises(MoveRefused, match="emergency stop is latched"):
+            session.start()
+
+
+async def test_an_emergency_stop_clears_the_plan_even_while_an_inference_is_on_its_way(rig: Rig) -> None:
+    link = await rig.running()
+    rig.policy.latency = 0.1
+    acted = rig.policy.acted
+    await until(lambda: rig.policy.acted > acted)
+    sent = len(link.sent)
+    link.deliver_emergency_stop()
+    control = rig.sessions.live("s").drive.control  # type: ignore[union-attr]
+    await until(lambda: control.is_idle and not control.is_waiting)
+    assert held(link, sent) == [POSE] * 4
+    assert rig.sessions.get("s").queue()["queue_length"] == 0
+
+
+# Leaving.
+
+
+async def test_closing_holds_every_robot_at_once_and_leaves_all_rooms(pauses: Pauses) -> None:
+    async with rigged() as rig:
+        links = [await rig.running(replace(NEW, session_id=f"s{number}")) for number in range(4)]
+        sent = [len(link.sent) for link in links]
+        started = time.monotonic()
+        closing = asyncio.create_task(rig.sessions.close())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for link, before in zip(links, sent, strict=True):
+            # A tick that was due at this very moment may have come before it.
+            assert POSE in held(link, before)[:2]
+            assert held(link, before)[-1] == POSE
+        assert pauses.running(started) < 0.1
+        await closing
+        assert pauses.running(started) < 2
+        assert rig.transport.existing == set()
+        with pytest.raises(MoveRefused, match="shutting down"):
+            await rig.sessions.create(NEW)
+
+
+async def test_closing_is_done_in_time_even_when_a_link_hangs_and_a_load_never_ends(pauses: Pauses) -> None:
+    settings = SessionSettings(close_within=0.3)
+    async with rigged(settings) as rig:
+        link = await rig.running()
+        connect = rig.transport.connect
+
+        @asynccontextmanager
+        async def hanging(*args: object, **kwargs: object) -> AsyncIterator[MemoryLink]:
+            async with connect(*args, **kwargs) as made:  # type: ignore[arg-type]
+                yield made
+                while True:
+                    try:
+                        await asyncio.sleep(3)
+                        return
+                    except asyncio.CancelledError:
+                        continue
+
+        rig.transport.connect = hanging  # type: ignore[method-assign]
+        hung = await rig.running(replace(NEW, session_id="hanging"))
+        rig.loader.gate = threading.Event()
+        creating = asyncio.create_task(rig.sessions.create(replace(NEW, session_id="loading", policy_path="other")))
+        await until(lambda: "other" in rig.loader.loads)
+        started = time.monotonic()
+        await rig.sessions.close()
+        assert pauses.running(started) < 2.5
+        assert held(link, -1) == held(hung, -1) == [POSE]
+        assert link.is_closed
+        with pytest.raises(ServiceError):
+            await creating
+        rig.loader.gate.set()
+        await until(lambda: hung.is_closed)
+
+
+async def test_many_lives_leave_nothing_behind(rig: Rig) -> None:
+    async def live(number: int) -> None:
+        await rig.sessions.create(replace(NEW, session_id=f"s{number % 3}"))
+        link = rig.transport.link
+        link.deliver_joints(POSE)
+        link.deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+        await rig.sessions.start(f"s{number % 3}")
+        await asyncio.sleep(0.012)
+        await rig.sessions.delete(f"s{number % 3}")
+
+    await live(0)
+    tasks, threads = len(asyncio.all_tasks()), threading.active_count()
+    for number in range(30):
+        await live(number)
+    await until(lambda: threading.active_count() <= threads)
+    assert len(asyncio.all_tasks()) <= tasks
+    assert rig.sessions.list() == []
+    assert rig.transport.existing == set()
+
+
+def teardown_module() -> None:
+    gc.unfreeze()

@@ -1,0 +1,284 @@
+"""Random walks over everything that can be asked of sessions and happen to them, against a simple model."""
+
+import asyncio
+import gc
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hooks.database import Database
+from hooks.errors import StoreError
+from jaxmodels.errors import ConfigError
+from service.errors import MoveRefused, PolicyError, SessionExists, UnknownSession
+from service.inference.engine import Engine
+from service.sessions.records import SCHEMA, SessionRecords
+from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.stage import Move
+from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import POSE
+from tests.testing.waiting import until
+
+SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
+IDS = st.sampled_from(["a", "b"])
+GOING = ("running", "reconnecting", "degraded")
+GONE = ("failed", "interrupted")
+# Each is a walk of 25 steps; ROBOJAX_WALKS=500 takes minutes.
+WALKS = int(os.environ.get("ROBOJAX_WALKS", "25"))
+
+
+class Walk(RuleBasedStateMachine):
+    """Two ids; each is absent, failed, interrupted, or a live session whose stage the model knows; and their latches.
+
+    What is on the disk is all that a server finds which comes after a kill.
+    """
+
+    settings_ = SessionSettings(rate=200, frame_age_limit=30, close_within=1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.transport = MemoryTransport()
+        self.loader = ScriptedLoader(ScriptedPolicy)
+        self.disk = Path(tempfile.mkdtemp(dir=SHARED))
+        self.sessions = self.runner.run(self.make())
+        self.stages: dict[str, str] = {}
+        self.latched: set[str] = set()
+        self.down: set[str] = set()
+        self.links: dict[str, MemoryLink] = {}
+        self.in_rooms: set[str] = set()  # ids whose rooms exist
+
+    async def make(self) -> Sessions:
+        return Sessions(
+            transport=self.transport,
+            load=self.loader,
+            engine=Engine(switch_interval=None),
+            settings=self.settings_,
+            records=SessionRecords(Database(self.disk / "sessions.sqlite3", SCHEMA), StoreError),
+        )
+
+    def teardown(self) -> None:
+        for id in [id for id, stage in self.stages.items() if stage == "interrupted"]:
+            self.delete(id)
+        self.runner.run(self.sessions.close())
+        assert self.transport.existing == set()
+        assert self.runner.run(count_tasks()) == 1
+        self.runner.close()
+        shutil.rmtree(self.disk)
+
+    @rule(in_order=st.booleans())
+    def the_server_ends_and_another_one_comes(self, in_order: bool) -> None:
+        ended, self.disk = self.disk, Path(tempfile.mkdtemp(dir=SHARED))
+        rooms = set(self.transport.existing)
+        if not in_order:
+            self.copy(ended)
+        self.runner.run(self.sessions.close())
+        if in_order:
+            self.copy(ended)
+        else:
+            self.transport.existing = rooms  # nobody removed them
+        shutil.rmtree(ended)
+        self.stages = {id: "interrupted" for id, stage in self.stages.items() if stage != "failed"}
+        if in_order:
+            self.in_rooms -= set(self.links)
+        self.links, self.down = {}, set()
+        self.sessions = self.runner.run(self.make())
+
+    def copy(self, ended: Path) -> None:
+        for file in ended.glob("sessions.sqlite3*"):
+            shutil.copy(file, self.disk)
+
+    def refused(self, call, error: type[Exception] = MoveRefused) -> None:
+        try:
+            self.runner.run(call)
+        except error:
+            return
+        raise AssertionError(f"it was not refused with {error.__name__}")
+
+    @rule(id=IDS, fails=st.booleans())
+    def create(self, id: str, fails: bool) -> None:
+        call = self.sessions.create(NewSession(id, "p", "memory://"))
+        if self.stages.get(id, "failed") not in GONE:
+            self.refused(call, SessionExists)
+            return
+        if fails and not self.links:
+            # Only the first session loads: the others share what it loaded.
+            self.loader.failure = ConfigError("bad")
+            self.refused(call, PolicyError)
+            self.loader.failure = None
+            self.stages.setdefault(id, "failed")  # one that was interrupted still is
+            return
+        self.runner.run(call)
+        self.joined(id)
+
+    def joined(self, id: str) -> None:
+        self.stages[id] = "stopped" if id in self.latched else "ready"
+        self.links[id] = self.transport.link
+        self.in_rooms.add(id)
+        self.links[id].deliver_joints(POSE)
+        self.links[id].deliver_frame("front", np.zeros((48, 64, 3), np.uint8))
+
+    def going(self, id: str) -> str:
+        return "reconnecting" if id in self.down else "running"
+
+    @rule(id=IDS)
+    def start(self, id: str) -> None:
+        call = self.sessions.start(id)
+        if id not in self.stages:
+            self.refused(call, UnknownSession)
+        elif self.stages[id] in ("ready", "stopped") and id not in self.latched:
+            self.runner.run(call)
+            self.stages[id] = self.going(id)
+        else:
+            self.refused(call)
+
+    @rule(id=IDS)
+    def restart(self, id: str) -> None:
+        call = self.sessions.restart(id)
+        if id not in self.stages:
+            self.refused(call, UnknownSession)
+        elif self.stages[id] == "interrupted" and id not in self.latched:
+            self.runner.run(call)
+            self.joined(id)
+        elif self.stages[id] not in GONE and id not in self.latched:
+            self.runner.run(call)
+            self.stages[id] = self.going(id)
+        else:
+            self.refused(call)
+
+    @rule(id=IDS)
+    def stop(self, id: str) -> None:
+        call = self.sessions.stop(id)
+        if id not in self.stages:
+            self.refused(call, UnknownSession)
+        elif self.stages[id] in (*GONE, "error"):
+            self.refused(call)
+        else:
+            self.runner.run(call)
+            self.stages[id] = "stopped"
+
+    @rule(id=IDS)
+    def delete(self, id: str) -> None:
+        call = self.sessions.delete(id)
+        if id not in self.stages:
+            self.refused(call, UnknownSession)
+            return
+        self.runner.run(call)
+        del self.stages[id]
+        self.in_rooms.discard(id)
+        self.down.discard(id)
+        self.links.pop(id, None)
+
+    @rule(id=st.none() | IDS, from_room=st.booleans())
+    def emergency_stop(self, id: str | None, from_room: bool) -> None:
+        if id is not None and from_room and id in self.links:
+            self.links[id].deliver_emergency_stop()
+        elif id is not None and id not in self.stages:
+            self.refused(self.sessions.emergency_stop("x", id), UnknownSession)
+            return
+        else:
+            self.runner.run(self.sessions.emergency_stop("x", id))
+        for stopped in list(self.stages) if id is None else [id]:
+            self.latched.add(stopped)
+            if self.stages[stopped] not in (*GONE, "error"):
+                self.stages[stopped] = "stopped"
+
+    @rule(id=IDS)
+    def reset(self, id: str) -> None:
+        call = self.sessions.reset(id)
+        if id not in self.stages:
+            self.refused(call, UnknownSession)
+        elif self.stages[id] in GOING:
+            self.refused(call)
+        else:
+            self.runner.run(call)
+            self.latched.discard(id)
+
+    @precondition(lambda self: self.links)
+    @rule(id=IDS, up=st.booleans())
+    def link(self, id: str, up: bool) -> None:
+        if id not in self.links:
+            return
+        if up:
+            self.links[id].come_up()
+            self.down.discard(id)
+            self.links[id].deliver_joints(POSE)
+        else:
+            self.links[id].go_down()
+            self.down.add(id)
+        # One that is blind stays so when its link was there all the time.
+        if self.stages[id] in GOING and (self.stages[id] != "degraded" or not up):
+            self.stages[id] = self.going(id)
+
+    @rule(id=IDS, is_blind=st.booleans())
+    def sight(self, id: str, is_blind: bool) -> None:
+        if id not in self.links:
+            return
+        session = self.sessions.live(id)
+        session._happened(Move.BLINDED if is_blind else Move.RECOVERED, "it sees nothing" if is_blind else None)
+        seen = {("running", True): "degraded", ("degraded", False): "running"}
+        self.stages[id] = seen.get((self.stages[id], is_blind), self.stages[id])
+
+    @precondition(lambda self: any(stage == "running" for stage in self.stages.values()))
+    @rule()
+    def the_policy_fails_until_all_running_sessions_are_errors(self) -> None:
+        running = [id for id, stage in self.stages.items() if stage == "running"]
+        drive = self.sessions.get(running[0]).drive
+        assert drive is not None
+        policy = drive.thinking.served.policy
+        assert isinstance(policy, ScriptedPolicy)
+        policy.failures = [ValueError("x")] * 1000
+        self.runner.run(until(lambda: all(str(self.sessions.get(id).stage) == "error" for id in running)))
+        policy.failures = []
+        for id in running:
+            self.stages[id] = "error"
+
+    @rule(seconds=st.floats(0, 0.03))
+    def time_passes(self, seconds: float) -> None:
+        self.runner.run(asyncio.sleep(seconds))
+
+    @invariant()
+    def stages_are_as_expected(self) -> None:
+        expected = {id: "error" if stage == "failed" else stage for id, stage in self.stages.items()}
+        assert {session.id: str(session.stage) for session in self.sessions.list()} == expected
+        assert {session.id for session in self.sessions.list() if session.is_latched} == self.latched & set(expected)
+
+    @invariant()
+    def rooms_exist_for_living_sessions_and_those_that_can_be_brought_back(self) -> None:
+        # Rooms of what was deleted or replaced after a kill go in the background.
+        self.runner.run(until(lambda: len(self.transport.existing) == 3 * len(self.in_rooms)))
+
+    @invariant()
+    def only_sound_commands_were_sent(self) -> None:
+        for link in self.links.values():
+            for sent in link.sent[-5:]:
+                assert all(-100 <= value <= 100 for value in sent.values.values())
+
+    @invariant()
+    def what_does_not_go_falls_silent(self) -> None:
+        for id, link in self.links.items():
+            drive = self.sessions.live(id).drive
+            assert drive is not None
+            if self.stages[id] not in GOING and drive.control.is_idle:
+                sent = len(link.sent)
+                self.runner.run(asyncio.sleep(0))
+                assert len(link.sent) == sent
+
+
+async def count_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+Walk.TestCase.settings = settings(
+    max_examples=WALKS, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestWalk = Walk.TestCase
+
+
+def teardown_module() -> None:
+    gc.unfreeze()

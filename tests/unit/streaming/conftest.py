@@ -1,0 +1,79 @@
+"""The real server on loopback ports, with scripted policies and sessions without rooms."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import websockets
+
+from service.api.websockets import openpi_app
+from service.http.server import listen, serve_app
+from service.streaming import codec
+from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing import rig
+
+
+@dataclass
+class Server(rig.Server):
+    """A server with its openpi port beside it, and its one policy."""
+
+    openpi: str = ""
+    pose = (0.0, 10.0, -20.0, 30.0, 0.0, 50.0)
+
+    def seen(self, **more: Any) -> dict[str, Any]:
+        """An observation."""
+        picture = np.full((48, 64, 3), 7, np.uint8)
+        return {"images": {"front": picture}, "state": np.array(self.pose, np.float32)} | more
+
+    @property
+    def policy(self) -> ScriptedPolicy:
+        return self.load.make()
+
+    async def create(self, session_id: str = "arm", by: str | None = None, **more: Any) -> dict[str, Any]:
+        """What is told of a session that its client drives."""
+        status, told = await super().create(session_id, by, **{"transport_server_url": "direct"} | more)
+        assert status == 200, told
+        return told
+
+    async def act(self, message: Any, session_id: str = "arm", **more: Any) -> tuple[int, Any]:
+        """One act in msgpack."""
+        body = codec.pack(message) if isinstance(message, dict) else message
+        headers = {"content-type": "application/msgpack"} | more.pop("headers", {})
+        async with self.http.post(f"/sessions/{session_id}/act", data=body, headers=headers, **more) as answer:
+            told = await answer.read()
+            is_packed = answer.content_type == "application/msgpack"
+            return answer.status, codec.unpack(told) if is_packed else codec.unpack_json(told)
+
+    def stream(self, path: str = "/sessions/arm/stream", **more: Any) -> Any:
+        """A client of a library that is not ours."""
+        return websockets.connect(self.url.replace("http", "ws") + path, max_size=None, **more)
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    @asynccontextmanager
+    async def start(key: str | None = None, policy: ScriptedPolicy | None = None, **settings: Any):
+        policy = policy or ScriptedPolicy()
+        load, headers = ScriptedLoader(lambda: policy), {} if key is None else {"x-api-key": key}
+        settings = {"policy_owners": ("policies",)} | settings
+        async with (
+            rig.started(Server, load=load, headers=headers, **settings) as server,
+            serve_app(openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
+        ):
+            server.openpi = beside.replace("http", "ws")
+            yield server
+
+    return start
+
+
+@pytest.fixture
+async def server(serve: Serve) -> AsyncIterator[Server]:
+    async with serve() as server:
+        await server.create()
+        yield server

@@ -1,0 +1,297 @@
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import websockets
+
+from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
+from service.api.websockets import openpi_app
+from service.auth.caller import Role
+from service.auth.keys import KeyFile
+from service.control.joints import Joint, JointTable
+from service.errors import InvalidRequest
+from service.http.server import listen, serve_app
+from service.sessions.request import DIRECT, NewSession
+from service.streaming import codec
+from service.streaming.observation import Wanted
+from service.streaming.openpi import ObservationReader, OpenpiKeys
+from tests.testing.rig import started
+from tests.testing.waiting import until
+
+ROOT = Path(__file__).parents[3]
+OPENPI = os.environ.get("ROBOJAX_OPENPI_PYTHON")
+IMAGE = np.full((48, 64, 3), 9, np.uint8)
+STATE = np.array([0.0, 10.0, -20.0, 30.0, 0.0, 50.0])
+
+
+async def infer(client, **observation):
+    await client.send(codec.pack_openpi(observation))
+    told = await client.recv()
+    return told if isinstance(told, str) else codec.unpack(told)
+
+
+NAMED = [
+    {"observation/image": IMAGE, "observation/state": STATE, "prompt": "lift"},
+    {"observation.images.front": IMAGE, "observation.state": STATE, "unknown": 1.0},
+    {"images": {"front": np.ascontiguousarray(IMAGE.transpose(2, 0, 1))}, "state": STATE},
+    {"front": IMAGE[None], "image": IMAGE[:1], "state": STATE.astype(">f4")},
+]
+
+
+async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(server):
+    for named in NAMED:
+        async with server.stream("/sessions/arm/openpi") as socket:
+            metadata = codec.unpack(await socket.recv())
+            assert (metadata["action_steps"], metadata["cameras"]) == (20, {"front": [48, 64]})
+            first = await infer(socket, **named)
+            again = await infer(socket, **named)
+        np.testing.assert_allclose(first["actions"][0], STATE + 0.1, atol=1e-5, err_msg=str(list(named)))
+        assert set(first["server_timing"]) == {"infer_ms"}
+        assert set(again["server_timing"]) == {"infer_ms", "prev_total_ms"}
+        assert again["policy_timing"]["infer_ms"] >= 0
+    assert server.app.ctx.sessions.get("arm").new.language_instruction == "lift"
+
+
+REFUSED = [
+    ({"observation/state": STATE}, "no picture of camera 'front'"),
+    ({"observation/image": IMAGE, "other": 1}, "What came: 'observation/image', 'other'"),
+    ({"front": IMAGE, "state": STATE[:3]}, "wanted 6 numbers"),
+    ({"front": IMAGE, "state": np.full(6, np.inf)}, "infinity"),
+    ({"front": "text", "state": STATE}, "wanted an array"),
+    ({"front": IMAGE.astype(np.float32), "state": STATE}, "uint8"),
+]
+
+
+async def test_an_error_is_text_without_a_traceback_and_the_end(server):
+    for observation, told in REFUSED:
+        async with server.stream("/sessions/arm/openpi") as socket:
+            await socket.recv()
+            answer = await infer(socket, **observation)
+            assert isinstance(answer, str)
+            assert told in answer
+            assert "Traceback" not in answer
+            await socket.wait_closed()
+            assert socket.close_code == 1011
+
+
+async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients_key(serve, tmp_path):
+    file = KeyFile(tmp_path / "keys.json")
+    key, other = (file.new(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
+    async with serve(key=key, keys_file=str(file.path)) as server:
+
+        async def refused(status: int, sent: str) -> None:
+            with pytest.raises(websockets.InvalidStatus) as found:
+                await websockets.connect(server.openpi, additional_headers={"authorization": f"Api-Key {sent}"})
+            assert found.value.response.status_code == status
+            assert b"Traceback" not in (found.value.response.body or b"")
+
+        async with server.http.get(server.openpi.replace("ws", "http") + "/healthz", headers={}) as answer:
+            assert (answer.status, await answer.text()) == (200, "OK\n")
+        await refused(409, key)
+        await server.create()
+        await refused(401, "rjk_wrong")
+        await refused(409, other)
+        async with websockets.connect(
+            server.openpi, compression=None, additional_headers={"authorization": f"Api-Key {key}"}
+        ) as socket:
+            await socket.recv()
+            assert (await infer(socket, image=IMAGE, state=STATE))["actions"].shape == (20, 6)
+            # Parts, pings in between, and one more at a time than is read at once.
+            body = codec.pack_openpi({"image": IMAGE, "state": STATE})
+            await socket.send([body[:50], body[50:5000], body[5000:]])
+            await (await socket.ping())
+            assert not isinstance(await socket.recv(), str)
+            for _ in range(8):
+                await socket.send(body)
+            assert [isinstance(await socket.recv(), bytes) for _ in range(8)] == [True] * 8
+        await server.create("second")
+        await refused(409, key)
+
+
+async def test_frames_of_no_websocket_end_the_connection(server):
+    head = (
+        b"GET /sessions/arm/openpi HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    too_long = b"\x82\xff" + struct.pack(">Q", 1 << 40) + b"abcd"
+    for frame, code in (
+        (b"\x82\x01a", 1002),
+        (b"\xc2\x80abcd", 1002),
+        (b"\x89\xfe\x00\x80abcd", 1002),
+        (too_long, 1009),
+    ):
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(head)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(frame)
+        told = await asyncio.wait_for(reader.read(), 30)
+        assert struct.pack(">H", code) in told
+        writer.close()
+
+
+@pytest.mark.skipif(OPENPI is None, reason="ROBOJAX_OPENPI_PYTHON names no Python with openpi-client 0.1.2")
+def test_openpis_own_client_picks_up_a_cube():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+    assert OPENPI is not None
+    serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
+        try:
+            assert server.stdout is not None
+            url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
+            new = {"session_id": "arm", "policy_path": "robojax/sim/policy", "transport_server_url": "direct"}
+            body = json.dumps(new).encode()
+            asked = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
+            urllib.request.urlopen(asked, timeout=60).close()
+            relay = [OPENPI, str(ROOT / "benchmarks" / "openpi_peer.py"), "relay", "127.0.0.1", port]
+            with subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+                assert play(arm, client)
+                client.kill()
+        finally:
+            server.terminate()
+
+
+def play(arm, client) -> bool:
+    def read():
+        return codec.unpack(client.stdout.read(*struct.unpack(">I", client.stdout.read(4))))
+
+    arm.reset(5000)
+    steps, plan = read()["action_steps"], np.zeros((0, 6))
+    for tick in range(HORIZON):
+        if tick % steps == 0:
+            observation = {f"observation.images.{CAMERA}": arm.picture(CAMERA, *FRAME), "observation/state": arm.joints}
+            packed = codec.pack_openpi(observation)
+            client.stdin.write(struct.pack(">I", len(packed)) + packed)
+            client.stdin.flush()
+            plan = read()["actions"]
+        arm.step(plan[tick % steps])
+    return arm.is_lifted
+
+
+async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_client():
+    async with started(policy_owners=("policies",)) as server:
+        app = server.app
+        await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
+        async with AsyncExitStack() as beside:
+            url = await beside.enter_async_context(serve_app(openpi_app(app), listen("127.0.0.1", 0)))
+            # A client that says nothing, not even that it heard the end.
+            async with websockets.connect(url.replace("http", "ws"), close_timeout=0.1) as socket:
+                await socket.recv()
+                socket.transport.pause_reading()
+                ending = asyncio.create_task(beside.aclose())
+                await until(lambda: app.ctx.sessions._is_closing, within=30.0)
+                await ending
+
+
+# What a client calls its pictures is found once, and anew whenever it calls them otherwise.
+
+
+WANTED = Wanted(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
+
+
+def picture(value: int) -> np.ndarray:
+    return np.full((2, 2, 3), value, np.uint8)
+
+
+def test_a_client_that_calls_its_camera_otherwise_is_understood_anew() -> None:
+    naming, state = OpenpiKeys(), np.zeros(1)
+    for value, message in enumerate(
+        (
+            {"observation/image": picture(0), "state": state},
+            {"observation/image": picture(1), "state": state},
+            # The exact name goes before the usual one.
+            {"observation/image": picture(9), "state": state, "observation.images.front": picture(2)},
+            {"images": {"front": picture(3)}, "state": state, "prompt": "lift"},
+            {"images": {"front": picture(4)}, "state": state, "prompt": "lift"},
+            {"observation/image": picture(5), "state": state},
+        )
+    ):
+        told = naming.renamed(message, WANTED)
+        assert told["images"]["front"][0, 0, 0] == value
+        assert told.get("prompt") == message.get("prompt")
+
+
+def test_what_a_known_client_sends_is_looked_at_each_time() -> None:
+    naming = OpenpiKeys()
+    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
+    for message in ({"image": {"front": picture(0)}, "state": np.zeros(1)}, {"image": "x", "state": np.zeros(1)}, {}):
+        with pytest.raises(InvalidRequest):
+            naming.renamed(message, WANTED)
+    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
+
+
+def sent(message: dict) -> memoryview:
+    return memoryview(bytearray(codec.pack_openpi(message)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"image": picture(7), "state": np.full(1, 0.5)},
+        {"image": picture(7), "state": np.full(1, 0.5, ">f4"), "prompt": "lift"},
+        {"image": picture(7)[None], "state": np.full((1, 1), 0.5)},
+        {"image": np.full((3, 4, 2), 7, np.uint8), "state": [0.5]},
+        {"images": {"front": picture(7)}, "state": np.full(1, 1, np.int64)},
+        {"image": picture(7), "wrist": np.zeros((2, 2, 3), np.uint8), "state": np.full(1, 0.5, np.float16)},
+    ],
+)
+def test_a_message_that_is_like_the_one_before_is_read_as_if_it_were_the_first(message: dict) -> None:
+    reader = ObservationReader()
+    for number in range(3):
+        for value in message.values():
+            if isinstance(value, np.ndarray):
+                value[:] = (value != 0) * (number + 1)
+        found, anew = (one.read(sent(message), WANTED) for one in (reader, ObservationReader()))
+        np.testing.assert_array_equal(found.frames["front"], anew.frames["front"])
+        assert (found.joints, found.prompt, found.files) == (anew.joints, anew.prompt, {})
+
+
+def test_of_a_message_that_is_like_the_one_before_the_joints_are_checked() -> None:
+    for bad in (np.nan, np.inf, -1e300):
+        reader, errors = ObservationReader(), []
+        reader.read(sent({"image": picture(0), "state": np.zeros(1)}), WANTED)
+        for one in (reader, ObservationReader()):
+            with pytest.raises(InvalidRequest) as refused:
+                one.read(sent({"image": picture(0), "state": np.full(1, bad)}), WANTED)
+            errors.append(str(refused.value))
+        assert errors[0] == errors[1]
+
+
+def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_and_with_another_prompt() -> None:
+    reader = ObservationReader()
+    message = {"image": picture(0), "state": np.zeros(1), "prompt": "lift"}
+    assert reader.read(sent(message), WANTED).prompt == "lift"
+    assert reader.read(sent(message | {"prompt": "push"}), WANTED).prompt == "push"
+    with pytest.raises(InvalidRequest, match="wrist"):
+        reader.read(sent(message | {"prompt": "push"}), Wanted(("wrist", "top"), WANTED.joints, 1 << 20))
+    with pytest.raises(InvalidRequest, match="prompt"):
+        reader.read(sent(message | {"prompt": "\x07ush"}), WANTED)
+
+
+async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):
+    recent = server.app.ctx.sessions.get("arm").drive.thinking.recent
+    async with server.stream("/sessions/arm/openpi") as socket:
+        await socket.recv()
+        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 60.0)
+        for value in range(3):
+            await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
+        await until(lambda: [_brightness(one) for one, _ in recent] == [2])
+        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 0.0)
+        for value in range(3, 5):
+            await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
+        await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])
+
+
+def _brightness(observation):
+    return int(observation["observation.images.front"][0, 0, 0, 0])
