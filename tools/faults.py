@@ -309,8 +309,8 @@ FAULTS = (
     Fault(
         "a body may be longer than it may be",
         "hooks/receiver/intake.py",
-        "if count > most:",
-        "if count > 64 * most:",
+        "if count > max_bytes:",
+        "if count > 64 * max_bytes:",
         _tests("unit/hooks/receiver/test_receiver.py"),
     ),
     Fault(
