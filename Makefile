@@ -13,7 +13,7 @@ SERVERS := postgresql nginx-light caddy
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint licences types setup setup-dev peers rendering servers packages clean
+.PHONY: help demo test docs faults lint licences types setup setup-dev peers rendering servers packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -53,6 +53,11 @@ test: setup-dev rendering ## the whole test suite
 	@$(BIN)/python -m pytest $(BESIDE) $(CALLED) $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest $(BESIDE) $(patsubst %,--ignore %,$(MODELS) $(HOOKS) $(CALLED) $(ALONE)) $(LONG) tests $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest $(ALONE) $(ARGS) || [ $$? = 5 ]
+
+# Without what Material for MkDocs prints at each start, about the end of its own life.
+docs: setup-dev ## the guides as a site, with search: site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "robojax: $(BIN)/python -m http.server --directory site 8000, then http://127.0.0.1:8000 (a file has no search)"
 
 # Before a release: make faults REPEAT=50, which takes an hour.
 REPEAT ?= 1
@@ -123,4 +128,4 @@ packages: ## a wheel and an sdist, installed in fresh environments, and the demo
 	@.ci/packages
 
 clean: ## remove the environment and caches of this checkout
-	@rm -rf $(VENV) .pytest_cache .ruff_cache
+	@rm -rf $(VENV) site .pytest_cache .ruff_cache

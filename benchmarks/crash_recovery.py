@@ -40,7 +40,7 @@ import aiohttp
 
 from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
-from service.http.server import listen, run, serving
+from service.http.server import listen, run, serve_app
 from service.settings import Settings
 from service.testing import ScriptedLoader
 from service.transport.server.rooms import RoomTable
@@ -104,7 +104,7 @@ async def rooms_server() -> AsyncIterator[tuple[str, RoomTable]]:
     """A transport server that outlives every other one."""
     app = create_app(Settings(), load=ScriptedLoader())
     assert app.ctx.table is not None
-    async with serving(app, listen("127.0.0.1", 0)) as url:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url:
         yield url, app.ctx.table
 
 

@@ -142,7 +142,7 @@ def serve() -> None:
     """The child: prints its address, then one line of figures for each line it reads; ends with its input."""
     import jaxmodels
     from service.app import create_app
-    from service.http.server import listen, serving
+    from service.http.server import listen, serve_app
     from service.settings import Settings
     from service.testing import MemoryTransport, ScriptedLoader
 
@@ -156,7 +156,10 @@ def serve() -> None:
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        async with serving(app, listen("127.0.0.1", 0)) as url, running_session(app, transport, make_beside) as session:
+        async with (
+            serve_app(app, listen("127.0.0.1", 0)) as url,
+            running_session(app, transport, make_beside) as session,
+        ):
             print(url, flush=True)
             while await reader.readline():
                 stats = session.status().stats

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.measured import RESULTS, machine, percentiles, write
 from service.app import create_app
 from service.dashboard import live
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedLoader
 
@@ -72,7 +72,7 @@ async def measure() -> dict[str, object]:
     transport = MemoryTransport()
     app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}
-    async with serving(app, listen("127.0.0.1", 0)) as url:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url:
         from service.sessions.request import NewSession
 
         sessions = app.ctx.sessions

@@ -29,7 +29,7 @@ from sanic import HTTPResponse, Request
 
 from benchmarks.measured import RESULTS, machine, write
 from service.app import create_app
-from service.http.bodies import answer
+from service.http.bodies import json_response
 from service.http.server import listen, run
 from service.settings import Settings
 from service.testing import ScriptedLoader
@@ -50,7 +50,7 @@ def serve(state: str, log: str, told: Connection) -> None:
         gc.collect()
         process = psutil.Process()
         assert app.ctx.table is not None
-        return answer(
+        return json_response(
             {
                 "memory_mb": round(process.memory_info().rss / 1e6, 2),
                 "descriptors": process.num_fds(),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sanic import Sanic
 
-from hooks.addresses import danger, layers
+from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.registry.delivery import PinnedResolver, resolve
+from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
 from service.api.blueprint import PREFIXES, ROUTES, api, configuration, watch
 from service.api.context import App, Context
@@ -26,9 +26,9 @@ from service.auth.caller import Role
 from service.auth.config import is_loopback
 from service.auth.guard import guard_of
 from service.dashboard.live import Live
-from service.engine_source import engine_source
+from service.engine_source import create_engine_source
 from service.http.bodies import install_errors
-from service.http.limits import Creates, Rates
+from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins
 from service.inference.engine import LoadPolicy
 from service.inference.model_server import LoadModel
@@ -39,7 +39,7 @@ from service.inference.policy_sources import (
     model_loader,
     requirements_reader,
 )
-from service.lifespan import hold_first, import_ahead, live
+from service.lifespan import hold_robots_first, import_jax_early, register_lifespan
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
 from service.reloading_file import FileUnusable
@@ -49,7 +49,7 @@ from service.sessions.request import Allowance
 from service.sessions.room_authority import Authority
 from service.settings import Settings, SettingsError
 from service.shared_sessions import SharedDatabase
-from service.state import alone_in, state_folder
+from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
 from service.streaming.direct_transport import ByAddress
 from service.transport.address import AddressRules, Destinations
@@ -59,8 +59,8 @@ from service.transport.link import Transport
 from service.transport.server.app import TransportSettings, add_transport
 
 
-def destinations_of(app: App, rules: AddressRules) -> Destinations:
-    """The transport servers that sessions may be sent to.
+def create_destinations(app: App, rules: AddressRules) -> Destinations:
+    """Create the rules for which transport servers sessions may be sent to, from `transport_hosts`.
 
     Raises:
         SettingsError: one that is named cannot be meant.
@@ -71,18 +71,18 @@ def destinations_of(app: App, rules: AddressRules) -> Destinations:
         raise SettingsError(f"transport_hosts: {error}") from error
 
 
-def rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
-    """The RobotHub wire.
+def create_rooms_transport(app: App, destinations: Destinations | None) -> RoomsTransport:
+    """Create the transport that reaches rooms over the RobotHub wire.
 
     Raises:
         SettingsError: the file of keys for other transport servers cannot be used.
     """
     return RoomsTransport(
-        ice_servers=app.ctx.settings.ice_servers, destinations=destinations, credentials=_room_keys(app)
+        ice_servers=app.ctx.settings.ice_servers, destinations=destinations, credentials=_create_room_keys(app)
     )
 
 
-def _room_keys(app: App) -> RoomKeys:
+def _create_room_keys(app: App) -> RoomKeys:
     settings = app.ctx.settings
     named = None if settings.transport_key_file is None else Path(settings.transport_key_file).expanduser()
     keys = RoomKeys(
@@ -99,8 +99,8 @@ def _room_keys(app: App) -> RoomKeys:
     return keys
 
 
-def versions() -> dict[str, str]:
-    """Package to version; of Python, too."""
+def read_versions() -> dict[str, str]:
+    """Return the installed version of each main package, and of Python, by name."""
     found = {"python": platform.python_version()}
     for package in ("robojax", "jax", "flax", "sanic", "aiortc"):
         try:
@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
 
 # Routes that are not of the table, and the role that each wants. Deliveries and the management of webhooks have their
 # own secrets and tokens.
-APART = (
+UNLISTED_ROUTES = (
     ("POST", "/webhooks/_events", Role.OPERATOR),
     ("GET", "/webhooks/_docs", None),
     ("GET", "/webhooks/_openapi.json", None),
@@ -132,7 +132,7 @@ def create_app(
     load_model: LoadModel | None = None,
     read_requirements: ReadRequirements | None = None,
 ) -> App:
-    """A server that is ready to be served; nothing runs before that.
+    """Create the Sanic app with all routes; nothing runs before it is served.
 
     Args:
         transport: how sessions reach their rooms; the RobotHub wire when None.
@@ -142,7 +142,7 @@ def create_app(
     """
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.origins, is_odd=settings.transport_oddities)
-    context = _context(settings, rooms, read_requirements or requirements_reader(settings))
+    context = _create_context(settings, rooms, read_requirements or requirements_reader(settings))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
@@ -150,7 +150,7 @@ def create_app(
     context.guard.watch(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
-    source = engine_source(app, lambda: context.sessions.engine.first_device)
+    source = create_engine_source(app, lambda: context.sessions.engine.first_device)
     install_errors(app)
     origins = Origins(settings.origins)
     for prefix in PREFIXES:
@@ -163,42 +163,44 @@ def create_app(
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
-    rules = AddressRules(danger, layers, resolve, PinnedResolver)
-    destinations = None if transport else destinations_of(app, rules)
-    live(
+    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
+    destinations = None if transport else create_destinations(app, rules)
+    register_lifespan(
         app,
         source=source,
         shared=shared,
-        transport=ByAddress(context.doors.direct, transport or rooms_transport(app, destinations)),
+        transport=ByAddress(context.doors.direct, transport or create_rooms_transport(app, destinations)),
         load=context.places.guarded(webhooks.identified(load or source.load)),
         load_model=load_model or model_loader(settings),
         webhooks=webhooks,
         admit=Allowance(context.places, destinations).check,
-        records=lambda: _records(settings),
+        records=lambda: _open_records(settings),
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.blueprints():
         app.blueprint(blueprint)
     if load is None and settings.engine == "here":
-        import_ahead(app)
-    hold_first(app)
+        import_jax_early(app)
+    hold_robots_first(app)
     return app
 
 
-def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
-    """What the routes share; its sessions, models, recordings and updates come with the start."""
+def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
+    """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
     authority = Authority(lambda: getattr(context, "sessions", None))
     table = rooms.table(authority) if settings.embedded_transport else None
-    guard = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state, rules=APART)
+    guard = guard_of(
+        settings, host=settings.host, origins=settings.origins, state=settings.state, rules=UNLISTED_ROUTES
+    )
     places = PolicyPlaces(
         settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded
     )
     watchdog = LoopWatchdog()
     context = Context(
         settings=settings,
-        documents=_documents(settings.max_rate, settings.max_cameras),
+        documents=_build_documents(settings.max_rate, settings.max_cameras),
         page=pages.document_page(),
-        versions=versions(),
+        versions=read_versions(),
         metrics=Metrics(
             lambda: context.sessions.list(),
             lambda: context.models.list(),
@@ -212,15 +214,17 @@ def _context(settings: Settings, rooms: TransportSettings, read: ReadRequirement
         places=places,
         policy_reader=PolicyReader(places.guarded_reading(read)),
         live=Live(lambda: context.sessions),
-        creates=Creates(Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local),
+        create_limiter=CreateLimiter(
+            Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local
+        ),
         doors=StreamClients(lambda: context.sessions),
     )
     return context
 
 
 @cache
-def _documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
-    """OpenAPI documents by name. Before any request: what asks for them must not keep a tick waiting."""
+def _build_documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
+    """Build the OpenAPI documents by file name, before any request: building one takes longer than a tick."""
     limits = {"rate": {"maximum": max_rate}, "camera_names": {"maxItems": max_cameras}}
     return {
         "openapi.json": json.dumps(specified_document(ROUTES), indent=2).encode(),
@@ -229,10 +233,10 @@ def _documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 
 @contextmanager
-def _records(settings: Settings) -> Iterator[SessionRecords]:
+def _open_records(settings: Settings) -> Iterator[SessionRecords]:
     folder, is_shared = state_folder(settings.state), settings.database is not None
     if folder is None:
         yield SessionRecords(is_shared=is_shared)
         return
-    with alone_in(folder):
+    with lock_state_folder(folder):
         yield SessionRecords(Database(folder / "sessions.sqlite3", SCHEMA), StoreError, is_shared=is_shared)

@@ -38,7 +38,7 @@ mujoco.GLContext(8, 8).make_current()
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; ``fix`` is empty when there is nothing to do."""
+    """Result of one check; ``fix`` says what to do and is empty when there is nothing to do."""
 
     name: str
     level: Level
@@ -47,7 +47,7 @@ class Finding:
 
 
 def diagnose(settings: Settings) -> list[Finding]:
-    """Everything, in the order in which one would repair it."""
+    """Run all checks of this machine, in the order in which one would repair what they find."""
     checks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
         _python,
         _packages,
@@ -218,7 +218,9 @@ def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
 
 
 def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
-    """The last line of what went wrong, or None; and the output."""
+    """Run Python code in a process of its own; return the last line of its error (None when it worked) and its
+    output.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],

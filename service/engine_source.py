@@ -23,10 +23,10 @@ from service.threads import call_in_thread
 
 
 class OwnEngine:
-    """An `EngineSource` whose devices no other server has."""
+    """Engine source whose devices belong to this server alone: this machine's, or those of several hosts."""
 
     def __init__(self, settings: Settings, hosts: HostCoordinator | None, first_device: Callable[[], str | None]):
-        """Nothing is begun yet.
+        """Choose how policies are loaded; nothing is started yet.
 
         Args:
             hosts: the other hosts, where policies are spread over several.
@@ -36,8 +36,8 @@ class OwnEngine:
         self.load: LoadPolicy = policy_loader(settings, first_device) if hosts is None else hosts.load
 
     @asynccontextmanager
-    async def opened(self, durations: Durations) -> AsyncIterator[Engine]:
-        """See `EngineSource.opened`.
+    async def open(self, durations: Durations) -> AsyncIterator[Engine]:
+        """Open the engine, as `EngineSource.open`.
 
         Raises:
             NoDevice: a device of the settings is not there, or another host.
@@ -47,7 +47,7 @@ class OwnEngine:
             stuck_after=settings.stuck_after,
             durations=durations,
             batch_sizes=settings.engine_batch_sizes,
-            devices=await _devices(settings) if self._hosts is None else await _join(self._hosts, settings),
+            devices=await _name_devices(settings) if self._hosts is None else await _join_hosts(self._hosts, settings),
             load=settings.engine_load,
             load_timeout=settings.load_timeout,
         )
@@ -55,14 +55,14 @@ class OwnEngine:
             yield engine
             return
         try:
-            with _together(self._hosts, engine):
+            with _report_lost_hosts(self._hosts, engine):
                 yield engine
         finally:
             # Last of all: robots are held by then, and nobody asks any more.
             await asyncio.to_thread(self._hosts.close)
 
-    def admit(self, admit: Admit) -> Admit:
-        """No session is made after a host is lost: a policy that is in memory would be ready and never act."""
+    def wrap_admit(self, admit: Admit) -> Admit:
+        """Refuse new sessions after a host is lost: a policy in memory would be ready and never act."""
         if (hosts := self._hosts) is None:
             return admit
 
@@ -73,8 +73,8 @@ class OwnEngine:
         return admit_together
 
 
-async def _devices(settings: Settings) -> tuple[str, ...]:
-    """Places for policies, when some are named: then JAX is imported before the server answers."""
+async def _name_devices(settings: Settings) -> tuple[str, ...]:
+    """Return the devices of the settings by name. When any are named, JAX is imported before the server answers."""
     if not settings.devices:
         return ()
     named = partial(jaxmodels.name_devices, settings.devices, together=settings.placement == "shard")
@@ -84,8 +84,8 @@ async def _devices(settings: Settings) -> tuple[str, ...]:
         raise NoDevice(f"devices: {error}") from error
 
 
-async def _join(hosts: HostCoordinator, settings: Settings) -> tuple[str, ...]:
-    """The one place of all hosts' devices, when all are there."""
+async def _join_hosts(hosts: HostCoordinator, settings: Settings) -> tuple[str, ...]:
+    """Wait for all hosts and return the one name under which their devices are used together."""
     name_caches(settings)
     try:
         return (await call_in_thread(hosts.begin, "join-hosts"),)
@@ -95,8 +95,8 @@ async def _join(hosts: HostCoordinator, settings: Settings) -> tuple[str, ...]:
 
 
 @contextmanager
-def _together(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
-    """The engine is told when a host is lost."""
+def _report_lost_hosts(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
+    """Take the hosts' device out of the engine when a host is lost."""
     loop = asyncio.get_running_loop()
     place = engine.first_device or ""
 
@@ -109,14 +109,14 @@ def _together(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
 
 
 class ClusterEngine:
-    """An `EngineSource` whose devices are the engines of a cluster.
+    """Engine source whose devices are the engines of a Ray cluster.
 
     Raises:
         SettingsError: Ray is not installed.
     """
 
     def __init__(self, app: App):
-        """Nothing is connected yet."""
+        """Prepare for the cluster of the settings; nothing is connected yet."""
         settings = app.ctx.settings
         try:
             from service.distributed.bootstrap import ClusterBootstrap
@@ -125,47 +125,47 @@ class ClusterEngine:
                 f"engine: {settings.engine} needs Ray ({error.name} is not installed); pip install 'robojax[ray]'"
             ) from error
         self._app = app
-        self._joining = ClusterBootstrap(settings, settings)
-        self.load: LoadPolicy = self._joining.load
+        self._bootstrap = ClusterBootstrap(settings, settings)
+        self.load: LoadPolicy = self._bootstrap.load
 
     @asynccontextmanager
-    async def opened(self, durations: Durations) -> AsyncIterator[Engine]:
-        """See `EngineSource.opened`.
+    async def open(self, durations: Durations) -> AsyncIterator[Engine]:
+        """Open the engine, as `EngineSource.open`.
 
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
-        engine = await self._joining.open(durations, front_name(self._app))
-        self._app.ctx.engines = self._joining.cluster
+        engine = await self._bootstrap.open(durations, front_name(self._app))
+        self._app.ctx.engines = self._bootstrap.cluster
         try:
             yield engine
         finally:
-            await self._joining.close()
+            await self._bootstrap.close()
 
-    def admit(self, admit: Admit) -> Admit:
-        """The same."""
+    def wrap_admit(self, admit: Admit) -> Admit:
+        """Return the check unchanged: a cluster may get an engine at any time."""
         return admit
 
 
 class EngineSource(Protocol):
-    """What a server does to have an engine."""
+    """Where a server's inference engine comes from."""
 
     @property
     def load(self) -> LoadPolicy:
-        """How policies come to where that engine runs them."""
+        """The function that loads a policy where the engine runs it."""
         ...
 
-    def opened(self, durations: Durations) -> AbstractAsyncContextManager[Engine]:
-        """The engine; whoever enters this closes it before the context ends."""
+    def open(self, durations: Durations) -> AbstractAsyncContextManager[Engine]:
+        """Open the engine; it is closed when the context ends."""
         ...
 
-    def admit(self, admit: Admit) -> Admit:
-        """The same, and what this engine has to say to a new session."""
+    def wrap_admit(self, admit: Admit) -> Admit:
+        """Return the check of new sessions with this engine's own conditions added to it."""
         ...
 
 
-def engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:
-    """What the settings want.
+def create_engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:
+    """Create the engine source that the settings ask for.
 
     Args:
         first_device: where the engine has policies loaded, once it is open.

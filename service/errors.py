@@ -48,7 +48,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """A value that parsed but cannot be used.
+    """The request parsed, but one of its values cannot be used.
 
     Attributes:
         loc: where it stands, as in a ValidationError, e.g. ``("body", "camera_names", 0)``.
@@ -63,7 +63,7 @@ class InvalidRequest(ServiceError):
 
 
 class Unauthorized(ServiceError):
-    """No key or token where one is wanted, or one that is not known (any more)."""
+    """The request needs a key or token, and has none or one that is not known (any more)."""
 
     status = 401
     code = "unauthorized"
@@ -71,7 +71,7 @@ class Unauthorized(ServiceError):
 
 
 class Forbidden(ServiceError):
-    """A key whose role does not allow this; the message names the role that does."""
+    """The caller's role does not allow this; the message names the role that does."""
 
     status = 403
     code = "forbidden"
@@ -92,21 +92,21 @@ class SessionExists(ServiceError):
 
 
 class MoveRefused(ServiceError):
-    """The stage table forbids this move; the message names the allowed ones."""
+    """The session's stage does not allow this move; the message names the allowed ones."""
 
     status = 409
     code = "move_refused"
 
 
 class RobotTaken(ServiceError):
-    """Another controller commands the robot of these rooms; one at a time may."""
+    """Another controller commands the robot of these rooms; only one at a time may."""
 
     status = 409
     code = "robot_taken"
 
 
 class TooManyRequests(ServiceError):
-    """A caller asked for more than it may in this time.
+    """The caller sent more requests than it may in this time.
 
     Attributes:
         headers: ``retry-after`` with whole seconds.
@@ -121,21 +121,21 @@ class TooManyRequests(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """The devices have no time for another robot at the rate it asks for; the message has the figures."""
+    """The devices have no time for another robot at the requested rate; the message has the figures."""
 
     status = 409
     code = "overloaded"
 
 
 class TooManySessions(ServiceError):
-    """The configured number of sessions is reached."""
+    """The server has as many sessions as the settings allow."""
 
     status = 429
     code = "too_many_sessions"
 
 
 class PolicyError(ServiceError):
-    """A policy cannot be loaded, or does not fit what the session asks for."""
+    """The policy cannot be loaded, or does not fit what the session asks for."""
 
     status = 422
     code = "policy"
@@ -149,14 +149,14 @@ class PolicyFailed(ServiceError):
 
 
 class DeviceAway(PolicyFailed):
-    """What a policy runs on is away, for a while or for good, which says nothing against the policy."""
+    """The device of a policy is gone, for a while or for good; the policy itself is not at fault."""
 
     status = 503
     code = "device_away"
 
 
 class LoadsStuck(ServiceError):
-    """Too many loads that were ended still run in this process: nothing more is loaded until one of them is over."""
+    """Too many cancelled loads still run in this process: nothing more is loaded until one of them is over."""
 
     status = 503
     code = "loads_stuck"
@@ -171,14 +171,14 @@ class UnknownDeployment(ServiceError):
 
 
 class UpdateFailed(ServiceError):
-    """Another policy cannot be brought to a session now; the message says why."""
+    """The session cannot get another policy now; the message says why."""
 
     status = 409
     code = "update_failed"
 
 
 class SourceFailed(ServiceError):
-    """Where policies come from refused, vanished, or gave something broken."""
+    """The place that policies come from refused, vanished, or gave something broken."""
 
     status = 502
     code = "source"
@@ -192,20 +192,20 @@ class UnknownModel(ServiceError):
 
 
 class NoDevice(ServiceError):
-    """The devices that policies are to run on are not there."""
+    """The devices that policies should run on are missing."""
 
     status = 500
     code = "no_device"
 
 
 class NoEngine(NoDevice):
-    """The cluster whose engines policies are to run in cannot be joined, or has none."""
+    """The cluster whose engines should run policies cannot be joined, or has none."""
 
     code = "no_engine"
 
 
 class FrontNameTaken(NoEngine):
-    """Another server that shares the database has the name that this one is to have."""
+    """Another server of the shared database already uses this server's name."""
 
     status = 503
     code = "front_name_taken"
@@ -226,21 +226,21 @@ class ModelError(ServiceError):
 
 
 class ModelFailed(ServiceError):
-    """A loaded model raised, or gave something that the answer's form cannot hold."""
+    """A loaded model raised, or returned something that the format of the answer cannot hold."""
 
     status = 500
     code = "model_failed"
 
 
 class NotKept(ServiceError):
-    """It cannot be written down, so it would be lost with the process; the message says what to do."""
+    """The change cannot be written to disk, so it would be lost with the process; the message says what to do."""
 
     status = 503
     code = "not_kept"
 
 
 class UnknownRecording(ServiceError):
-    """No recording has this name, or it is of somebody else's session."""
+    """No recording has this name, or it belongs to somebody else's session."""
 
     status = 404
     code = "unknown_recording"
@@ -254,7 +254,7 @@ class RecordingRefused(ServiceError):
 
 
 class Compiling(ServiceError):
-    """A policy is being made ready for pictures of a new size; soon it will be."""
+    """The policy is being compiled for images of a new size; try again soon."""
 
     status = 503
     code = "compiling"
@@ -262,7 +262,7 @@ class Compiling(ServiceError):
 
 
 class ModelBusy(ServiceError):
-    """As many forward passes are asked for as are allowed, or one was not done in time."""
+    """As many forward passes run as are allowed, or one did not finish in time."""
 
     status = 503
     code = "model_busy"
@@ -270,28 +270,28 @@ class ModelBusy(ServiceError):
 
 
 class UnknownForm(ServiceError):
-    """A body in a form that is not read; the message names those that are."""
+    """The request's body has a format that is not read; the message names those that are."""
 
     status = 415
     code = "unknown_form"
 
 
 class NotAcceptable(ServiceError):
-    """An answer is wanted in a form that is not written; the message names those that are."""
+    """The answer is asked for in a format that is not written; the message names those that are."""
 
     status = 406
     code = "not_acceptable"
 
 
 class TooLarge(ServiceError):
-    """More bytes, arrays or work than the settings allow."""
+    """The request has more bytes, arrays or work than the settings allow."""
 
     status = 413
     code = "too_large"
 
 
 class TransportError(ServiceError):
-    """The transport server refused, vanished or broke the wire."""
+    """The transport server refused, vanished or broke the protocol of the wire."""
 
     status = 502
     code = "transport"

@@ -13,8 +13,8 @@ from service.http.array_limits import ArrayLimits
 from service.inference.engine import LoadPolicy
 from service.inference.model_server import ForwardLimits, LoadModel, Models
 from service.inference.progress import Durations
-from service.logging import keeping
-from service.processes import collector_paused
+from service.logging import capture_logs
+from service.processes import pause_garbage_collection
 from service.recording.recordings import Recordings
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SessionRecords
@@ -28,7 +28,7 @@ from service.transport.link import Transport
 
 
 def session_settings(settings: Settings) -> SessionSettings:
-    """For the sessions.
+    """Collect the settings that sessions use.
 
     Raises:
         LimitsError: the file of limits cannot be used.
@@ -44,7 +44,7 @@ def session_settings(settings: Settings) -> SessionSettings:
         failures_allowed=settings.failures_allowed,
         input_timeout=settings.input_timeout,
         joint_ranges=settings.joint_ranges,
-        patience=_patience(settings),
+        patience=_watchdog_timeouts(settings),
         motion=Asked(
             mode=settings.safety,
             setting=settings.max_relative_target,
@@ -54,7 +54,7 @@ def session_settings(settings: Settings) -> SessionSettings:
     )
 
 
-def _patience(settings: Settings) -> WatchdogTimeouts:
+def _watchdog_timeouts(settings: Settings) -> WatchdogTimeouts:
     return WatchdogTimeouts(
         degraded_after=settings.degraded_after,
         stop_after=settings.stop_after,
@@ -67,7 +67,7 @@ def _patience(settings: Settings) -> WatchdogTimeouts:
 
 
 def forward_limits(settings: Settings) -> ForwardLimits:
-    """For the models."""
+    """Collect the limits of forward passes of models."""
     return ForwardLimits(
         arrays=ArrayLimits(bytes=settings.max_forward_bytes),
         memory=settings.max_forward_memory,
@@ -77,7 +77,7 @@ def forward_limits(settings: Settings) -> ForwardLimits:
     )
 
 
-def live(
+def register_lifespan(
     app: App,
     *,
     source: EngineSource,
@@ -89,7 +89,7 @@ def live(
     admit: Admit,
     records: Callable[[], AbstractContextManager[SessionRecords]],
 ) -> None:
-    """Have the app do so.
+    """Register the listeners that open everything when the app starts and close it in the opposite order.
 
     Args:
         source: where its engine comes from.
@@ -106,9 +106,9 @@ def live(
 
     @app.before_server_start
     async def open_all(app: App) -> None:
-        opened.enter_context(keeping(app.ctx.logs))
+        opened.enter_context(capture_logs(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
-        engine = await opened.enter_async_context(source.opened(_durations(app.ctx)))
+        engine = await opened.enter_async_context(source.open(_create_durations(app.ctx)))
         app.ctx.recordings = Recordings(settings, settings.state, lambda session_id: app.ctx.sessions.get(session_id))
         try:
             app.ctx.sessions = Sessions(
@@ -117,10 +117,10 @@ def live(
                 engine=engine,
                 settings=of_sessions,
                 tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
-                admit=shared.admit(source.admit(admit)),
+                admit=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )
-            await opened.enter_async_context(shared.opened(lambda: app.ctx.sessions))
+            await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
             app.ctx.models = Models(engine, forward_limits(settings), app.ctx.sessions.has_running_robot)
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.
@@ -141,21 +141,21 @@ def live(
         await opened.aclose()
 
 
-def hold_first(app: App) -> None:
-    """Robots are held before anything else of the end is begun; called last, as Sanic ends in the opposite order."""
+def hold_robots_first(app: App) -> None:
+    """Hold all robots before anything else is closed. Call it last: Sanic runs stop listeners in opposite order."""
 
     @app.before_server_stop
     async def hold(app: App) -> None:
         app.ctx.sessions.begin_close()
 
 
-def _durations(context: Context) -> Durations:
+def _create_durations(context: Context) -> Durations:
     folder = state_folder(context.settings.state)
     return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
 
 
-def import_ahead(app: App) -> None:
-    """Importing JAX takes seconds: it begins when the server answers, in a thread, and a first session waits less."""
+def import_jax_early(app: App) -> None:
+    """Import JAX in a thread once the server answers; it takes seconds, and the first session waits less."""
 
     @app.after_server_start
     async def begin(app: App) -> None:
@@ -163,5 +163,5 @@ def import_ahead(app: App) -> None:
 
 
 def _import_jax() -> None:
-    with collector_paused():
+    with pause_garbage_collection():
         _ = jaxmodels.load_policy

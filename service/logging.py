@@ -23,27 +23,30 @@ from pydantic import Field
 
 from service.setting_types import Group
 
-_SUBJECT: ContextVar[Mapping[str, str]] = ContextVar("subject", default={})  # noqa: B039 - it is replaced, never changed
+_LOG_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("log_context", default={})  # noqa: B039 - it is replaced, never changed
 
 
-def subject() -> Mapping[str, str]:
-    """The ids of now, e.g. ``{"session": "arm", "request": "81c7..."}``; tasks have those of whoever began them."""
-    return _SUBJECT.get()
+def log_context() -> Mapping[str, str]:
+    """Return the ids that log lines of this task get, e.g. ``{"session": "arm", "request": "81c7..."}``.
+
+    A task has the ids of the task that started it.
+    """
+    return _LOG_CONTEXT.get()
 
 
-def begin_about(**ids: str | None) -> None:
-    """From here on, in this task and those that it begins, it is about these; None takes one away."""
-    merged = {**_SUBJECT.get(), **ids}
-    _SUBJECT.set({name: value for name, value in merged.items() if value is not None})
+def bind_log_context(**ids: str | None) -> None:
+    """Add these ids to the log lines of this task and of those that it starts; None removes one."""
+    merged = {**_LOG_CONTEXT.get(), **ids}
+    _LOG_CONTEXT.set({name: value for name, value in merged.items() if value is not None})
 
 
-TEXT = "%(asctime)s %(levelname)-7s %(name)s%(about)s: %(message)s"
-WAITING = 10_000  # lines that may wait for a slow disk or terminal; more are left out, and counted
+TEXT_FORMAT = "%(asctime)s %(levelname)-7s %(name)s%(about)s: %(message)s"
+MAX_QUEUED = 10_000  # lines that may wait for a slow disk or terminal; more are left out, and counted
 _ONE_LINE = {number: repr(chr(number))[1:-1] for number in (*range(32), 127, 0x2028, 0x2029)}
-LAST_WORDS = 1.0  # seconds that the end of the process waits for them
+FLUSH_TIMEOUT = 1.0  # seconds that the end of the process waits for them
 
 # Characters of a message that strangers may have written parts of; to mask as many takes 2 ms.
-LONGEST_LINE = 1 << 13
+MAX_MESSAGE = 1 << 13
 # Each reads a text once, however it goes on: 16 KiB of "a.a.a" took 1.5 s.
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -65,83 +68,83 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
 _FOLDERS = re.compile(r"(?<![\w:/.>}-])/(?:[\w.@+-]+/)+([\w.@+-]*)")
 
 
-def without_secrets(text: str) -> str:
-    """The text without what looks like a secret."""
+def redact_secrets(text: str) -> str:
+    """Replace what looks like a secret in a text by ``***``."""
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def masked(text: str) -> str:
-    """The text without what looks like a secret, and without folders of this machine."""
-    return _FOLDERS.sub(r".../\1", without_secrets(text))
+def redact(text: str) -> str:
+    """Remove what looks like a secret, and folders of this machine, from a text."""
+    return _FOLDERS.sub(r".../\1", redact_secrets(text))
 
 
-def _shortened(message: str) -> str:
-    """As much of a message as is worth masking. A word that is cut could be half of a secret, and is left out."""
-    if len(message) <= LONGEST_LINE:
+def _truncate(message: str) -> str:
+    """Cut a message to the length that is worth redacting. A cut word could be half of a secret, and is left out."""
+    if len(message) <= MAX_MESSAGE:
         return message
-    return f"{message[:LONGEST_LINE].rpartition(' ')[0]} ... ({len(message)} characters)"
+    return f"{message[:MAX_MESSAGE].rpartition(' ')[0]} ... ({len(message)} characters)"
 
 
 class RecentLogs(logging.Handler):
-    """The newest records, already masked; an exception only leaves its type, never its traceback."""
+    """Log handler that keeps the newest records in memory, redacted; of an exception only its type, no traceback."""
 
     def __init__(self, lines: int):
         super().__init__()
         self._lines: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
+        """Store one record."""
         try:
             message = record.getMessage()
         except (TypeError, ValueError):  # a log call with wrong arguments must not fail its caller
             message = str(record.msg)
         if record.exc_info and record.exc_info[0] is not None:
             message += f" ({record.exc_info[0].__name__})"
-        self._lines.append((record.levelno, _line(record, masked(_shortened(message)))))
+        self._lines.append((record.levelno, _line(record, redact(_truncate(message)))))
 
     def newest(self, limit: int, level: int = logging.NOTSET) -> list[Mapping[str, Any]]:
-        """At most ``limit`` lines of at least ``level``, oldest first."""
-        found = [line for number, line in list(self._lines) if number >= level]
-        return found[-limit:] if limit else []
+        """Return at most ``limit`` lines of at least ``level``, oldest first."""
+        lines = [line for number, line in list(self._lines) if number >= level]
+        return lines[-limit:] if limit else []
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people."""
+    """Log formatter for people: one line of text per record."""
 
     def __init__(self) -> None:
-        super().__init__(TEXT, "%H:%M:%S")
+        super().__init__(TEXT_FORMAT, "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Format one record with its ids and without secrets."""
         ids = _ids(record).values()
         record.about = f" [{' '.join(ids)}]" if ids else ""
-        return without_secrets(super().format(record))
+        return redact_secrets(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever was sent: nobody from outside writes a line of their own."""
+        """Format the message on one line, so that nobody outside can write a line of their own."""
         return super().formatMessage(record).translate(_ONE_LINE)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
+    """Log formatter that writes one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
-        line = dict(_line(record, without_secrets(record.getMessage())))
+        """Format one record with its ids and without secrets."""
+        line = dict(_line(record, redact_secrets(record.getMessage())))
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         if record.exc_text:
-            line["exception"] = without_secrets(record.exc_text)
+            line["exception"] = redact_secrets(record.exc_text)
         return json.dumps(line)
 
 
-class RotatingFile(RotatingFileHandler):
-    """A log file that is set aside when it is full; one that cannot be written (a full disk) is said once."""
+class RotatingLogFile(RotatingFileHandler):
+    """Log file that is set aside when it is full; a disk that refuses writes is reported once."""
 
     def __init__(self, path: Path, size: int, files: int):
-        """``size`` in bytes of each of ``files`` files.
+        """Open the file; ``size`` is in bytes, for each of ``files`` files.
 
         Raises:
             OSError: it cannot be opened.
@@ -151,14 +154,14 @@ class RotatingFile(RotatingFileHandler):
         self._is_failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
+        """Write one record, and report when the disk begins to refuse."""
         was_failing, self._is_failing = self._is_failing, False
         super().emit(record)
         if self._is_failing and not was_failing:
             sys.stderr.write("robojax: the log file cannot be written; what is logged from now on is lost there\n")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called by ``emit`` where the disk refused."""
+        """Note that the disk refused a record; ``emit`` calls it."""
         self._is_failing = True
 
     def close(self) -> None:
@@ -167,8 +170,8 @@ class RotatingFile(RotatingFileHandler):
             super().close()
 
 
-class Background(logging.Handler):
-    """Hands records to other handlers in a thread: neither a slow disk nor a paused terminal may hold up a robot.
+class BackgroundHandler(logging.Handler):
+    """Log handler that passes records to other handlers in a thread, so that slow output holds up no robot.
 
     Not the standard library's QueueHandler and QueueListener: these are as fast (0.98 of the time), but wait for ever
     at their end, complain on standard error where the queue is full, and lose the exception of a line of JSON; with
@@ -183,31 +186,31 @@ class Background(logging.Handler):
         super().__init__()
         self.dropped = 0
         self._handlers = handlers
-        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take one record; what it refers to may change later, so its text is made now."""
-        kept = copy.copy(record)
+        """Queue one record; its text is made now, as what it refers to may change later."""
+        copied = copy.copy(record)
         try:
-            kept.msg, kept.args = _shortened(record.getMessage()), None
+            copied.msg, copied.args = _truncate(record.getMessage()), None
         except (TypeError, ValueError):  # a log call with wrong arguments must not fail its caller
-            kept.args = None
+            copied.args = None
         if record.exc_info:
-            kept.exc_text, kept.exc_info = logging.Formatter().formatException(record.exc_info), None
-        kept.subject = subject()
+            copied.exc_text, copied.exc_info = logging.Formatter().formatException(record.exc_info), None
+        copied.log_context = log_context()
         try:
-            self._waiting.put_nowait(kept)
+            self._queue.put_nowait(copied)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what waits, but not for long."""
+        """Write what is queued, for a second at most, and close the other handlers."""
         if self._thread.is_alive():
             try:
-                self._waiting.put(None, timeout=LAST_WORDS)
-                self._thread.join(LAST_WORDS)
+                self._queue.put(None, timeout=FLUSH_TIMEOUT)
+                self._thread.join(FLUSH_TIMEOUT)
             except queue.Full:
                 pass
         if not self._thread.is_alive():
@@ -217,17 +220,17 @@ class Background(logging.Handler):
         super().close()
 
     def _write(self) -> None:
-        told = 0
-        while (record := self._waiting.get()) is not None:
+        reported = 0
+        while (record := self._queue.get()) is not None:
             for handler in self._handlers:
                 handler.handle(record)
-            if self.dropped > told and self._waiting.empty():
-                lost, told = self.dropped - told, self.dropped
+            if self.dropped > reported and self._queue.empty():
+                lost, reported = self.dropped - reported, self.dropped
                 logging.getLogger(__name__).warning("%d lines of the log were left out: writing was too slow", lost)
 
 
-def configure_logging(level: str, form: str, file: RotatingFile | None = None) -> Background:
-    """Log to standard error, and a file when there is one, from ``level`` on; ``form`` is ``text`` or ``json``.
+def configure_logging(level: str, form: str, file: RotatingLogFile | None = None) -> BackgroundHandler:
+    """Log to standard error, and to a file if there is one, from ``level`` on; ``form`` is ``text`` or ``json``.
 
     For a process's main function only; closing what it gives writes what waits.
     """
@@ -236,7 +239,7 @@ def configure_logging(level: str, form: str, file: RotatingFile | None = None) -
         handlers.append(file)
     for handler in handlers:
         handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    background = Background(*handlers)
+    background = BackgroundHandler(*handlers)
     logging.basicConfig(level=level.upper(), handlers=[background], force=True)
     # What these say at their default levels is about connections, and there is one per poll.
     for noisy in (
@@ -255,8 +258,8 @@ def configure_logging(level: str, form: str, file: RotatingFile | None = None) -
 
 
 @contextmanager
-def keeping(logs: RecentLogs) -> Iterator[None]:
-    """Let ``logs`` hear everything that is logged, for a while."""
+def capture_logs(logs: RecentLogs) -> Iterator[None]:
+    """Send everything that is logged to ``logs``, too, until the context ends."""
     root = logging.getLogger()
     root.addHandler(logs)
     try:
@@ -276,7 +279,7 @@ def _line(record: logging.LogRecord, message: str) -> Mapping[str, Any]:
 
 
 def _ids(record: logging.LogRecord) -> Mapping[str, str]:
-    return getattr(record, "subject", None) or subject()
+    return getattr(record, "log_context", None) or log_context()
 
 
 class LogSettings(Group):
@@ -296,11 +299,13 @@ class LogSettings(Group):
     log_lines: int = Field(default=500, ge=1, le=100_000, description="Lines kept for GET /debug/logs.")
 
 
-LONGEST_TEXT = 200
+MAX_TEXT = 200
 
 
-def sanitize_text(words: str, longest: int = LONGEST_TEXT) -> str:
-    """One short line. An unpaired surrogate, which JSON may hold, would break every encoding after this one."""
+def sanitize_text(words: str, longest: int = MAX_TEXT) -> str:
+    """Return text as one short printable line. An unpaired surrogate, which JSON may hold, would break every
+    encoding.
+    """
     # Looked at letter by letter: of 4 MB, which a message may have, that is 0.3 s for the 200 that are kept.
     words = words.lstrip()[: 4 * longest]
     return "".join(character if character.isprintable() else " " for character in words).strip()[:longest]

@@ -13,35 +13,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-BLOCKED = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.control.watchdog)
-BEAT = 0.05  # between heartbeats of the event loop
-LOOK = 0.1  # between looks of the thread
+BLOCKED_AFTER = 0.25  # seconds without a heartbeat; robots that move are held after as long (service.control.watchdog)
+HEARTBEAT_INTERVAL = 0.05  # between heartbeats of the event loop
+CHECK_INTERVAL = 0.1  # between looks of the thread
 # Where neither the loop nor the thread ran, the share of that time in which this process computed: from this on,
 # something kept the interpreter's lock (on a machine where it gets a tenth of a core, too); below, it stood still.
-BUSY = 0.1
-FRAMES = 10  # of a stack that are logged, innermost first
+BUSY_SHARE = 0.1
+MAX_FRAMES = 10  # of a stack that are logged, innermost first
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Tally:
-    """How often, and for how many seconds in all."""
+class Stalls:
+    """How often the loop stalled, and for how many seconds in all."""
 
     count: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Once more."""
+        """Count one stall."""
         self.count += 1
         self.seconds += seconds
 
 
 class LoopWatchdog:
-    """Watches the loop that it is started on.
+    """Watchdog of the event loop that it is started on.
 
     Attributes:
-        blocked: times that the loop did nothing for longer than ``BLOCKED`` while its process ran.
+        blocked: times that the loop did nothing for longer than ``BLOCKED_AFTER`` while its process ran.
         paused: the same where the whole process stood still (SIGSTOP, a suspended machine, no processor for it), and
             nothing of it blocked the loop.
     """
@@ -52,80 +52,80 @@ class LoopWatchdog:
         clock: Callable[[], float] = time.monotonic,
         computed: Callable[[], float] = time.process_time,
     ) -> None:
-        """``computed`` gives the seconds of processor time that all threads of the process have had."""
-        self.blocked, self.paused = Tally(), Tally()
+        """Create a watchdog; ``computed`` gives the processor seconds that all threads of the process have had."""
+        self.blocked, self.paused = Stalls(), Stalls()
         self._clock, self._computed = clock, computed
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
     def start(self) -> None:
         """Watch the running loop."""
         self._begin()
-        self._over.clear()
+        self._stopped.clear()
         self._beat_again()
         threading.Thread(target=self._run, name="loop watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
-        self._over.set()
+        """Stop watching."""
+        self._stopped.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
-        self._beat_at = self._looked_at = self._resumed_at = self._clock()
-        self._computed_at_beat = self._computed_at_look = self._computed()
+        self._beat_at = self._checked_at = self._resumed_at = self._clock()
+        self._computed_at_beat = self._computed_at_check = self._computed()
         self._missed: float | None = None  # the heartbeat after which the next was missed, once that was logged
 
     # On the thread of the loop.
 
     def _beat_again(self) -> None:
         self.beat()
-        self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat_again)
+        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat_again)
 
     def beat(self) -> None:
-        """The loop runs; judge the time since it last did."""
+        """Note that the loop runs, and judge the time since it last did."""
         now, computed, before = self._clock(), self._computed(), self._beat_at
         gap, busy = now - before, computed - self._computed_at_beat
         self._beat_at, self._computed_at_beat = now, computed
-        if gap <= BLOCKED:
+        if gap <= BLOCKED_AFTER:
             return
         # The thread looks ten times a second: when it did not either, the process stood still or was kept from it.
-        has_run = self._missed == before or now - self._looked_at <= BLOCKED or busy >= BUSY * gap
+        has_run = self._missed == before or now - self._checked_at <= BLOCKED_AFTER or busy >= BUSY_SHARE * gap
         blocked = now - max(before, self._resumed_at) if has_run else 0.0
-        if blocked > BLOCKED:
+        if blocked > BLOCKED_AFTER:
             self.blocked.add(blocked)
             logger.warning("the event loop was blocked for %.2f s; this process computed for %.2f s", blocked, busy)
-        if gap - blocked > BLOCKED:
+        if gap - blocked > BLOCKED_AFTER:
             self.paused.add(gap - blocked)
             logger.warning("this process stood still for %.2f s; that is no blocked event loop", gap - blocked)
 
     # On the watchdog's thread.
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK):
-            self.look()
+        while not self._stopped.wait(CHECK_INTERVAL):
+            self.check()
 
-    def look(self) -> None:
-        """Say where the loop is when it is late."""
+    def check(self) -> None:
+        """Log where the loop is when its heartbeat is late; the watchdog's thread calls this."""
         now, computed, before = self._clock(), self._computed(), self._beat_at
-        slept, busy = now - self._looked_at, computed - self._computed_at_look
-        self._looked_at, self._computed_at_look = now, computed
-        if slept > LOOK + BLOCKED and busy < BUSY * slept:
+        slept, busy = now - self._checked_at, computed - self._computed_at_check
+        self._checked_at, self._computed_at_check = now, computed
+        if slept > CHECK_INTERVAL + BLOCKED_AFTER and busy < BUSY_SHARE * slept:
             self._resumed_at = now  # this thread was kept from running too, and by nothing that computed
         late = now - max(before, self._resumed_at)
-        if late > BLOCKED and self._missed != before:
+        if late > BLOCKED_AFTER and self._missed != before:
             self._missed = before
-            where = _stack(sys._current_frames().get(self._thread))
+            where = _format_stack(sys._current_frames().get(self._thread))
             logger.warning("the event loop is blocked since %.2f s, in %s", late, where)
 
 
-def _stack(frame: FrameType | None) -> str:
-    """Where a thread is, innermost call first; no values."""
+def _format_stack(frame: FrameType | None) -> str:
+    """Format a thread's stack, innermost call first, without values."""
     calls: list[str] = []
-    while frame is not None and len(calls) < FRAMES:
-        place = "/".join(frame.f_code.co_filename.split("/")[-2:])
-        calls.append(f"{frame.f_code.co_name} ({place}:{frame.f_lineno})")
+    while frame is not None and len(calls) < MAX_FRAMES:
+        source = "/".join(frame.f_code.co_filename.split("/")[-2:])
+        calls.append(f"{frame.f_code.co_name} ({source}:{frame.f_lineno})")
         frame = frame.f_back
     return " < ".join(calls) or "an unknown place"

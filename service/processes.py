@@ -20,11 +20,11 @@ LAST_WORDS = 4000  # characters of a child's errors
 
 
 class ChildDied(Exception):
-    """A child process ended by itself; the text holds its last words."""
+    """A child process ended by itself; the text holds the end of its standard error."""
 
 
 class Child:
-    """A running Python module."""
+    """Child process that runs a Python module."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, errors: str):
         self.name, self._process, self._errors = name, process, errors
@@ -34,17 +34,17 @@ class Child:
         return self._process.returncode is None
 
     def check(self) -> None:
-        """Raises ChildDied when it is gone."""
+        """Check that the process still runs."""
         if not self.is_alive:
             raise ChildDied(f"{self.name} ended with code {self._process.returncode}\n{self.last_words()}".rstrip())
 
     def last_words(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """Return the end of what it wrote to its standard error."""
         with open(self._errors, errors="replace") as file:
             return file.read()[-LAST_WORDS:].strip()
 
     async def next_line(self) -> str | None:
-        """The next line of its standard output; None when it has ended."""
+        """Return the next line of its standard output; None when the process has ended."""
         assert self._process.stdout is not None, "children are started with a pipe"
         line = await self._process.stdout.readline()
         if not line:
@@ -53,7 +53,7 @@ class Child:
         return line.decode(errors="replace").rstrip("\n")
 
     async def end(self) -> None:
-        """Asks it to end, waits, and kills it if it does not."""
+        """Ask the process to end, and kill it if it does not within ``GRACE`` seconds."""
         if not self.is_alive:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ class Child:
 
 @asynccontextmanager
 async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]:
-    """Runs ``python -m module arguments`` until the context ends."""
+    """Run ``python -m module arguments`` until the context ends."""
     with tempfile.NamedTemporaryFile("w", prefix="robojax-", suffix=".log") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -90,7 +90,7 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
 
 
 def exit_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """From now on this process gets a signal when the thread of `parent` that started it is gone; on Linux only."""
+    """Have this process get a signal when the thread of `parent` that started it is gone; on Linux only."""
     # In the child and not between fork and exec, where Python code must not run beside other threads.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG, by its number: `service.inference.sandbox` copies this
@@ -99,7 +99,7 @@ def exit_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 
 
 def main() -> None:
-    """Runs the module, with the arguments that follow it."""
+    """Run the module of the first arguments, with the arguments that follow it."""
     parent, module = sys.argv[1:3]
     exit_with_parent(int(parent))
     sys.argv = sys.argv[2:]
@@ -111,8 +111,8 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
-    """Import in here: what is there at the end stays for life, and the collector visits none of it any more.
+def pause_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off during imports; it never visits later what exists at the end.
 
     A start makes a million objects and drops hardly any, and looking for garbage among them takes a fifth of its time:
     1.6 s of processor time instead of 2.0 until JAX is imported, at the same size of the process.

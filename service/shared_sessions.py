@@ -14,21 +14,21 @@ from service.sessions.store import Sessions
 from service.settings import SettingsError
 
 # Any address that is not of this machine: nothing is sent there, but which way it would go says which address is ours.
-_ELSEWHERE = ("192.0.2.1", 9)
+_OUTSIDE_ADDRESS = ("192.0.2.1", 9)
 
 
 class SharedDatabase:
-    """A database of the sessions of several servers, or none; requests for sessions of others are sent on from now on.
+    """Database of the sessions of several servers, if one is configured; redirects requests for sessions of others.
 
     Raises:
         SettingsError: its driver is not installed.
     """
 
     def __init__(self, app: App):
-        """Nothing is connected yet."""
+        """Install the redirects; nothing is connected yet."""
         self._app = app
-        self.is_there = app.ctx.settings.database is not None
-        if not self.is_there:
+        self.is_configured = app.ctx.settings.database is not None
+        if not self.is_configured:
             return
         try:
             from service.api.redirects import Redirects
@@ -39,9 +39,9 @@ class SharedDatabase:
         self._redirects = Redirects(Origins(app.ctx.settings.origins))
         self._redirects.watch(app)
 
-    def admit(self, admit: Admit) -> Admit:
-        """The same, and a session's id is taken for all servers."""
-        if not self.is_there:
+    def wrap_admit(self, admit: Admit) -> Admit:
+        """Return the check of new sessions with one addition: the session's id is claimed among all servers."""
+        if not self.is_configured:
             return admit
 
         async def admit_and_claim(new: NewSession) -> None:
@@ -51,17 +51,17 @@ class SharedDatabase:
 
         return admit_and_claim
 
-    def opened(self, sessions: Callable[[], Sessions]) -> AbstractAsyncContextManager[None]:
-        """The other servers see these sessions; left when their robots are held.
+    def open(self, sessions: Callable[[], Sessions]) -> AbstractAsyncContextManager[None]:
+        """Show these sessions to the other servers until the context ends, after their robots are held.
 
         Raises:
             NoDatabase: the database cannot be used, or does not answer.
             FrontNameTaken: another server has the name of this one.
         """
-        return self._opened(sessions()) if self.is_there else nullcontext()
+        return self._open(sessions()) if self.is_configured else nullcontext()
 
     @asynccontextmanager
-    async def _opened(self, sessions: Sessions) -> AsyncIterator[None]:
+    async def _open(self, sessions: Sessions) -> AsyncIterator[None]:
         from service.distributed import session_table
         from service.distributed.peers import FINDING, PeerSessions
         from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres
@@ -88,29 +88,29 @@ class SharedDatabase:
 
 
 def front_name(app: App) -> str:
-    """What other servers call this one."""
-    return app.ctx.settings.front_name or f"{socket.gethostname()}:{_own(app)[1]}"
+    """Return the name under which other servers know this one."""
+    return app.ctx.settings.front_name or f"{socket.gethostname()}:{_own_address(app)[1]}"
 
 
 def front_url(app: App) -> str:
-    """Where other servers, and clients that are sent on, reach this one."""
+    """Return the URL at which other servers, and redirected clients, reach this one."""
     if app.ctx.settings.front_url is not None:
         return app.ctx.settings.front_url
-    host, port = _own(app)
+    host, port = _own_address(app)
     if host in ("0.0.0.0", "::"):
-        host = _address_towards(app.ctx.settings.database)
+        host = _find_own_host(app.ctx.settings.database)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _own(app: App) -> tuple[str, int]:
+def _own_address(app: App) -> tuple[str, int]:
     own = app.config.get("OWN_ADDRESS") or ("127.0.0.1", app.ctx.settings.port)
     return str(own[0]), int(own[1])
 
 
-def _address_towards(database: str | None) -> str:
-    """This machine's address on the way to its database: there others are, too."""
+def _find_own_host(database: str | None) -> str:
+    """Find this machine's address on the route to its database: other servers can reach it there."""
     url = URL(database or "")
-    for host, port in ((url.host or "", url.port or 5432), _ELSEWHERE):
+    for host, port in ((url.host or "", url.port or 5432), _OUTSIDE_ADDRESS):
         if not host or host == "localhost" or host.startswith("127."):
             continue
         try:

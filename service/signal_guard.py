@@ -17,24 +17,24 @@ import time
 from collections.abc import Sequence
 
 # Seconds from the first signal until the event loop has to have begun the end, and until the end has to be over.
-REACTION = 2.0
-END = 8.0
+REACTION_TIMEOUT = 2.0
+END_TIMEOUT = 8.0
 # Seconds that an event loop which runs may take to hear of a signal. Where a terminal is closed, SIGHUP comes twice at
 # once; only what did not react to the first of two signals is ended by the second.
-HEARING = 0.3
-LEAVE = 0.5  # seconds that an orderly end waits for the guard
+ACKNOWLEDGE_TIMEOUT = 0.3
+CLOSE_TIMEOUT = 0.5  # seconds that an orderly end waits for the guard
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What faulthandler writes first at each signal; what the event loop writes when it has heard of one.
 _CAUGHT = b"Stack (most recent call first)"
-_HEARD = b"\0"
-_LONGEST = 4096  # bytes that a pipe takes whole, or not at all
-_LINES = 12  # of the stack, innermost first
+_ACKNOWLEDGED = b"\0"
+_PIPE_BYTES = 4096  # bytes that a pipe takes whole, or not at all
+_STACK_LINES = 12  # of the stack, innermost first
 
 logger = logging.getLogger(__name__)
 
 
 class SignalGuard:
-    """The server's end of the pipe."""
+    """The server's side of the guard: starts the process beside it and tells it about signals over a pipe."""
 
     def __init__(self) -> None:
         self._pipe: int | None = None
@@ -42,7 +42,7 @@ class SignalGuard:
         self._signals: Sequence[signal.Signals] = ()
 
     def start(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        """Watch these signals from now on; the event loop's own handlers are there already."""
+        """Start the guard for these signals; the event loop's own handlers have to be installed already."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         try:
@@ -64,80 +64,82 @@ class SignalGuard:
             faulthandler.register(number, writing, all_threads=False, chain=True)  # and then as before
 
     def acknowledge(self) -> None:
-        """The event loop has heard of a signal, and handles the next one in another way."""
+        """Tell the guard that the event loop has seen a signal; the loop handles the next one in another way."""
         if self._pipe is None:
             return
         for number in self._signals:
             faulthandler.unregister(number)
         with contextlib.suppress(OSError):  # the guard is gone
-            os.write(self._pipe, _HEARD)
+            os.write(self._pipe, _ACKNOWLEDGED)
 
     def close(self) -> None:
-        """The server has ended in order."""
+        """Tell the guard that the server has ended in order."""
         if self._pipe is not None:
             self.acknowledge()
             os.close(self._pipe)
             self._pipe = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # where nobody looks after orphans, it would stay
-                self._process.wait(LEAVE)
+                self._process.wait(CLOSE_TIMEOUT)
 
 
-def guard(server: int) -> None:
-    """The process: wait for the server's end, or bring it about."""
+def watch_server(server: int) -> None:
+    """Run the guard: wait for the server to end, and kill it when it is late."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # whoever ends all processes of a service ends the server with them
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    process = _handle_of(server)
+    process = _open_pidfd(server)
     if process is not None:
         poll.register(process, select.POLLIN)
     written, caught_at, limit = b"", 0.0, None
     while True:
         # A second signal ends at once what did not react to the first.
-        is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
-        left = None if limit is None else caught_at + (HEARING if is_asked_again else limit) - time.monotonic()
+        is_asked_again = limit == REACTION_TIMEOUT and written.count(_CAUGHT) > 1
+        left = (
+            None if limit is None else caught_at + (ACKNOWLEDGE_TIMEOUT if is_asked_again else limit) - time.monotonic()
+        )
         ready = dict(poll.poll(None if left is None else max(0.0, left) * 1e3))
         if (process is not None and process in ready) or os.getppid() != server:
             return
         if ready:
-            part = os.read(0, _LONGEST)
+            part = os.read(0, _PIPE_BYTES)
             if not part:
                 return
-            written = (written + part)[-4 * _LONGEST :]
+            written = (written + part)[-4 * _PIPE_BYTES :]
         if limit is None and _CAUGHT in written:
-            caught_at, limit = time.monotonic(), REACTION
-        if limit == REACTION and _HEARD in written:
-            limit = END
-        is_asked_again = limit == REACTION and written.count(_CAUGHT) > 1
-        if limit is not None and time.monotonic() >= caught_at + (HEARING if is_asked_again else limit):
-            why = "its event loop is blocked" if limit == REACTION else "its end takes too long"
+            caught_at, limit = time.monotonic(), REACTION_TIMEOUT
+        if limit == REACTION_TIMEOUT and _ACKNOWLEDGED in written:
+            limit = END_TIMEOUT
+        is_asked_again = limit == REACTION_TIMEOUT and written.count(_CAUGHT) > 1
+        if limit is not None and time.monotonic() >= caught_at + (ACKNOWLEDGE_TIMEOUT if is_asked_again else limit):
+            why = "its event loop is blocked" if limit == REACTION_TIMEOUT else "its end takes too long"
             if is_asked_again:
                 why += ", and it was asked again"
-            _end(server, process, why, time.monotonic() - caught_at, written)
+            _kill_server(server, process, why, time.monotonic() - caught_at, written)
             return
 
 
-def _handle_of(process: int) -> int | None:
-    """What tells a process from a later one of its number; None where the system has no such thing, or forbids it."""
+def _open_pidfd(process: int) -> int | None:
+    """Return a file descriptor of a process, safe against reuse of its number; None where there is no such thing."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
         return None
 
 
-def _end(server: int, process: int | None, why: str, after: float, written: bytes) -> None:
-    lines = written[written.find(_CAUGHT) :].replace(_HEARD, b"").decode("utf-8", "replace").splitlines()
+def _kill_server(server: int, process: int | None, why: str, after: float, written: bytes) -> None:
+    lines = written[written.find(_CAUGHT) :].replace(_ACKNOWLEDGED, b"").decode("utf-8", "replace").splitlines()
     said = (
         f"robojax: {why}, so process {server} is killed {after:.1f} s after it was asked to end; its connections "
         "break, and robots hold by themselves. Its main thread when it was asked:\n"
-        + "".join(f"{line}\n" for line in lines[1 : _LINES + 1])
+        + "".join(f"{line}\n" for line in lines[1 : _STACK_LINES + 1])
     )
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     with contextlib.suppress(OSError):  # nobody reads it
         if poll.poll(0):  # a terminal that is paused must not keep the server alive
-            os.write(2, said.encode()[:_LONGEST])
+            os.write(2, said.encode()[:_PIPE_BYTES])
     with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         if process is not None:
             signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -146,4 +148,4 @@ def _end(server: int, process: int | None, why: str, after: float, written: byte
 
 
 if __name__ == "__main__":
-    guard(int(sys.argv[1]))
+    watch_server(int(sys.argv[1]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from service.reloading_file import FileUnusable, read_regular
+from service.reloading_file import FileUnusable, read_regular_file
 from service.setting_types import SettingsError
 
 OFF = "off"
@@ -19,13 +19,13 @@ class StateTaken(Exception):
 
 
 def state_folder(state: str | None) -> Path | None:
-    """The folder that the setting `state` names, or None: nothing is kept."""
+    """Return the folder that the setting `state` names, or None when nothing is written to disk."""
     return None if state in (None, OFF) else Path(state).expanduser()
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Be the one server of a state folder; the system lets go of it whenever this process ends.
+def lock_state_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a state folder, which only one server may use; it ends with the process at the latest.
 
     Raises:
         StateTaken: another one works on it, or it cannot be made.
@@ -47,8 +47,8 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def usual_state(port: int) -> str:
-    """Where a server of this port keeps its state when nobody says: two servers of one machine have two ports.
+def default_state(port: int) -> str:
+    """Return the default state folder of a server on this port: two servers of one machine have two ports.
 
     A server on any free port has nothing to come back to.
     """
@@ -57,7 +57,7 @@ def usual_state(port: int) -> str:
 
 
 def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
-    """The lines of a secret file, without empty ones and comments; none when there is no path.
+    """Read the lines of a secret file, without empty ones and comments; none when there is no path.
 
     Raises:
         SettingsError: it cannot be read, or has nothing in it.
@@ -65,18 +65,18 @@ def read_secrets(name: str, path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        lines = read_regular(Path(path).expanduser()).decode().splitlines()
+        lines = read_regular_file(Path(path).expanduser()).decode().splitlines()
     except (FileUnusable, OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or ("it is no text" if isinstance(error, ValueError) else f"it {error}")
         raise SettingsError(f"{name} {path!r}: {why}; wanted a file with one secret per line") from error
-    found = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not found:
+    values = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not values:
         raise SettingsError(f"{name} {path!r}: it is empty; wanted a file with one secret per line")
-    return found
+    return values
 
 
-def own_token(folder: Path) -> tuple[str, Path]:
-    """The token that a server made for its registry, and the file that only its owner can read; made the first time.
+def load_registry_token(folder: Path) -> tuple[str, Path]:
+    """Return the token that this server made for its registry, and its private file; made the first time.
 
     Raises:
         SettingsError: the file cannot be written.

@@ -11,48 +11,48 @@ BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 
 
 class Recent:
-    """The newest samples of one figure, and of all that there were: how many, their sum, and how they spread."""
+    """The newest samples of one figure, and count, sum and histogram of all samples."""
 
     def __init__(self, size: int):
         self.count = 0
         self.total = 0.0
         self._ring = np.zeros(size)
-        self._spread = [0] * (len(BOUNDS) + 1)
-        self._known: tuple[int, tuple[float, ...], Sequence[float]] = (-1, (), ())
+        self._histogram = [0] * (len(BOUNDS) + 1)
+        self._cached: tuple[int, tuple[float, ...], Sequence[float]] = (-1, (), ())
 
     def add(self, value: float) -> None:
-        """Keep one sample in place of the oldest."""
+        """Add a sample; it replaces the oldest."""
         self._ring[self.count % len(self._ring)] = value
         self.count += 1
         self.total += value
-        self._spread[bisect_left(BOUNDS, value)] += 1
+        self._histogram[bisect_left(BOUNDS, value)] += 1
 
     @property
-    def spread(self) -> Sequence[int]:
-        """How many of all samples were up to each of ``BOUNDS`` (and above the one before); those above all last."""
-        return tuple(self._spread)
+    def histogram(self) -> Sequence[int]:
+        """Number of all samples up to each of ``BOUNDS`` (and above the one before); those above all come last."""
+        return tuple(self._histogram)
 
     @property
     def samples(self) -> np.ndarray:
-        """(n,) the samples still kept, in no order."""
+        """The samples still kept, (n,) in no order."""
         return self._ring[: min(self.count, len(self._ring))]
 
     @property
     def newest(self) -> float | None:
-        """The newest sample."""
+        """The newest sample, or None before the first."""
         return float(self._ring[(self.count - 1) % len(self._ring)]) if self.count else None
 
     @property
     def newest_ms(self) -> float | None:
-        """The newest sample, of seconds in milliseconds."""
+        """The newest sample in milliseconds, for samples in seconds."""
         return None if self.newest is None else round(self.newest * 1e3, 3)
 
     def percentile(self, percent: float) -> float | None:
-        """That percentile of the kept samples, or None before the first."""
+        """Return a percentile of the kept samples, or None before the first."""
         return self._percentiles(percent)[0] if self.count else None
 
     def percentiles_ms(self, *percents: float) -> dict[str, float | None]:
-        """Of samples in seconds: ``{"p50": 1.25, ...}`` in milliseconds."""
+        """Return percentiles in milliseconds, ``{"p50": 1.25, ...}``, for samples in seconds."""
         if not self.count:
             return {f"p{percent:g}": None for percent in percents}
         values = self._percentiles(*percents)
@@ -61,46 +61,48 @@ class Recent:
     def _percentiles(self, *percents: float) -> Sequence[float]:
         # All of 64 sessions in one answer, between two ticks: numpy's own percentile takes five times as long, and of
         # sessions that do not move nothing has changed since the answer before.
-        if self._known[:2] != (self.count, percents):
+        if self._cached[:2] != (self.count, percents):
             ordered = np.sort(self.samples)
-            places = [(len(ordered) - 1) * percent / 100 for percent in percents]
-            lower = [float(ordered[int(place)]) for place in places]
-            upper = [float(ordered[min(int(place) + 1, len(ordered) - 1)]) for place in places]
-            values = [low + (high - low) * (place % 1) for low, high, place in zip(lower, upper, places, strict=True)]
-            self._known = (self.count, percents, values)
-        return self._known[2]
+            positions = [(len(ordered) - 1) * percent / 100 for percent in percents]
+            lower = [float(ordered[int(place)]) for place in positions]
+            upper = [float(ordered[min(int(place) + 1, len(ordered) - 1)]) for place in positions]
+            values = [
+                low + (high - low) * (place % 1) for low, high, place in zip(lower, upper, positions, strict=True)
+            ]
+            self._cached = (self.count, percents, values)
+        return self._cached[2]
 
 
 class Rate:
-    """How often something happens, over its newest times."""
+    """Rate of an event, from its newest times."""
 
-    def __init__(self, size: int = 32, patience: float = 2.0):
+    def __init__(self, size: int = 32, max_age: float = 2.0):
         self.count = 0
         self._times = np.zeros(size)
-        self._patience = patience
+        self._max_age = max_age
 
     def add(self, now: float) -> None:
-        """It happened."""
+        """Note one event at this time."""
         self._times[self.count % len(self._times)] = now
         self.count += 1
 
     def per_second(self, now: float) -> float:
-        """Events per second; 0 when the newest is older than the patience."""
+        """Return events per second; 0 when the newest is older than ``max_age`` seconds."""
         kept = self._times[: min(self.count, len(self._times))]
-        if len(kept) < 2 or now - kept.max() > self._patience:
+        if len(kept) < 2 or now - kept.max() > self._max_age:
             return 0.0
         span = float(kept.max() - kept.min())
         return round((len(kept) - 1) / span, 2) if span > 0 else 0.0
 
 
 class Tally:
-    """How often each reason came up."""
+    """Counts by reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def add(self, reason: str, times: int = 1) -> None:
-        """Count it."""
+        """Count a reason."""
         self._counts[reason] += times
 
     def __getitem__(self, reason: str) -> int:
@@ -108,9 +110,9 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """All reasons together."""
+        """Sum of the counts of all reasons."""
         return self._counts.total()
 
     def by_reason(self) -> Mapping[str, int]:
-        """A copy, sorted by name."""
+        """Return a copy of the counts, sorted by reason."""
         return dict(sorted(self._counts.items()))

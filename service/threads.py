@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 Result = TypeVar("Result")
 
 
-def yield_to_others(niceness: int) -> None:
-    """Lower this thread's priority by so many steps, and that of threads it will start.
+def lower_priority(niceness: int) -> None:
+    """Raise the niceness of this thread by so many steps, and that of threads it will start.
 
     On Linux niceness belongs to a thread and is inherited, so a numeric library whose thread pool
     is first used from here computes below the event loop. Elsewhere it would be the whole process's: left alone.
@@ -26,7 +26,7 @@ def yield_to_others(niceness: int) -> None:
 
 @dataclass
 class Job(Generic[Result]):
-    """One call for a worker.
+    """One call that a worker thread runs.
 
     Attributes:
         submitted, started, ended: ``time.monotonic()``; the latter two None until then.
@@ -41,7 +41,7 @@ class Job(Generic[Result]):
     is_unwanted: bool = False
 
     def run(self) -> None:
-        """Call, and hand the result to the loop that waits for it."""
+        """Run the call, and hand its result to the event loop that waits for it."""
         self.started = time.monotonic()
         try:
             result = self.call()
@@ -75,7 +75,7 @@ def _fail(outcome: asyncio.Future[Any], error: BaseException) -> None:
 
 
 class Worker:
-    """One thread that runs jobs in the order they came; when a job is stuck, another thread takes over.
+    """Thread that runs jobs in order; when a job is stuck, another thread takes over.
 
     The thread is a daemon: a call that never returns must not keep the process from ending.
 
@@ -100,11 +100,11 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs not yet begun."""
+        """Number of jobs that have not begun."""
         return self._jobs.qsize()
 
     def abandon(self, job: Job[Any]) -> bool:
-        """Leave the thread behind that is still in this job and go on with a new one. False when it is not."""
+        """Leave the thread that is stuck in this job behind and start a new one; False when no thread is in it."""
         with self._lock:
             if self._current is not job:
                 return False
@@ -113,10 +113,10 @@ class Worker:
             self._thread = self._start()
         return True
 
-    def close(self, within: float) -> bool:
-        """End the thread after its present job; whether it ended in time (seconds)."""
+    def close(self, timeout: float) -> bool:
+        """End the thread after its present job; returns whether it ended within ``timeout`` seconds."""
         self._jobs.put(None)
-        self._thread.join(within)
+        self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _start(self) -> threading.Thread:
@@ -126,7 +126,7 @@ class Worker:
         return thread
 
     def _run(self) -> None:
-        yield_to_others(self._niceness)
+        lower_priority(self._niceness)
         while (job := self._jobs.get()) is not None:
             if job.is_unwanted:
                 continue
@@ -145,35 +145,35 @@ def call_in_thread(call: Callable[[], Result], name: str, niceness: int = 0) -> 
     job = Job(call, asyncio.get_running_loop().create_future())
 
     def run() -> None:
-        yield_to_others(niceness)
+        lower_priority(niceness)
         job.run()
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return job.outcome
 
 
-def hand_over(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], found: Any) -> None:
-    """Settle an outcome of this loop; from any thread."""
+def settle_threadsafe(loop: asyncio.AbstractEventLoop, outcome: asyncio.Future[Any], result: Any) -> None:
+    """Set the result or the error of a future of this loop, from any thread."""
     try:
-        loop.call_soon_threadsafe(settle, outcome, found)
+        loop.call_soon_threadsafe(settle, outcome, result)
     except RuntimeError:
         # The loop has ended, and whoever waited with it.
         if not loop.is_closed():
             raise
 
 
-def settle(outcome: asyncio.Future[Any], found: Any) -> None:
-    """Give what was found, or raise it where it is an error; nothing where that was done before."""
+def settle(outcome: asyncio.Future[Any], result: Any) -> None:
+    """Set a future's result, or its error where the result is an exception; nothing happens when it is done already."""
     if outcome.done():
         return
-    if isinstance(found, BaseException):
-        outcome.set_exception(found)
-        is_heard(outcome)
+    if isinstance(result, BaseException):
+        outcome.set_exception(result)
+        mark_retrieved(outcome)
     else:
-        outcome.set_result(found)
+        outcome.set_result(result)
 
 
-def is_heard(answer: asyncio.Future[Any]) -> None:
-    """Whoever waited may have it from elsewhere: an error that nobody takes is none."""
+def mark_retrieved(answer: asyncio.Future[Any]) -> None:
+    """Mark a future's error as retrieved, so that asyncio does not log it when nobody awaits it."""
     if not answer.cancelled():
         answer.exception()

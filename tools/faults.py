@@ -187,8 +187,8 @@ FAULTS = (
     Fault(
         "an address has a connection too many",
         "service/http/limits.py",
-        "self._open[who] >= self.limits.each",
-        "self._open[who] > self.limits.each",
+        "self._open[who] >= self.limits.per_address",
+        "self._open[who] > self.limits.per_address",
         _tests("unit/http/test_limits.py"),
     ),
     Fault(
@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         "all that is wrong with a body is told",
         "service/http/bodies.py",
-        "_TOLD = 64",
-        "_TOLD = 6400",
+        "_MAX_ERRORS = 64",
+        "_MAX_ERRORS = 6400",
         _tests("integration/http/test_routes_validation.py"),
     ),
     Fault(
@@ -250,7 +250,7 @@ FAULTS = (
     ),
     Fault(
         "another engine is made while one is coming",
-        "service/distributed/pool.py",
+        "service/distributed/scaling.py",
         "if coming or not engines:",
         "if not engines:",
         _tests("unit/distributed/test_scaling.py"),
@@ -309,8 +309,8 @@ FAULTS = (
     Fault(
         "a body may be longer than it may be",
         "hooks/receiver/intake.py",
-        "if count > most:",
-        "if count > 64 * most:",
+        "if count > max_bytes:",
+        "if count > 64 * max_bytes:",
         _tests("unit/hooks/receiver/test_receiver.py"),
     ),
     Fault(

@@ -14,7 +14,7 @@ from robojax.cli.app import Code, fail, show_findings
 from service.settings import FILE, GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
 
 if TYPE_CHECKING:
-    from service.logging import Background, RotatingFile
+    from service.logging import BackgroundHandler, RotatingLogFile
 
 
 def serve(config: Path | None, **flags: Any) -> None:
@@ -27,12 +27,12 @@ def serve(config: Path | None, **flags: Any) -> None:
 
     from service.http.server import CannotListen, listen, run
     from service.logging import configure_logging
-    from service.processes import collector_paused
-    from service.state import usual_state
+    from service.processes import pause_garbage_collection
+    from service.state import default_state
 
     settings = settings_or_end(flags, config)
     if settings.state is None:
-        settings = settings.model_copy(update={"state": usual_state(settings.port)})
+        settings = settings.model_copy(update={"state": default_state(settings.port)})
     log = configure_logging(settings.log_level, settings.log_format, _log_file(settings))
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
@@ -43,7 +43,7 @@ def serve(config: Path | None, **flags: Any) -> None:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
     close_to_strangers(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
-    with collector_paused():
+    with pause_garbage_collection():
         from service.api.websockets import openpi_app
         from service.app import create_app
         from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
@@ -96,7 +96,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     _end(log)
 
 
-def _end(log: "Background") -> None:
+def _end(log: "BackgroundHandler") -> None:
     """End the process with 0, robots held and rooms left.
 
     Python would take its threads down one by one, and one that is inside of JAX (importing, compiling, computing) then
@@ -109,13 +109,13 @@ def _end(log: "Background") -> None:
     os._exit(0)
 
 
-def _log_file(settings: Settings) -> "RotatingFile | None":
-    from service.logging import RotatingFile
+def _log_file(settings: Settings) -> "RotatingLogFile | None":
+    from service.logging import RotatingLogFile
 
     if settings.log_file is None:
         return None
     try:
-        return RotatingFile(Path(settings.log_file).expanduser(), settings.log_file_bytes, settings.log_files)
+        return RotatingLogFile(Path(settings.log_file).expanduser(), settings.log_file_bytes, settings.log_files)
     except OSError as error:
         why = f"log_file {settings.log_file!r}: {error.strerror}; wanted a file that can be written"
         fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help` lists all")
@@ -346,9 +346,9 @@ def doctor(
     """
     pass
     from service.doctor import diagnose
-    from service.state import usual_state
+    from service.state import default_state
 
     settings = settings_or_end({"port": port})
     if settings.state is None:
-        settings = settings.model_copy(update={"state": usual_state(settings.port)})
+        settings = settings.model_copy(update={"state": default_state(settings.port)})
     show_findings(diagnose(settings), as_json=as_json)

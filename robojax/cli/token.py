@@ -162,10 +162,10 @@ def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
 
 def _settings(port: int | None, state: str | None, more: dict[str, str | None]) -> Any:
     from robojax.cli.serve import settings_or_end
-    from service.state import usual_state
+    from service.state import default_state
 
     settings = settings_or_end({"port": port, "state": state, **more})
-    return settings if settings.state else settings.model_copy(update={"state": usual_state(settings.port)})
+    return settings if settings.state else settings.model_copy(update={"state": default_state(settings.port)})
 
 
 def _nowhere(what: str, flag: str) -> NoReturn:

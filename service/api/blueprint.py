@@ -13,9 +13,9 @@ from service.api import operations, pages, policies, predict, sessions
 from service.api.context import App, Request, Route
 from service.http.bodies import request_id
 from service.http.limits import ConnectionLimits, Connections
-from service.http.origins import Origins, harden, preflight
-from service.http.protocol import FULL, DeadlineProtocol
-from service.logging import begin_about
+from service.http.origins import Origins, add_security_headers, answer_preflight
+from service.http.protocol import TOO_MANY_BODY, DeadlineProtocol
+from service.logging import bind_log_context
 from service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
     for number, (path, allowed) in enumerate(methods.items()):
         # Bound now: a closure would see the last path only.
         async def options(request: Request, allowed: Any = (*allowed, "OPTIONS"), **parts: str) -> HTTPResponse:
-            return preflight(request, allowed)
+            return answer_preflight(request, allowed)
 
         blueprint.add_route(
             options, prefix + path, methods=["OPTIONS"], name=f"options{number}", error_format="json", ctx_role=None
@@ -98,11 +98,11 @@ def api(prefix: str, origins: Origins) -> Blueprint:
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refusal(request)
+        return origins.refuse_request(request)
 
     @blueprint.on_response
     async def permit(request: Request, response: HTTPResponse) -> None:
-        origins.permit(request, response)
+        origins.add_cors_headers(request, response)
 
     return blueprint
 
@@ -112,7 +112,7 @@ def watch(app: App) -> None:
 
     @app.on_request
     async def begin(request: Request) -> HTTPResponse | None:
-        begin_about(request=request_id(request), session=None)
+        bind_log_context(request=request_id(request), session=None)
         request.ctx.began = time.perf_counter()
         if request.route is not None and isinstance(request.protocol, DeadlineProtocol):
             is_patient = getattr(request.route.ctx, "is_patient", False)
@@ -120,13 +120,13 @@ def watch(app: App) -> None:
             if request.protocol.is_spare and not getattr(request.route.ctx, "is_stop", False):
                 request.protocol.answer_and_close()
                 headers = {"retry-after": "5"}
-                return HTTPResponse(FULL, status=429, headers=headers, content_type="application/json")
+                return HTTPResponse(TOO_MANY_BODY, status=429, headers=headers, content_type="application/json")
         return None
 
     @app.on_response
     async def end(request: Request, response: HTTPResponse) -> None:
         response.headers["x-request-id"] = request_id(request)
-        harden(response)
+        add_security_headers(response)
         route = _template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)

@@ -19,7 +19,7 @@ from service.auth.caller import Role, caller_of
 from service.auth.guard import Guard
 from service.dashboard.live import Live
 from service.errors import UnknownSession
-from service.http.limits import Creates
+from service.http.limits import CreateLimiter
 from service.inference.model_server import Models
 from service.inference.policy_sources import PolicyPlaces, PolicyReader
 from service.logging import RecentLogs
@@ -143,7 +143,7 @@ class Context:
         versions: of this and of what matters below it.
         table: the embedded transport's rooms, or None when it is off.
         guard: who is let in where.
-        creates: how often each caller may make a session.
+        create_limiter: how often each caller may make a session.
         doors: for clients that need no rooms.
         loop_watchdog: how often the event loop was blocked.
         sessions, models, updates, recordings: there from the server's start to its stop.
@@ -167,7 +167,7 @@ class Context:
     places: PolicyPlaces
     policy_reader: PolicyReader
     live: Live
-    creates: Creates
+    create_limiter: CreateLimiter
     doors: StreamClients
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)

@@ -267,7 +267,7 @@ class _Loop(Collector):
 def _histogram(name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], Recent]]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, figures in rows:
-        counts = accumulate(figures.spread)
+        counts = accumulate(figures.histogram)
         buckets = [(bound, count) for bound, count in zip((*map(str, BOUNDS), "+Inf"), counts, strict=True)]
         family.add_metric(list(values), buckets, figures.total)
     return family

@@ -16,7 +16,7 @@ from service.api.schemas import AdoptRequest
 from service.auth.caller import STRANGER, Role, caller_of
 from service.auth.tokens import LIFETIME
 from service.errors import InvalidRequest, MoveRefused, UnknownSession
-from service.http.bodies import REASON, answer, read_body, reason_in
+from service.http.bodies import REASON, json_response, read_body, read_reason
 from service.stage import Stage
 from service.transport.address import Kind
 
@@ -51,7 +51,7 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     share a database, the robots of all are stopped; `fronts_not_reached` names those of which that is not known.
     """
     sessions = request.app.ctx.sessions
-    reason = await reason_in(request)
+    reason = await read_reason(request)
     stopped = await sessions.emergency_stop(reason)
     own = {session.id for session in sessions_of(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
@@ -62,7 +62,7 @@ async def emergency_stop(request: Request) -> HTTPResponse:
         seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
     told = {"message": f"Emergency stop of {count} sessions", "count": count}
-    return answer({**told, "stopped": seen, **elsewhere, **sessions.caveat()})
+    return json_response({**told, "stopped": seen, **elsewhere, **sessions.caveat()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
@@ -79,14 +79,16 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
         if not is_reset:
             raise
         told = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
-        return answer({**told, **sessions.caveat()})
+        return json_response({**told, **sessions.caveat()})
     message = f"Session {session.id} reset"
-    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
+    return json_response(
+        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()}
+    )
 
 
 async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
     """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
-    return answer(dict(session_of(request, session_id).queue()))
+    return json_response(dict(session_of(request, session_id).queue()))
 
 
 async def get_system_info(request: Request) -> HTTPResponse:
@@ -95,7 +97,7 @@ async def get_system_info(request: Request) -> HTTPResponse:
     rooms = None
     if context.table is not None:
         rooms = {str(kind): sum(place.kind is kind for place in context.table.rooms) for kind in Kind}
-    return answer(
+    return json_response(
         {
             "versions": dict(context.versions),
             "platform": platform.platform(),
@@ -123,7 +125,7 @@ async def get_recent_logs(request: Request) -> HTTPResponse:
     if level not in LEVELS:
         raise InvalidRequest(f"level should be one of {', '.join(LEVELS)}", ("query", "level"))
     number = logging.getLevelNamesMapping()[level.upper()]
-    return answer({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
+    return json_response({"logs": [dict(line) for line in request.app.ctx.logs.newest(limit, number)]})
 
 
 def _limit(text: str) -> int:
@@ -168,7 +170,7 @@ DEBUG_ROUTES = (
 
 async def root(request: Request) -> HTTPResponse:
     """Whether the server answers."""
-    return answer({"message": "robojax inference server is running", "status": "healthy"})
+    return json_response({"message": "robojax inference server is running", "status": "healthy"})
 
 
 async def health_check(request: Request) -> HTTPResponse:
@@ -177,14 +179,16 @@ async def health_check(request: Request) -> HTTPResponse:
     # Where keys are wanted, whoever has none is told no more than that it runs.
     if caller_of(request) is STRANGER:
         active = sum(session.stage is not Stage.INTERRUPTED for session in context.sessions.list())
-        return answer({"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []})
+        return json_response(
+            {"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []}
+        )
     sessions = sessions_of(request)
     # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.facts()
     models = context.models.list()
     device = facts["device"] or next((served.model.description["device"] for served in models), None)
-    return answer(
+    return json_response(
         {
             "status": "healthy",
             "server_running": True,  # what clients of the transport server's own health look for
@@ -232,8 +236,8 @@ async def readiness(request: Request) -> HTTPResponse:
     ]
     found = {"ready": not waiting_for, "waiting_for": waiting_for, "loading": loading}
     if not waiting_for:
-        return answer(found)
-    return answer({"detail": "; ".join(waiting_for), "code": "not_ready"} | found, 503, {"retry-after": "1"})
+        return json_response(found)
+    return json_response({"detail": "; ".join(waiting_for), "code": "not_ready"} | found, 503, {"retry-after": "1"})
 
 
 HEALTH_ROUTES = (
@@ -246,7 +250,7 @@ HEALTH_ROUTES = (
 async def cluster(request: Request) -> HTTPResponse:
     """Engines with their load, other fronts, and what is wrong; null where engines, or sessions, are its own."""
     context = request.app.ctx
-    return answer(
+    return json_response(
         {
             "engines": None if context.engines is None else context.engines.facts(),
             "front": None if context.front is None else context.front.facts(),
@@ -266,7 +270,9 @@ async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
         raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)
-    return answer({"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)})
+    return json_response(
+        {"message": f"Session {session_id} adopted", "session_id": session_id, "status": str(session.stage)}
+    )
 
 
 CLUSTER_ROUTES = (
@@ -290,7 +296,7 @@ async def make_ticket(request: Request) -> HTTPResponse:
     It stands in an address, which is written down in places; so it is used up at once, and changes nothing itself.
     """
     ticket = request.app.ctx.guard.admissions.ticket(request.ctx.admission)
-    return answer({"ticket": ticket, "expires_in": int(LIFETIME)})
+    return json_response({"ticket": ticket, "expires_in": int(LIFETIME)})
 
 
 _TICKET = {

@@ -56,7 +56,7 @@ def live_blueprint(prefix: str, origins: Origins) -> Blueprint:
     # A function, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refusal(request)
+        return origins.refuse_request(request)
 
     return blueprint
 

@@ -13,7 +13,7 @@ from service.api.context import Query, Request, Route, session_of, sessions_of
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
-from service.http.bodies import InvalidBody, answer, read_body, without
+from service.http.bodies import InvalidBody, json_response, mask_input, read_body
 from service.sessions.compatibility import fit, misfits
 from service.sessions.request import NewSession, SessionSettings
 
@@ -29,9 +29,9 @@ async def list_deployments(request: Request) -> HTTPResponse:
         raise InvalidRequest(f"limit should be a whole number from 1 to {LIMIT}", ("query", "limit"))
     of = None if session_id is None else str(session_id)
     if caller_of(request).sees_all:
-        return answer(request.app.ctx.updates.list(int(limit), of))
+        return json_response(request.app.ctx.updates.list(int(limit), of))
     told = (_told(request, update) for update in request.app.ctx.updates.list(LONGEST, of))
-    return answer([update for update in told if update is not None][: int(limit)])
+    return json_response([update for update in told if update is not None][: int(limit)])
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
@@ -39,7 +39,7 @@ async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     update = _told(request, request.app.ctx.updates.get(deployment_id))
     if update is None:
         raise UnknownDeployment(f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them")
-    return answer(update)
+    return json_response(update)
 
 
 async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
@@ -55,25 +55,25 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     request.app.ctx.places.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
         raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
-    return answer(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
+    return json_response(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
 
 
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Bring back the policy that the session ran before the last update; it is in memory still."""
     session_of(request, session_id)
-    return answer(await request.app.ctx.updates.rollback(session_id))
+    return json_response(await request.app.ctx.updates.rollback(session_id))
 
 
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or taken back; they are not deployed again by themselves."""
-    return answer(request.app.ctx.updates.quarantine())
+    return json_response(request.app.ctx.updates.quarantine())
 
 
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
     """Let a commit out of the quarantine."""
     if not await request.app.ctx.updates.release(commit):
         raise UnknownDeployment(f"commit {commit[:80]!r} is not in quarantine; GET /quarantine lists those that are")
-    return answer({"message": f"Commit {commit} released"})
+    return json_response({"message": f"Commit {commit} released"})
 
 
 def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -146,9 +146,9 @@ async def check_policy(request: Request) -> HTTPResponse:
     try:
         requirements = await request.app.ctx.policy_reader.read(body.policy_path, body.revision)
     except PolicyError as error:
-        entry = {"loc": ["body", "policy_path"], "msg": without(str(error), body), "type": error.code}
+        entry = {"loc": ["body", "policy_path"], "msg": mask_input(str(error), body), "type": error.code}
         raise InvalidBody([entry]) from error
-    return answer(_checked(requirements, body, request.app.ctx.sessions.settings))
+    return json_response(_checked(requirements, body, request.app.ctx.sessions.settings))
 
 
 def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: SessionSettings) -> dict[str, object]:
@@ -174,7 +174,7 @@ def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: Ses
         wrong.append(str(error))
     found = PolicyCheck(
         fits=not wrong,
-        misfits=[without(text, body) for text in wrong],
+        misfits=[mask_input(text, body) for text in wrong],
         policy_type=requirements.policy_type,
         camera_names=cameras,
         camera_sizes={camera: list(size) for camera, size in requirements.cameras.items()},

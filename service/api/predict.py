@@ -8,20 +8,20 @@ from sanic import HTTPResponse
 from service.api.context import Request, Route, session_of
 from service.auth.caller import Role, caller_of
 from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
-from service.http.array_formats import FORMS, form_of_answer, form_of_body
-from service.http.bodies import answer, discard, read_pieces, send_pieces
+from service.http.array_formats import FORMS, choose_answer_format, find_body_format
+from service.http.bodies import discard_body, json_response, read_streamed_body, send_response
 from service.inference.model_server import Ask
 from service.streaming import codec, direct_inference
 
 
 async def list_models(request: Request) -> HTTPResponse:
     """All models: what each is, which inputs it takes, and how it fared."""
-    return answer([served.facts() for served in request.app.ctx.models.list()])
+    return json_response([served.facts() for served in request.app.ctx.models.list()])
 
 
 async def get_model(request: Request, name: str) -> HTTPResponse:
     """One model."""
-    return answer(request.app.ctx.models.get(name).facts())
+    return json_response(request.app.ctx.models.get(name).facts())
 
 
 async def run_model(request: Request, name: str) -> HTTPResponse | None:
@@ -37,21 +37,21 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
     with ExitStack() as held:
         try:
             served = models.get(name)
-            form = form_of_body(request.headers.get("content-type"))
-            wanted = form_of_answer(request.headers.get("accept"), form)
+            form = find_body_format(request.headers.get("content-type"))
+            wanted = choose_answer_format(request.headers.get("accept"), form)
             held.enter_context(models.forwards.place())
             if form.is_small:
-                body = await read_pieces(request, settings.max_body, "max_body; npz and msgpack may have more")
+                body = await read_streamed_body(request, settings.max_body, "max_body; npz and msgpack may have more")
             else:
-                body = await read_pieces(request, settings.max_forward_bytes, "max_forward_bytes")
+                body = await read_streamed_body(request, settings.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
             held.close()
-            await discard(request, 2 * settings.max_forward_bytes)
+            await discard_body(request, 2 * settings.max_forward_bytes)
             raise
         forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
         timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
-        return await send_pieces(
-            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, within=settings.answer_deadline
+        return await send_response(
+            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, timeout=settings.answer_deadline
         )
 
 
@@ -133,9 +133,11 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
         consultation = doors.acting(session, caller_of(request))
         consultation.open()
         most = codec.LARGEST_JSON if form == JSON else doors.settings.socket.bytes
-        body = b"".join(await read_pieces(request, most, "msgpack may have more" if form == JSON else "of one act"))
+        body = b"".join(
+            await read_streamed_body(request, most, "msgpack may have more" if form == JSON else "of one act")
+        )
     except ServiceError:
-        await discard(request, 2 * doors.settings.socket.bytes)
+        await discard_body(request, 2 * doors.settings.socket.bytes)
         raise
     message = await codec.read_json(body) if form == JSON else codec.unpack(body)
     if not isinstance(message, Mapping):

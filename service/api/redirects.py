@@ -13,7 +13,7 @@ from service.distributed import peers
 from service.distributed.peers import NAME, PASSED, PeerSessions, status_of
 from service.distributed.session_table import Entry, Peer
 from service.errors import MoveRefused, UnknownSession
-from service.http.bodies import answer, discard, reason_in, request_id
+from service.http.bodies import discard_body, json_response, read_reason, request_id
 from service.http.origins import Origins
 
 # What programs know such an answer by; its headers are for proxies that follow it themselves.
@@ -54,7 +54,7 @@ class Redirects:
             return None
         session_id = request.match_info.get("session_id")
         # Pages that may not call are refused by the routes, later, in their own words.
-        if session_id is None or request.method == "OPTIONS" or self._origins.refusal(request) is not None:
+        if session_id is None or request.method == "OPTIONS" or self._origins.refuse_request(request) is not None:
             return None
         if any(session.id == session_id for session in request.app.ctx.sessions.list()):
             return None
@@ -67,13 +67,13 @@ class Redirects:
         if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
             return await self._stop(request, owning, session_id)
         if not request.body and request.stream is not None and request.stream.request_body:
-            await discard(request, LARGEST)
+            await discard_body(request, LARGEST)
         if not caller_of(request).sees(entry.owner):
             raise UnknownSession(f"Session {session_id} not found")
         if owning is None or not is_alive:
             return await self._of_the_dead(request, front, entry)
         location = f"{owning.url}{request.path}{f'?{request.query_string}' if request.query_string else ''}"
-        return answer(
+        return json_response(
             {"detail": f"session {session_id!r} is on the front {owning.name}: ask {owning.url}", "code": CODE},
             307,
             {"location": location, PASSED: owning.name, ADDRESS: _host_and_port(owning.url)},
@@ -96,10 +96,10 @@ class Redirects:
         if not entry.status and request.method != "DELETE":
             raise UnknownSession(f"Session {entry.id} not found")  # its id was taken, and nothing came of it
         if request.method in ("GET", "HEAD") and last == entry.id:
-            return answer(status_of(entry))
+            return json_response(status_of(entry))
         if request.method == "DELETE" and last == entry.id:
             await front.forget(entry.id)
-            return answer({"message": f"Session {entry.id} deleted; its front {entry.front} had died"})
+            return json_response({"message": f"Session {entry.id} deleted; its front {entry.front} had died"})
         raise MoveRefused(
             f"session {entry.id!r} is interrupted: its front {entry.front} has died. "
             f"POST /sessions/{entry.id}/adopt takes it over here"
@@ -107,9 +107,9 @@ class Redirects:
 
     async def _stop(self, request: Request, owning: Peer, session_id: str) -> HTTPResponse:
         headers = self._headers(request)
-        stopping = peers.stop_session(owning, session_id, headers, await reason_in(request))
+        stopping = peers.stop_session(owning, session_id, headers, await read_reason(request))
         status, told = await self._see_through(stopping)
-        return answer(told, status, {PASSED: owning.name})
+        return json_response(told, status, {PASSED: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
         """Stop the robots of all other servers, too: how many, and which servers are not known to have.

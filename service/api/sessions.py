@@ -19,7 +19,7 @@ from service.api.schemas import (
 )
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
-from service.http.bodies import REASON, answer, read_body, reason_in, refused
+from service.http.bodies import REASON, json_response, read_body, read_reason, to_invalid_body
 from service.sessions.interrupted import Interrupted
 from service.sessions.request import NewSession
 from service.sessions.store import Listed, Sessions
@@ -34,12 +34,12 @@ async def list_sessions(request: Request) -> HTTPResponse:
     listed = [vars(session.status()) for session in sessions_of(request)]
     front = request.app.ctx.front
     if front is None:
-        return answer(listed)
+        return json_response(listed)
     try:
-        return answer([*listed, *await front.list(caller_of(request))])
+        return json_response([*listed, *await front.list(caller_of(request))])
     except ServiceError as error:
         # What is known here is not kept back; and whoever asks learns that it is not all.
-        return answer(listed, headers={"x-robojax-incomplete": str(error)})
+        return json_response(listed, headers={"x-robojax-incomplete": str(error)})
 
 
 async def create_session(request: Request) -> HTTPResponse:
@@ -50,7 +50,7 @@ async def create_session(request: Request) -> HTTPResponse:
     """
     body = read_body(request, NewSessionRequest)
     caller = caller_of(request)
-    request.app.ctx.creates.take(None if caller is ANYBODY else caller.name, request.ip)
+    request.app.ctx.create_limiter.take(None if caller is ANYBODY else caller.name, request.ip)
     new = NewSession(
         session_id=body.session_id,
         policy_path=body.policy_path,
@@ -82,10 +82,10 @@ async def create_session(request: Request) -> HTTPResponse:
     except ServiceError as error:
         if error.status != 422:
             raise
-        raise refused(error, body) from error
+        raise to_invalid_body(error, body) from error
     rooms = session.rooms
     assert rooms is not None, "a session that is ready has rooms"
-    return answer(
+    return json_response(
         {
             "workspace_id": rooms.workspace_id,
             "camera_room_ids": dict(rooms.cameras),
@@ -97,14 +97,14 @@ async def create_session(request: Request) -> HTTPResponse:
 
 async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
     """One session."""
-    return answer(vars(session_of(request, session_id).status()))
+    return json_response(vars(session_of(request, session_id).status()))
 
 
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
     sessions = request.app.ctx.sessions
     await sessions.delete(session_of(request, session_id).id)
-    return answer({"message": f"Session {session_id} deleted", **sessions.caveat()})
+    return json_response({"message": f"Session {session_id} deleted", **sessions.caveat()})
 
 
 def _check_id(request: Request, caller: Caller, session_id: str) -> None:
@@ -190,14 +190,18 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     the session is, the stop happens.
     """
     sessions = request.app.ctx.sessions
-    await sessions.emergency_stop(await reason_in(request), session_id)
+    await sessions.emergency_stop(await read_reason(request), session_id)
     log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
-    return answer({"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()})
+    return json_response(
+        {"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()}
+    )
 
 
 def _moved(sessions: Sessions, what: str, session: Listed) -> HTTPResponse:
     message = f"{what} for session {session.id}"
-    return answer({"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()})
+    return json_response(
+        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()}
+    )
 
 
 CONTROL_ROUTES = (
@@ -267,7 +271,9 @@ async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
         score = Score()
         session.figures.append(score)
     score.take(told, time.monotonic())
-    return answer({"message": f"Score of session {session.id} taken", "session_id": session.id, **told.model_dump()})
+    return json_response(
+        {"message": f"Score of session {session.id} taken", "session_id": session.id, **told.model_dump()}
+    )
 
 
 SCORE_ROUTES = (
@@ -290,18 +296,18 @@ async def record_session(request: Request, session_id: str) -> HTTPResponse:
     """
     body = read_body(request, RecordRequest)
     figures = request.app.ctx.recordings.switch(session_of(request, session_id), body.on)
-    return answer({"session_id": session_id, "recording": dict(figures)})
+    return json_response({"session_id": session_id, "recording": dict(figures)})
 
 
 async def list_recordings(request: Request) -> HTTPResponse:
     """Recordings of the caller's sessions, newest first."""
-    return answer(await request.app.ctx.recordings.list(caller_of(request).sees))
+    return json_response(await request.app.ctx.recordings.list(caller_of(request).sees))
 
 
 async def delete_recording(request: Request, name: str) -> HTTPResponse:
     """Remove a recording, and the dataset that was made of it. None is ever removed by itself."""
     await request.app.ctx.recordings.remove(name, caller_of(request).sees)
-    return answer({"message": f"Recording {name} deleted"})
+    return json_response({"message": f"Recording {name} deleted"})
 
 
 RECORDING_LIST = {"type": "array", "items": {"$ref": f"#/components/schemas/{Recording.__name__}"}}
@@ -332,8 +338,8 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     try:
         adjusted = await sessions.adjust(session.id, {name: getattr(body, name) for name in body.model_fields_set})
     except InvalidRequest as error:
-        raise refused(error, body) from error
-    return answer(
+        raise to_invalid_body(error, body) from error
+    return json_response(
         {
             "message": f"Session {session.id} adjusted",
             "session_id": session.id,

@@ -53,7 +53,7 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refusal(request)
+        return origins.refuse_request(request)
 
     @blueprint.on_request
     async def find(request: Request) -> None:
@@ -87,7 +87,7 @@ def openpi_app(app: App) -> App:
 
     @beside.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refusal(request)
+        return origins.refuse_request(request)
 
     # This port ends before the first one does, and waits for its clients: no robot may go on meanwhile.
     @beside.before_server_stop

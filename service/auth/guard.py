@@ -297,7 +297,7 @@ class Guard:
 
     def _check_host(self, request: "Request[Any, Any]", route: Any) -> None:
         host = request.headers.get("host")
-        if self._is_local and hasattr(route.ctx, "role") and not self._origins.knows_host(host):
+        if self._is_local and hasattr(route.ctx, "role") and not self._origins.allows_host(host):
             raise HostRefused(
                 "this server is only for its own machine, and is asked for by a name that may be anybody's; use "
                 "http://127.0.0.1 or localhost, or add the page's origin to the setting origins"

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from filelock import FileLock
 
 from service.auth.caller import Caller, Role
-from service.reloading_file import FileUnusable, ReloadingFile, write_private
+from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
 
 PREFIX = "rjk_"
 LONGEST = 128
@@ -73,7 +73,7 @@ class KeyFile:
             FileUnusable: it cannot be read, others may change it, or it is no file of keys.
         """
         try:
-            return self._file.content() or ()
+            return self._file.read() or ()
         except FileUnusable as error:
             raise FileUnusable(f"the file of keys {error}") from error
 
@@ -150,7 +150,9 @@ class KeyFile:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
         with held:
             keys = change(self.known())
-            write_private(self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n")
+            write_private_file(
+                self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n"
+            )
 
 
 def _entry(key: Key) -> dict[str, Any]:

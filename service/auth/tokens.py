@@ -14,7 +14,7 @@ import jwt
 
 from service.auth.caller import Caller, Role
 from service.auth.keys import NAME
-from service.reloading_file import FileUnusable, ReloadingFile, write_private
+from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
 
 ALGORITHM = "HS256"
 ISSUER = AUDIENCE = "robojax"
@@ -129,7 +129,7 @@ class SecretFile:
             FileUnusable: it cannot be read, others may read it, or its secret is too short.
         """
         try:
-            return self._file.content()
+            return self._file.read()
         except FileUnusable as error:
             raise FileUnusable(f"the file of the tokens' secret {error}") from error
 
@@ -144,7 +144,7 @@ class SecretFile:
             FileUnusable: as ``tokens``, or it cannot be written.
         """
         if self.tokens() is None:
-            write_private(self.path, f"{secrets.token_urlsafe(48)}\n".encode())
+            write_private_file(self.path, f"{secrets.token_urlsafe(48)}\n".encode())
         made = self.tokens()
         assert made is not None, "it was just written"
         return made

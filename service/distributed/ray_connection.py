@@ -12,7 +12,7 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from yarl import URL
 
-from service.threads import hand_over
+from service.threads import settle_threadsafe
 
 NAMESPACE = "robojax"
 
@@ -149,13 +149,13 @@ async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
 
     def hear(asked: "Future[Any]") -> None:
         error = asked.exception()
-        hand_over(loop, outcome, asked.result() if error is None else error)
+        settle_threadsafe(loop, outcome, asked.result() if error is None else error)
 
     def send() -> None:
         try:
             getattr(actor, method).remote(*arguments).future().add_done_callback(hear)
         except Exception as error:
-            hand_over(loop, outcome, error)
+            settle_threadsafe(loop, outcome, error)
 
     threading.Thread(target=send, name="cluster", daemon=True).start()
     try:

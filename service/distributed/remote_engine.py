@@ -19,7 +19,7 @@ from service.inference.latency_model import LatencyModel
 from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
 from service.inference.policy_sources import copies_in
 from service.inference.sandbox import begin_building
-from service.threads import hand_over, is_heard, settle
+from service.threads import mark_retrieved, settle, settle_threadsafe
 
 
 class RemotePolicy:
@@ -228,9 +228,9 @@ class RemoteWorker:
         outcome.add_done_callback(self._open.pop)
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
-        self._sender.submit(self._post, arguments, partial(hand_over, loop, outcome), outcome)
+        self._sender.submit(self._post, arguments, partial(settle_threadsafe, loop, outcome), outcome)
         answer = asyncio.create_task(self._answer(outcome, replica, frames_of(observation), now))
-        answer.add_done_callback(is_heard)
+        answer.add_done_callback(mark_retrieved)
         if may_move:
             usual = self._usual
             done, _ = await asyncio.wait([answer], timeout=usual)

@@ -22,21 +22,21 @@ from service.http.array_limits import (
     MAX_RANK,
     Allowance,
     ArrayLimits,
+    array_error,
     check_finite,
     check_name,
     read_dtype,
     read_shape,
-    refusal,
 )
-from service.http.strict_json import as_text, has_many_values, loads, loads_slowly
+from service.http.strict_json import decode_text, has_many_values, loads, loads_slowly
 
 # Python's encoder and decoder keep every other thread waiting until they are done: a millisecond at a time is enough.
-_AT_ONCE = 1024
+_CHUNK_VALUES = 1024
 _VALUES = 4096
 
 
 def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Arrays by name out of ``{"inputs": {name: array}}``.
+    """Decode arrays by name from ``{"inputs": {name: array}}``.
 
     Args:
         dtypes: by name, for arrays that come without one: JSON has one kind of number for 1 and 1.0.
@@ -45,8 +45,8 @@ def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> 
         InvalidRequest: it is not JSON, or holds something else than arrays of finite numbers.
         TooLarge: it holds more than is allowed.
     """
-    found = _parse(body)
-    inputs = found.get("inputs") if isinstance(found, dict) else None
+    parsed = _parse(body)
+    inputs = parsed.get("inputs") if isinstance(parsed, dict) else None
     if not isinstance(inputs, dict):
         raise InvalidRequest('wanted {"inputs": {name: array, ...}}', ("body", "inputs"))
     allowance = Allowance(limits)
@@ -56,7 +56,9 @@ def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> 
 
 
 def encode_json(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[bytes]:
-    """``{"outputs": {name: {"dtype", "shape", "data": nested lists}}, "timings_ms": {stage: number}}`` in pieces.
+    """Encode arrays as ``{"outputs": {name: {"dtype", "shape", "data"}}, "timings_ms": {stage: number}}`` in pieces.
+
+    ``data`` is nested lists.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON does not have.
@@ -72,11 +74,11 @@ def encode_json(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float])
 
 
 def _write(array: np.ndarray, pieces: list[str]) -> None:
-    if array.size <= _AT_ONCE:
+    if array.size <= _CHUNK_VALUES:
         pieces.append(json.dumps(array.tolist(), allow_nan=False, separators=(",", ":")))
         return
     pieces.append("[")
-    parts = np.array_split(array, math.ceil(len(array) / _AT_ONCE)) if array.ndim == 1 else array
+    parts = np.array_split(array, math.ceil(len(array) / _CHUNK_VALUES)) if array.ndim == 1 else array
     for position, part in enumerate(parts):
         if position:
             pieces.append(",")
@@ -93,7 +95,7 @@ def _refuse(literal: str) -> NoReturn:
 
 def _parse(body: bytes) -> Any:
     try:
-        text = as_text(body)
+        text = decode_text(body)
         if has_many_values(text, _VALUES):
             return loads_slowly(text, parse_constant=_refuse)
         return loads(text, _VALUES, parse_constant=_refuse)
@@ -101,19 +103,19 @@ def _parse(body: bytes) -> Any:
         raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
 
 
-def _read_json_array(name: str, value: object, allowance: Allowance, usual: str | None) -> np.ndarray:
+def _read_json_array(name: str, value: object, allowance: Allowance, default: str | None) -> np.ndarray:
     shape = None
-    said = usual
+    dtype_name = default
     if isinstance(value, dict):
-        said = value.get("dtype", usual)
+        dtype_name = value.get("dtype", default)
         shape = read_shape(name, value["shape"]) if "shape" in value else None
         value = value.get("data")
-    dtype = None if said is None else read_dtype(name, said)
+    dtype = None if dtype_name is None else read_dtype(name, dtype_name)
     array = _numbers(name, value)
     if shape is not None:
         allowance.take(name, shape, array.dtype)
         if math.prod(shape) != array.size:
-            raise refusal(name, f"has shape {list(shape)}, but {array.size} numbers")
+            raise array_error(name, f"has shape {list(shape)}, but {array.size} numbers")
         array = array.reshape(shape)
     else:
         allowance.take(name, array.shape, array.dtype)
@@ -124,14 +126,14 @@ def _numbers(name: str, value: object) -> np.ndarray:
     try:
         array = _array(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise refusal(name, "is no array; wanted a number, or nested lists of numbers of equal length") from error
+        raise array_error(name, "is no array; wanted a number, or nested lists of numbers of equal length") from error
     if array.dtype.kind not in "biuf":
-        raise refusal(name, "is no array of numbers; wanted a number, or nested lists of numbers of equal length")
+        raise array_error(name, "is no array of numbers; wanted a number, or nested lists of numbers of equal length")
     return array
 
 
 def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
-    """``np.array``, of a thousand numbers at a time where there are more."""
+    """Convert nested lists as ``np.array`` does, a thousand numbers at a time so that other threads get a turn."""
     if not isinstance(value, list) or not value or not rank:
         return np.array(value)
     each, part = 1, value[0]
@@ -139,22 +141,22 @@ def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
         if not isinstance(part, list) or not part:
             break
         each, part = each * len(part), part[0]
-    if each * len(value) <= _AT_ONCE:
+    if each * len(value) <= _CHUNK_VALUES:
         return np.array(value)
-    if each > _AT_ONCE:
+    if each > _CHUNK_VALUES:
         return np.stack([_array(part, rank - 1) for part in value])
-    step, parts = max(_AT_ONCE // each, 1), iter(value)
+    step, parts = max(_CHUNK_VALUES // each, 1), iter(value)
     return np.concatenate([np.array(few) for few in iter(lambda: list(islice(parts, step)), [])])
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     is_whole = dtype.kind in "iu"
     if is_whole and array.dtype.kind == "f":
-        raise refusal(name, f"holds fractions; wanted {dtype.name}")
+        raise array_error(name, f"holds fractions; wanted {dtype.name}")
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
     if is_whole and not np.array_equal(cast, array):
-        raise refusal(name, f"holds numbers that {dtype.name} has not")
+        raise array_error(name, f"holds numbers that {dtype.name} has not")
     return cast
 
 
@@ -165,7 +167,7 @@ _HEADER = 4096
 
 
 def decode_npz(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Arrays by name.
+    """Decode arrays by name from an npz archive.
 
     Raises:
         InvalidRequest: it is no npz, or holds something else than arrays of finite numbers.
@@ -194,14 +196,14 @@ def decode_npz(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> d
 
 
 def encode_npz(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[memoryview]:
-    """An npz of the arrays; it has no place for timings, which are in a header of the answer."""
+    """Encode arrays as an npz archive; it has no place for timings, which are in a header of the answer."""
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **dict(outputs))
     return [buffer.getbuffer()]
 
 
 def _check_directory(body: bytes, limits: ArrayLimits) -> None:
-    """The list of members is read whole by zipfile, so its size is looked at before."""
+    """Check the size of the archive's directory before zipfile reads it whole."""
     if len(body) < _END.size:
         raise InvalidRequest("the npz is empty or cut off; write it with numpy.savez", ("body",))
     signature, _, _, _, count, size, offset, comment = _END.unpack(body[-_END.size :])
@@ -219,18 +221,18 @@ def _check_directory(body: bytes, limits: ArrayLimits) -> None:
 def _read_npz_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> tuple[str, np.ndarray]:
     name = check_name(member.filename.removesuffix(".npy"))
     if not member.filename.endswith(".npy") or member.flag_bits & 1:
-        raise refusal(name, "is no plain npy file; write the npz with numpy.savez")
+        raise array_error(name, "is no plain npy file; write the npz with numpy.savez")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise refusal(name, "is packed in a way that is not read; write the npz with numpy.savez")
+        raise array_error(name, "is packed in a way that is not read; write the npz with numpy.savez")
     with archive.open(member) as file:
         shape, kind = _read_npz_header(name, file)
         dtype = read_dtype(name, kind.name)
         if member.file_size - file.tell() != allowance.take(name, shape, dtype):
-            raise refusal(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
+            raise array_error(name, f"says shape {list(shape)} of {dtype.name}, but has another number of bytes")
     with archive.open(member) as file:
         found = npy.read_array(file, allow_pickle=False, max_header_size=_HEADER)
         if file.read(1):  # also reads on to the end, where the checksum is compared
-            raise refusal(name, "goes on after its end")
+            raise array_error(name, "goes on after its end")
     return name, check_finite(name, np.ascontiguousarray(found, dtype).reshape(shape))
 
 
@@ -240,9 +242,9 @@ def _read_npz_header(name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dt
         read = _HEADERS[npy.read_magic(file)]
         shape, _, kind = read(file, max_header_size=_HEADER)
     except (ValueError, SyntaxError, TokenError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        raise refusal(name, "is no npy file that can be read; write the npz with numpy.savez") from error
+        raise array_error(name, "is no npy file that can be read; write the npz with numpy.savez") from error
     if kind.kind not in "biuf" or kind.itemsize > 8:
-        raise refusal(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
+        raise array_error(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
     return shape, kind
 
 
@@ -252,14 +254,14 @@ Encode = Callable[[Mapping[str, np.ndarray], Mapping[str, float]], Sequence[byte
 
 @dataclass(frozen=True)
 class Form:
-    """One of them.
+    """One format of arrays in a body: its content type, decoder and encoder.
 
     Attributes:
         content_type: what it is called.
         aliases: what others call it.
         decode: a body, its limits and the usual dtypes by name to arrays by name.
         encode: arrays and milliseconds by stage to a body in pieces.
-        most_numbers: in an answer; None leaves it to the limits.
+        max_numbers: in an answer; None leaves it to the limits.
         is_small: whether bodies are held to the limit of other requests: it is slow to read, and holds up the rest.
     """
 
@@ -267,12 +269,12 @@ class Form:
     aliases: tuple[str, ...]
     decode: Decode
     encode: Encode
-    most_numbers: int | None = None
+    max_numbers: int | None = None
     is_small: bool = False
 
 
 FORMS = (
-    Form("application/json", (), decode_json, encode_json, most_numbers=1 << 18, is_small=True),
+    Form("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
     Form("application/x-npz", ("application/npz",), decode_npz, encode_npz),
     Form(
         "application/msgpack",
@@ -285,34 +287,34 @@ _BY_TYPE = {kind: form for form in FORMS for kind in (form.content_type, *form.a
 _KNOWN = ", ".join(form.content_type for form in FORMS)
 
 
-def form_of_body(content_type: str | None) -> Form:
-    """The form that a Content-Type names.
+def find_body_format(content_type: str | None) -> Form:
+    """Find the format that a Content-Type header names.
 
     Raises:
         UnknownForm: there is none, or another.
     """
-    form = _BY_TYPE.get(_plain(content_type or ""))
+    form = _BY_TYPE.get(_media_type(content_type or ""))
     if form is None:
         raise UnknownForm(f"Content-Type should be one of {_KNOWN}")
     return form
 
 
-def form_of_answer(accept: str | None, usual: Form) -> Form:
-    """The form that an Accept asks for most; that of the request when it takes any.
+def choose_answer_format(accept: str | None, default: Form) -> Form:
+    """Choose the format that an Accept header prefers; the request's own when it takes any.
 
     Raises:
         NotAcceptable: it asks for others only.
     """
-    wanted = [(_quality(part), _plain(part)) for part in (accept or "*/*").split(",")]
-    for quality, kind in sorted(wanted, key=lambda entry: -entry[0]):
+    accepted = [(_quality(part), _media_type(part)) for part in (accept or "*/*").split(",")]
+    for quality, kind in sorted(accepted, key=lambda entry: -entry[0]):
         if quality > 0 and kind in ("*/*", "application/*", ""):
-            return usual
+            return default
         if quality > 0 and kind in _BY_TYPE:
             return _BY_TYPE[kind]
     raise NotAcceptable(f"Accept should allow one of {_KNOWN}")
 
 
-def _plain(header: str) -> str:
+def _media_type(header: str) -> str:
     return header.partition(";")[0].strip().lower()
 
 

@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]{1,128}")
 
 @dataclass(frozen=True)
 class ArrayLimits:
-    """Of one body.
+    """Limits on the arrays of one body.
 
     Attributes:
         bytes: of all arrays together, whatever they were packed into.
@@ -40,7 +40,7 @@ class ArrayLimits:
 
 
 class Allowance:
-    """What one body may still bring."""
+    """What is left of the limits while the arrays of one body are read."""
 
     def __init__(self, limits: ArrayLimits):
         self._limits = limits
@@ -48,19 +48,21 @@ class Allowance:
         self._names: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], dtype: np.dtype) -> int:
-        """Bytes of the next array, before any of them are read.
+        """Account for the next array before any of it is read; returns its size in bytes.
 
         Raises:
             InvalidRequest: its name was there already, or its shape is none.
             TooLarge: it is more than is allowed.
         """
         if name in self._names:
-            raise refusal(name, "is there twice; wanted each array once")
+            raise array_error(name, "is there twice; wanted each array once")
         self._names.add(name)
         if len(self._names) > self._limits.arrays:
             raise TooLarge(f"more than {self._limits.arrays} arrays; send those that the model takes")
         if len(shape) > MAX_RANK or any(size < 1 for size in shape):
-            raise refusal(name, f"has shape {list(shape)[:MAX_RANK]}; wanted up to {MAX_RANK} axes, none of them empty")
+            raise array_error(
+                name, f"has shape {list(shape)[:MAX_RANK]}; wanted up to {MAX_RANK} axes, none of them empty"
+            )
         size = math.prod(shape) * dtype.itemsize
         self._bytes -= size
         if self._bytes < 0:
@@ -71,7 +73,7 @@ class Allowance:
 
 
 def check_name(name: object) -> str:
-    """A name that may be looked at.
+    """Check that an array's name is text of a usable length.
 
     Raises:
         InvalidRequest: it is none.
@@ -81,30 +83,30 @@ def check_name(name: object) -> str:
     return name
 
 
-def read_dtype(name: str, said: object) -> np.dtype:
-    """One of the allowed dtypes by its name.
+def read_dtype(name: str, value: object) -> np.dtype:
+    """Return the allowed dtype of this name.
 
     Raises:
         InvalidRequest: it is none of them.
     """
-    if not isinstance(said, str) or said not in DTYPES:
-        raise refusal(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
-    return DTYPES[said]
+    if not isinstance(value, str) or value not in DTYPES:
+        raise array_error(name, f"has a dtype that is not allowed; wanted one of {', '.join(DTYPES)}")
+    return DTYPES[value]
 
 
-def read_shape(name: str, said: object) -> tuple[int, ...]:
-    """A shape as JSON and msgpack have it.
+def read_shape(name: str, value: object) -> tuple[int, ...]:
+    """Return a shape as JSON and msgpack write it, a list of integers.
 
     Raises:
         InvalidRequest: it is no list of integers.
     """
-    if not isinstance(said, list) or any(type(size) is not int for size in said):
-        raise refusal(name, "has no shape; wanted a list of integers")
-    return tuple(said)
+    if not isinstance(value, list) or any(type(size) is not int for size in value):
+        raise array_error(name, "has no shape; wanted a list of integers")
+    return tuple(value)
 
 
 def check_finite(name: str, array: np.ndarray) -> np.ndarray:
-    """The array, when all of its numbers are numbers; bytes of booleans become 0 or 1.
+    """Return the array after checking that no number is NaN or infinite; bytes of booleans become 0 or 1.
 
     Raises:
         InvalidRequest: it holds NaN or infinity.
@@ -112,11 +114,11 @@ def check_finite(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype == bool:
         return array.view(np.uint8) != 0
     if array.dtype.kind not in "biu" and not np.isfinite(array).all():
-        raise refusal(name, "holds NaN or infinity; wanted finite numbers")
+        raise array_error(name, "holds NaN or infinity; wanted finite numbers")
     return array
 
 
-def refusal(name: str, what: str) -> InvalidRequest:
-    """An error about one array; what was sent as its name is repeated only when it is plain."""
+def array_error(name: str, what: str) -> InvalidRequest:
+    """Create an error about one array; a name that was sent is repeated only when it is plain."""
     called = name if _PLAIN.fullmatch(name) else "an array"
     return InvalidRequest(f"{called} {what}", ("body", "inputs", called))

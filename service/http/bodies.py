@@ -20,7 +20,7 @@ from sanic.headers import parse_content_header
 from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError, TooLarge
-from service.http.strict_json import Repeated, TooManyValues, loads, once
+from service.http.strict_json import Repeated, TooManyValues, loads, reject_repeated_names
 from service.logging import sanitize_text
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,19 +29,19 @@ Model = TypeVar("Model", bound=BaseModel)
 # does not end is stepped over, too, and no character of it is given back.
 _CONSTANT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|(-?Infinity|NaN)|[^"IN-]++', re.DOTALL)
 # Bytes; none that means something has as many, and reading a MiB of brackets keeps every robot waiting for 0.1 s.
-LARGEST = 1 << 17
+MAX_BODY = 1 << 17
 # Values in a body, and names in its object. The largest that has a meaning names 64 cameras and 256 joints, twice.
-VALUES = 4096
-_NAMES = 256
+MAX_VALUES = 4096
+_MAX_NAMES = 256
 # Of what is wrong with a body, as much is told: 12,000 names that nobody knows would be told in 2 MB.
-_TOLD = 64
+_MAX_ERRORS = 64
 # Words of errors may be shorter strings that happen to have been sent; only their quoted form is taken out.
-_LONG = 6
+_MIN_MASKED = 6
 _WORD = re.compile("[A-Za-z_]+")
 
 
 class InvalidBody(Exception):
-    """A body that does not fit; ``detail`` is HTTPValidationError's list."""
+    """The body of a request does not fit; ``detail`` is the list of an HTTPValidationError."""
 
     def __init__(self, detail: Sequence[dict[str, Any]]):
         super().__init__("; ".join(entry["msg"] for entry in detail))
@@ -49,51 +49,52 @@ class InvalidBody(Exception):
 
 
 def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
-    """The body, which has to be there.
+    """Parse the required JSON body of a request as a model.
 
     Raises:
         InvalidBody: missing, too long, of another content type, not JSON, or not what the model wants.
     """
     if not request.body:
         raise _invalid("missing", "Field required")
-    if len(request.body) > LARGEST:
-        raise _invalid("too_long", f"Body should have at most {LARGEST} bytes")
+    if len(request.body) > MAX_BODY:
+        raise _invalid("too_long", f"Body should have at most {MAX_BODY} bytes")
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
         raise _invalid("content_type", "Content-Type should be application/json")
-    found = _decode(request.body)
-    if isinstance(found, dict) and len(found) > _NAMES:
-        raise _invalid("too_long", f"Object should have at most {_NAMES} names")
+    value = _decode(request.body)
+    if isinstance(value, dict) and len(value) > _MAX_NAMES:
+        raise _invalid("too_long", f"Object should have at most {_MAX_NAMES} names")
     try:
-        return model.model_validate(found)
+        return model.model_validate(value)
     except ValidationError as error:
         entries = error.errors(include_url=False, include_input=False, include_context=False)
-        told = [
-            {"loc": ["body", *entry["loc"]], "msg": entry["msg"], "type": entry["type"]} for entry in entries[:_TOLD]
+        errors = [
+            {"loc": ["body", *entry["loc"]], "msg": entry["msg"], "type": entry["type"]}
+            for entry in entries[:_MAX_ERRORS]
         ]
-        if more := len(entries) - len(told):
-            told.append({"loc": ["body"], "msg": f"{more} more errors are not listed", "type": "too_many_errors"})
-        raise InvalidBody(told) from None
+        if more := len(entries) - len(errors):
+            errors.append({"loc": ["body"], "msg": f"{more} more errors are not listed", "type": "too_many_errors"})
+        raise InvalidBody(errors) from None
 
 
-def refused(error: ServiceError, sent: BaseModel) -> InvalidBody:
-    """What was found wrong with a body after it was read."""
+def to_invalid_body(error: ServiceError, sent: BaseModel) -> InvalidBody:
+    """Turn an error that was found after the body was read into the 422 answer of a body."""
     loc = list(getattr(error, "loc", ("body", "policy_path")))
-    return InvalidBody([{"loc": loc, "msg": without(str(error), sent), "type": error.code}])
+    return InvalidBody([{"loc": loc, "msg": mask_input(str(error), sent), "type": error.code}])
 
 
-def without(text: str, sent: BaseModel) -> str:
-    """An error's text with everything that was sent replaced by where it stood, e.g. ``<policy_path>``."""
-    places = {part: place for place, value in _values(sent) for part in _forms(value, text)}
-    found, end = [], 0
-    for start, part in _first_of(text, places):
-        found += [text[end:start], f"<{places[part]}>{':' * part.endswith(':')}"]
+def mask_input(text: str, sent: BaseModel) -> str:
+    """Replace every value that was sent in an error's text by its field's name, e.g. ``<policy_path>``."""
+    fields = {part: place for place, value in _values(sent) for part in _spellings(value, text)}
+    pieces, end = [], 0
+    for start, part in _find_parts(text, fields):
+        pieces += [text[end:start], f"<{fields[part]}>{':' * part.endswith(':')}"]
         end = start + len(part)
-    return "".join([*found, text[end:]])
+    return "".join([*pieces, text[end:]])
 
 
-def _first_of(text: str, parts: Mapping[str, object]) -> Iterator[tuple[int, str]]:
-    """Where parts stand in a text: each time the first one, of those that begin there the longest.
+def _find_parts(text: str, parts: Mapping[str, object]) -> Iterator[tuple[int, str]]:
+    """Find parts in a text: each time the first one, and of those that begin there the longest.
 
     A regular expression of 64 cameras and 256 joints takes 0.2 s to build. Here each part is looked for once along the
     text, from where it was found last.
@@ -110,14 +111,14 @@ def _first_of(text: str, parts: Mapping[str, object]) -> Iterator[tuple[int, str
             heapq.heappush(next_of, (start, length, part))
 
 
-def _forms(value: str | float, text: str) -> Iterator[str]:
-    """How a value may stand in a text. A folder is often called by the last part of its path."""
+def _spellings(value: str | float, text: str) -> Iterator[str]:
+    """Return how a value may be spelled in a text. A folder is often named by the last part of its path."""
     for part in {value, PurePath(value).name} if isinstance(value, str) else {value}:
-        shown = repr(part)
-        if isinstance(part, str) and shown[1:-1] == part and part not in text:
+        quoted = repr(part)
+        if isinstance(part, str) and quoted[1:-1] == part and part not in text:
             continue  # which is so of nearly all of 256 joints
-        yield shown
-        if isinstance(part, str) and len(part) >= _LONG:
+        yield quoted
+        if isinstance(part, str) and len(part) >= _MIN_MASKED:
             # A plain word may be one of the text's own: a folder is told from it by what comes after.
             yield f"{part}:" if _WORD.fullmatch(part) else part
 
@@ -132,7 +133,7 @@ def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
 
 
 class _Constant(ValueError):
-    """NaN or Infinity, which Python would take."""
+    """NaN or Infinity stands in the JSON, which Python would accept."""
 
 
 def _refuse(literal: str) -> NoReturn:
@@ -142,9 +143,9 @@ def _refuse(literal: str) -> NoReturn:
 def _decode(raw: bytes) -> Any:
     try:
         # Not brackets: as many of them as there can be take 5 ms.
-        return loads(raw, VALUES, counted=",{", parse_constant=_refuse, object_pairs_hook=once)
+        return loads(raw, MAX_VALUES, counted=",{", parse_constant=_refuse, object_pairs_hook=reject_repeated_names)
     except TooManyValues as error:
-        raise _invalid("too_long", f"Body should have at most {VALUES} values") from error
+        raise _invalid("too_long", f"Body should have at most {MAX_VALUES} values") from error
     except Repeated as error:
         raise _invalid("json_invalid", f"JSON decode error: {error}") from None
     except json.JSONDecodeError as error:
@@ -172,14 +173,14 @@ log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
-    """A JSON answer; a number that JSON does not have is an error of ours and raises ValueError."""
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> HTTPResponse:
+    """Create a JSON answer. A number that JSON does not have is an error of ours and raises ValueError."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":"))
     return HTTPResponse(text, status=status, headers=dict(headers or {}), content_type="application/json")
 
 
 def request_id(request: Request[Any, Any]) -> str:
-    """What this request is called in the log and in ``X-Request-Id``: as its client calls it, if it does so shortly."""
+    """Return the id of a request in the log and in ``X-Request-Id``: the client's own if it is short and plain."""
     if not hasattr(request.ctx, "request_id"):
         sent = request.headers.get("x-request-id", "")
         request.ctx.request_id = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
@@ -187,16 +188,16 @@ def request_id(request: Request[Any, Any]) -> str:
 
 
 def install_errors(app: Sanic[Any, Any]) -> None:
-    """From now on every error of this app is answered in one of the forms below."""
+    """Install handlers that answer every error of this app as JSON."""
     app.exception(InvalidBody)(_invalid_body)
     app.exception(ServiceError)(_service_error)
     app.exception(SanicException)(_http_error)
-    app.exception(RequestCancelled)(_left)  # pyright: ignore[reportArgumentType] - a CancelledError, which it takes
+    app.exception(RequestCancelled)(_client_gone)  # pyright: ignore[reportArgumentType] - a CancelledError, which it takes
     app.exception(Exception)(_unexpected)
 
 
 async def _invalid_body(request: Request[Any, Any], error: InvalidBody) -> HTTPResponse:
-    return answer({"detail": error.detail}, 422)
+    return json_response({"detail": error.detail}, 422)
 
 
 async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTTPResponse:
@@ -205,11 +206,11 @@ async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTT
     if error.status == 422:
         # The documents promise a list for 422; the text may quote what was sent, which must not go back.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
-        return answer({"detail": [entry]}, 422)
-    return answer({"detail": str(error), "code": error.code}, error.status, error.headers)
+        return json_response({"detail": [entry]}, 422)
+    return json_response({"detail": str(error), "code": error.code}, error.status, error.headers)
 
 
-async def _left(request: Request[Any, Any], error: RequestCancelled) -> HTTPResponse:
+async def _client_gone(request: Request[Any, Any], error: RequestCancelled) -> HTTPResponse:
     # Nobody is there to read it, and nothing of ours failed: it only counts, under nginx's number for this.
     return HTTPResponse(status=499)
 
@@ -223,11 +224,11 @@ async def _http_error(request: Request[Any, Any], error: SanicException) -> HTTP
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(method for method in HTTP_METHODS if _is_routed(request, method))
     code = phrase.lower().replace(" ", "_").replace("-", "_")
-    return answer({"detail": _DETAILS.get(status, phrase), "code": code}, status, headers)
+    return json_response({"detail": _DETAILS.get(status, phrase), "code": code}, status, headers)
 
 
 def _is_routed(request: Request[Any, Any], method: str) -> bool:
-    """Asked of the router, since Sanic names the allowed methods for paths without variable parts only."""
+    """Whether the router knows this method for the path; Sanic itself only says so for paths without variable parts."""
     try:
         request.app.router.get(request.path, method, None)
     except (NotFound, MethodNotAllowed):
@@ -238,7 +239,7 @@ def _is_routed(request: Request[Any, Any], method: str) -> bool:
 async def _unexpected(request: Request[Any, Any], error: Exception) -> HTTPResponse:
     log.error("%s %s [%s] failed", request.method, request.path, request_id(request), exc_info=error)
     detail = f"Internal Server Error; the server's log says more under {request_id(request)}"
-    return answer({"detail": detail, "code": "internal"}, 500)
+    return json_response({"detail": detail, "code": "internal"}, 500)
 
 
 _DETAILS: dict[int, str] = {
@@ -251,28 +252,28 @@ _DETAILS: dict[int, str] = {
 _AT_ONCE = 1 << 18
 
 
-async def read_pieces(request: Request[Any, Any], most: int, setting: str) -> Sequence[bytes]:
-    """The body of a streamed route.
+async def read_streamed_body(request: Request[Any, Any], most: int, setting: str) -> Sequence[bytes]:
+    """Read the whole body of a streamed route, in pieces.
 
     Raises:
         TooLarge: it has more than ``most`` bytes, which ``setting`` says; found from its head when that tells.
     """
     pieces: list[bytes] = []
-    async for piece in _pieces(request, most, setting):
+    async for piece in _read_stream(request, most, setting):
         pieces.append(piece)
     return pieces
 
 
-async def discard(request: Request[Any, Any], most: int) -> None:
-    """Read on a body that is not looked at: a client that sends before it listens would not hear the answer."""
+async def discard_body(request: Request[Any, Any], most: int) -> None:
+    """Read and drop a body: a client that sends before it listens would not receive the answer otherwise."""
     # Who asks before sending will not send.
     if request.headers.get("expect") is None:
         with suppress(TooLarge):
-            async for _ in _pieces(request, most, "it is not looked at"):
+            async for _ in _read_stream(request, most, "it is not looked at"):
                 pass
 
 
-async def _pieces(request: Request[Any, Any], most: int, setting: str) -> AsyncIterator[bytes]:
+async def _read_stream(request: Request[Any, Any], most: int, setting: str) -> AsyncIterator[bytes]:
     refusal = f"the body has more than {most} bytes ({setting})"
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > most:
@@ -286,18 +287,18 @@ async def _pieces(request: Request[Any, Any], most: int, setting: str) -> AsyncI
         yield piece
 
 
-async def send_pieces(
+async def send_response(
     request: Request[Any, Any],
     pieces: Sequence[bytes | memoryview],
     content_type: str,
     headers: Mapping[str, str],
     *,
-    within: float,
+    timeout: float,
 ) -> HTTPResponse | None:
-    """Answer 200 with these bytes; None when they are sent already. A client that does not read is cut.
+    """Answer 200 with these bytes; None when they are sent already. A client that does not read is cut off.
 
     Args:
-        within: seconds in which it must have read a long answer.
+        timeout: seconds in which it must have read a long answer.
     """
     size = sum(len(piece) for piece in pieces)
     if size <= _AT_ONCE:
@@ -306,7 +307,7 @@ async def send_pieces(
     response = HTTPResponse(headers={**headers, **length}, content_type=content_type)
     await request.respond(response)
     try:
-        async with asyncio.timeout(within):
+        async with asyncio.timeout(timeout):
             for piece in pieces:
                 view = memoryview(piece)
                 for start in range(0, len(view), _AT_ONCE):
@@ -317,32 +318,32 @@ async def send_pieces(
 
 
 # Seconds that a stop waits for the rest of a body; a client that sends it at once sends it with the head.
-PATIENCE = 0.05
+REASON_TIMEOUT = 0.05
 
 # No types: nothing that is sent is refused.
 REASON = {"properties": {"reason": {"title": "Reason", "description": "Text that each session's status then shows."}}}
 
 
-async def reason_in(request: Request[Any, Any]) -> str:
-    """What the body of a streamed route says, as far as it is there: a stop waits for nobody, and refuses no length."""
+async def read_reason(request: Request[Any, Any]) -> str:
+    """Read the reason from the body of an emergency stop, as far as it has arrived: a stop waits for nobody."""
     body = bytearray()
     with suppress(TimeoutError, SanicException):
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(REASON_TIMEOUT):
             # Sanic calls the type of its own stream Stream, which is less than it is.
             async for piece in cast(AsyncIterator[bytes], request.stream):
                 body += piece
-                if len(body) > LARGEST:
+                if len(body) > MAX_BODY:
                     break
-    return reason_of(bytes(body))
+    return parse_reason(bytes(body))
 
 
-def reason_of(body: bytes) -> str:
-    """The printable text of ``{"reason": "..."}``, or what stands in for it."""
+def parse_reason(body: bytes) -> str:
+    """Return the printable text of ``{"reason": "..."}``, or a default text."""
     try:
-        found = loads(body, VALUES) if 0 < len(body) <= LARGEST else None
+        body_object = loads(body, MAX_VALUES) if 0 < len(body) <= MAX_BODY else None
     except (ValueError, RecursionError):
-        found = None
-    reason = found.get("reason") if isinstance(found, dict) else None
+        body_object = None
+    reason = body_object.get("reason") if isinstance(body_object, dict) else None
     if not isinstance(reason, str) or not reason.strip():
         return "asked for over HTTP"
     return sanitize_text(reason)

@@ -21,7 +21,7 @@ from service.http.limits import Bucket
 
 # Seconds of reading in one turn of the loop, after which ticks and all else that is due come first. Whatever takes ten
 # turns, as a stop over a new connection does, waits for ten of these. What one turn left may be used in the next.
-TURN = 0.001
+TURN_SECONDS = 0.001
 # Of the loop's time, for all that are beyond their budgets: clients that ask as fast as they can are among them, and
 # are not kept waiting for nothing. And seconds that may be made up for when none was.
 SHARE, CREDIT = 0.8, 0.01
@@ -31,7 +31,7 @@ BUDGET, BURST = 0.03, 0.015
 # read. Whoever floods has as much waiting as the kernel holds.
 UNREAD = 16_384
 # What is done later of a message, a request and a connection that were let in, in seconds: parsed, answered, relayed.
-# Where it is counted (``measured``), the difference is made good by ``FairQueue.correct``.
+# Where it is counted (``measure_steps``), the difference is made good by ``FairQueue.correct_credit``.
 MESSAGE, REQUEST, CONNECTION = 250e-6, 1e-3, 100e-6
 # Of one caller: new connections that ask something, each with a budget of its own, a second and at once. A robot with
 # eight cameras has about twenty in all; whoever connects ever anew has no new budget each time.
@@ -41,7 +41,7 @@ URGENT, URGENT_AT_ONCE = 50.0, 20.0
 
 
 class Flow:
-    """What one connection has to do, piece by piece.
+    """One connection's place in the queue: its next step, and the budget for its steps.
 
     Attributes:
         step: does one piece; returns what will be done later because of it, in seconds, and whether there is more now.
@@ -73,7 +73,7 @@ class Flow:
 
 
 class _Caller:
-    """Who comes from one address, in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
+    """All flows from one address in one lane; ``now`` is the virtual time of its flows, ``start`` its own."""
 
     __slots__ = ("__weakref__", "flows", "is_waiting", "newcomers", "now", "start", "urgent")
 
@@ -86,20 +86,20 @@ class _Caller:
 
 
 class _Lane:
-    """Flows of one kind that wait, and the order in which they are next."""
+    """Waiting flows of one kind, ordered by virtual start time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.known: WeakValueDictionary[str, _Caller] = WeakValueDictionary()
+        self.callers: WeakValueDictionary[str, _Caller] = WeakValueDictionary()
         self.waiting: list[tuple[float, int, _Caller]] = []
         self._numbers = count()
         self._now = 0.0
 
-    def caller(self, name: str) -> _Caller:
-        found = self.known.get(name)
-        if found is None:
-            found = self.known[name] = _Caller(self._clock)
-        return found
+    def find_caller(self, name: str) -> _Caller:
+        caller = self.callers.get(name)
+        if caller is None:
+            caller = self.callers[name] = _Caller(self._clock)
+        return caller
 
     def charge(self, flow: Flow, caller: _Caller, cost: float) -> None:
         # Whoever was silent has no claim to what it did not use.
@@ -127,9 +127,9 @@ class _Lane:
 
 
 class FairQueue:
-    """Of one event loop: ``FairQueue.here()``."""
+    """Fair queue of one event loop, got by ``FairQueue.of_running_loop()``."""
 
-    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "FairQueue"]] = WeakKeyDictionary()
+    _queues: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "FairQueue"]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -137,79 +137,79 @@ class FairQueue:
         clock: Callable[[], float] = time.monotonic,
         cpu: Callable[[], float] = time.thread_time,
     ):
-        """``cpu`` tells what a step costs; ``clock`` would also tell how long other processes had the core."""
+        """Create a queue. ``cpu`` measures what a step costs; ``clock`` would include other processes' time."""
         self._loop = loop
         self._clock, self._cpu = clock, cpu
         self._prompt, self._greedy = _Lane(clock), _Lane(clock)
         self._own: deque[Flow] = deque()
         self._recent: deque[tuple[float, _Caller]] = deque(maxlen=4096)
-        self._left = TURN
+        self._left = TURN_SECONDS
         self._credit, self._at = CREDIT, clock()
-        self._planned: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         self._due = math.inf
         self._is_working = self._is_charged = False
 
     @classmethod
-    def here(cls) -> "FairQueue":
-        """The one of the running loop."""
+    def of_running_loop(cls) -> "FairQueue":
+        """Return the queue of the running loop; made the first time."""
         loop = asyncio.get_running_loop()
-        found = cls._of_loops.get(loop)
-        if found is None:
-            found = cls._of_loops[loop] = cls(loop)
-        return found
+        queue = cls._queues.get(loop)
+        if queue is None:
+            queue = cls._queues[loop] = cls(loop)
+        return queue
 
-    def flow(
+    def create_flow(
         self,
         caller: str,
         step: Callable[[], tuple[float, bool]] = lambda: (0.0, False),
         budget: tuple[float, float] = (BUDGET, BURST),
     ) -> Flow:
-        """A new one, of a connection from this address; ``budget`` in seconds a second, and at once."""
-        return Flow((self._prompt.caller(caller), self._greedy.caller(caller)), step, self._clock(), budget)
+        """Create the flow of a connection from this address; ``budget`` is seconds per second, and burst seconds."""
+        return Flow((self._prompt.find_caller(caller), self._greedy.find_caller(caller)), step, self._clock(), budget)
 
-    def newcomers(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
-        """Those of a connection that is new; beyond their budgets when it is one of too many new ones of this caller.
+    def create_new_flows(self, caller: str, *steps: Callable[[], tuple[float, bool]]) -> list[Flow]:
+        """Create flows of a new connection; beyond budget when its caller opens too many connections.
 
         They are within them again when they do little for a moment, as a robot does that connects anew beside others.
         """
-        flows, now = [self.flow(caller, step) for step in steps], self._clock()
-        found = flows[0].callers[0]
+        flows, now = [self.create_flow(caller, step) for step in steps], self._clock()
+        source = flows[0].callers[0]
         # Nobody is forgotten before its bucket is full again: else each of its connections would be its first.
         while self._recent and self._recent[0][0] < now - NEWCOMERS_AT_ONCE / NEWCOMERS:
             self._recent.popleft()
-        if not self._recent or self._recent[-1] != (now, found):
-            self._recent.append((now, found))
-        if not found.newcomers.take():
+        if not self._recent or self._recent[-1] != (now, source):
+            self._recent.append((now, source))
+        if not source.newcomers.take():
             for flow in flows:
                 flow.budget, flow.is_greedy = 0.0, True
         return flows
 
     def take_urgent(self, flow: Flow, cost: float) -> bool:
-        """Whether this flow may do at once what costs so much, before all others."""
+        """Whether this flow may run work of this cost at once, before all others; then the cost is charged."""
         if not flow.callers[0].urgent.take():
             # Too many for that; but somebody's stop may be among them, and waits for no one beyond a budget.
             flow.budget, flow.is_greedy = flow.burst, False
             return False
-        self.spend(cost)
+        self.charge_turn(cost)
         return True
 
     def enter(self, flow: Flow, is_idle: bool = True) -> None:
-        """Let it do its next piece: at once when nobody is before it, else when it is next.
+        """Let a flow take its next step: now if no other flow is before it, else when its turn comes.
 
         Args:
             is_idle: whether it had nothing to do until now, rather than being slowed down.
         """
         if flow.is_waiting:
             return
-        self._look_at_budget(flow, is_idle)
+        self._refill_budget(flow, is_idle)
         if self._is_free(flow) and not self._run(flow):
             return
         self._push(flow)
-        self._plan()
+        self._schedule()
 
-    async def turn(self, flow: Flow, cost: float, is_idle: bool = True) -> None:
-        """Wait until this flow may do what costs so much; ``is_idle`` as for ``enter``."""
-        self._look_at_budget(flow, is_idle)
+    async def wait_turn(self, flow: Flow, cost: float, is_idle: bool = True) -> None:
+        """Wait until this flow may do work of this cost; ``is_idle`` as for ``enter``."""
+        self._refill_budget(flow, is_idle)
         if self._is_free(flow):
             self._charge(flow, cost)
             return
@@ -223,25 +223,25 @@ class FairQueue:
 
         flow.step = go
         self._push(flow)
-        self._plan()
+        self._schedule()
         await waiter
 
-    def correct(self, difference: float) -> None:
-        """What a flow beyond its budget did took so much more than its turn was given out for, or less."""
+    def correct_credit(self, difference: float) -> None:
+        """Subtract what the work of a flow beyond its budget took more (or less) than it was charged for."""
         self._credit = min(self._credit - difference, CREDIT)
 
-    def spend(self, cost: float) -> None:
-        """Count work of this turn that no flow asked for."""
+    def charge_turn(self, cost: float) -> None:
+        """Charge this turn of the loop for work that belongs to no flow."""
         self._left -= cost
         if not self._is_charged:
             self._is_charged = True
-            self._loop.call_soon(self._renew)
+            self._loop.call_soon(self._begin_turn)
 
-    def _renew(self) -> None:
+    def _begin_turn(self) -> None:
         self._is_charged = False
-        self._left = TURN
+        self._left = TURN_SECONDS
 
-    def _look_at_budget(self, flow: Flow, is_idle: bool) -> None:
+    def _refill_budget(self, flow: Flow, is_idle: bool) -> None:
         now = self._clock()
         if is_idle or flow.unread() <= UNREAD:
             flow.budget = min(flow.budget + (now - flow.idle_at) * flow.rate, flow.burst)
@@ -250,17 +250,17 @@ class FairQueue:
             flow.is_greedy, flow.start = False, 0.0
 
     def _is_free(self, flow: Flow) -> bool:
-        """Whether it need not wait."""
+        """Whether a flow may run without waiting."""
         if self._is_working or self._own:
             return False
         if flow.is_own:
             return True
         if self._left <= 0 or self._prompt.waiting:
             return False
-        return not flow.is_greedy or (not self._greedy.waiting and self._pause() <= 0)
+        return not flow.is_greedy or (not self._greedy.waiting and self._seconds_until_credit() <= 0)
 
-    def _pause(self) -> float:
-        """Seconds until those beyond their budgets may do something."""
+    def _seconds_until_credit(self) -> float:
+        """Return seconds until flows beyond their budgets may run."""
         # What comes late has no more credit for it: then the loop has other things to do, or no core to do them.
         now = min(self._clock(), self._due)
         self._credit = min(self._credit + max(now - self._at, 0.0) * SHARE, CREDIT)
@@ -268,15 +268,15 @@ class FairQueue:
         return -self._credit / SHARE
 
     def _run(self, flow: Flow) -> bool:
-        """Do one piece of it; whether there is more."""
+        """Run one step of a flow; returns whether it has more."""
         began = self._cpu()
         later, is_more = flow.step()
         self._charge(flow, self._cpu() - began + later)
         return is_more
 
     def _charge(self, flow: Flow, cost: float) -> None:
-        """Count what it did."""
-        self.spend(cost)
+        """Charge a flow for what its step cost."""
+        self.charge_turn(cost)
         if flow.is_own:
             return
         lane, caller = self._lane_of(flow)
@@ -287,7 +287,7 @@ class FairQueue:
             flow.budget = max(flow.budget, -flow.burst / 3)
         elif flow.budget < 0:
             flow.is_greedy, flow.start = True, 0.0
-        self._look_at_budget(flow, is_idle=False)
+        self._refill_budget(flow, is_idle=False)
 
     def _lane_of(self, flow: Flow) -> tuple[_Lane, _Caller]:
         return (self._greedy, flow.callers[1]) if flow.is_greedy else (self._prompt, flow.callers[0])
@@ -300,31 +300,31 @@ class FairQueue:
         lane, caller = self._lane_of(flow)
         lane.push(flow, caller)
 
-    def _plan(self) -> None:
-        """Go on in the next turn, or when those beyond their budgets may."""
+    def _schedule(self) -> None:
+        """Schedule the next turn: at once, or when flows beyond their budgets may run."""
         if self._is_working or not (self._own or self._prompt.waiting or self._greedy.waiting):
             return
-        if self._planned is not None:
-            self._planned.cancel()
-        if self._own or self._prompt.waiting or (pause := self._pause()) <= 0:
-            self._planned = self._loop.call_soon(self._work)
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        if self._own or self._prompt.waiting or (pause := self._seconds_until_credit()) <= 0:
+            self._scheduled = self._loop.call_soon(self._run_turn)
             return
         pause = max(pause, 0.001)  # a timer of less than half a millisecond is none to uvloop
         self._due = self._clock() + pause
-        self._planned = self._loop.call_later(pause, self._work)
+        self._scheduled = self._loop.call_later(pause, self._run_turn)
 
-    def _work(self) -> None:
-        """One turn's work."""
-        self._planned, self._is_working = None, True
+    def _run_turn(self) -> None:
+        """Run steps of waiting flows until the turn's time is used up."""
+        self._scheduled, self._is_working = None, True
         if self._due <= (now := self._clock()):
-            self._pause()
+            self._seconds_until_credit()
             self._due, self._at = math.inf, now
         try:
             for _ in range(len(self._own)):
                 self._take_step(self._own.popleft())
             while self._left > 0:
                 lane = self._prompt if self._prompt.waiting else self._greedy
-                if not lane.waiting or (lane is self._greedy and self._pause() > 0):
+                if not lane.waiting or (lane is self._greedy and self._seconds_until_credit() > 0):
                     return
                 flow, caller = lane.pop()
                 try:
@@ -333,7 +333,7 @@ class FairQueue:
                     lane.push_caller(caller)
         finally:
             self._is_working = False
-            self._plan()
+            self._schedule()
 
     def _take_step(self, flow: Flow) -> None:
         flow.is_waiting = is_more = False
@@ -345,8 +345,8 @@ class FairQueue:
 
 
 @coroutine
-def measured(work: Coroutine[Any, Any, None], spend: Callable[[float], None]) -> Generator[Any, Any, None]:
-    """Do this, and tell what each step of it, from one await to the next, takes of this thread's processor time."""
+def measure_steps(work: Coroutine[Any, Any, None], report: Callable[[float], None]) -> Generator[Any, Any, None]:
+    """Run a coroutine and report the thread's processor time of each step, from one await to the next."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
@@ -356,7 +356,7 @@ def measured(work: Coroutine[Any, Any, None], spend: Callable[[float], None]) ->
         except StopIteration:
             return
         finally:
-            spend(time.thread_time() - began)
+            report(time.thread_time() - began)
         try:
             step, value = work.send, (yield awaited)
         except BaseException as error:  # it is for what is done here, be it a cancellation

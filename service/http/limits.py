@@ -12,27 +12,27 @@ from service.errors import TooManyRequests
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Connections that are open at a time.
+    """Limits on connections that are open at the same time.
 
     A robot with eight cameras has about twenty: a socket for each of its rooms, and as many calls at a time as its
     client makes.
 
     Attributes:
-        each: of one address; an IPv6 network of 64 bits counts as one, since whoever has it has all of it.
-        all: of everybody together, so that descriptors are left for policies and logs.
-        is_local_limited: whether this machine is held to ``each``, too. All robots of one machine, and the server's own
-            sessions, share its address; but so does everybody behind a proxy on it.
+        per_address: of one address; an IPv6 network of 64 bits counts as one, since whoever has it has all of it.
+        total: of everybody together, so that descriptors are left for policies and logs.
+        is_local_limited: whether this machine is held to ``per_address``, too. All robots of one machine, and the
+            server's own sessions, share its address; but so does everybody behind a proxy on it.
         spare: above all of these, for nothing but an emergency stop: idle connections must not keep anybody from it.
     """
 
-    each: int = 64
-    all: int = 4096
+    per_address: int = 64
+    total: int = 4096
     is_local_limited: bool = False
     spare: int = 0
 
 
 class Connections:
-    """Who is connected now."""
+    """Counts of open connections by address."""
 
     def __init__(self, limits: ConnectionLimits | None = None):
         self.limits = limits or ConnectionLimits()
@@ -40,23 +40,23 @@ class Connections:
         self._spare: deque[Callable[[], None]] = deque()
 
     def enter(self, address: str) -> bool:
-        """Count a connection of this address; False, and not counted, when there are too many already."""
-        who = source_of(address)
+        """Count a connection from this address; False, and not counted, when there are too many already."""
+        who = source_key(address)
         is_limited = self.limits.is_local_limited or not is_local(address)
-        if self._open.total() >= self.limits.all or (is_limited and self._open[who] >= self.limits.each):
+        if self._open.total() >= self.limits.total or (is_limited and self._open[who] >= self.limits.per_address):
             return False
         self._open[who] += 1
         return True
 
     def leave(self, address: str) -> None:
-        """A connection that was counted is gone."""
-        who = source_of(address)
+        """Uncount a connection that has closed."""
+        who = source_key(address)
         self._open[who] -= 1
         if not self._open[who]:
             del self._open[who]
 
-    def squeeze_in(self, end: Callable[[], None]) -> bool:
-        """One that could not enter, for a stop only; ``end`` is called when a newer one needs the place."""
+    def enter_spare(self, end: Callable[[], None]) -> bool:
+        """Count a connection above the limit, for an emergency stop only; ``end`` closes it for a newer one."""
         if not self.limits.spare:
             return False
         if len(self._spare) >= self.limits.spare:
@@ -64,8 +64,8 @@ class Connections:
         self._spare.append(end)
         return True
 
-    def squeeze_out(self, end: Callable[[], None]) -> None:
-        """One that was squeezed in is gone."""
+    def leave_spare(self, end: Callable[[], None]) -> None:
+        """Uncount a connection that was above the limit."""
         if end in self._spare:
             self._spare.remove(end)
 
@@ -74,7 +74,7 @@ class Connections:
 
 
 class Bucket:
-    """A token bucket: so much a second, and so much at once."""
+    """Token bucket: ``rate`` tokens per second, and at most ``burst`` at once."""
 
     __slots__ = ("_at", "_clock", "_left", "burst", "rate")
 
@@ -83,7 +83,7 @@ class Bucket:
         self._left, self._at, self._clock = float(burst), clock(), clock
 
     def take(self, cost: float = 1.0) -> bool:
-        """Whether there was so much left; then it is taken."""
+        """Take tokens if there are enough; returns whether there were."""
         now = self._clock()
         self._left = min(self._left + (now - self._at) * self.rate, self.burst)
         self._at = now
@@ -92,35 +92,35 @@ class Bucket:
         self._left -= cost
         return True
 
-    def wait(self) -> float:
-        """Seconds until there is one again, after ``take`` found none."""
+    def seconds_until_next(self) -> float:
+        """Return seconds until there is a token again, after ``take`` found none."""
         return (1 - self._left) / self.rate
 
 
 class Rates:
-    """A bucket of one size for each source; of too many, the one that was silent for longest is forgotten."""
+    """Token bucket for each source; beyond ``max_sources`` the least recently used is forgotten."""
 
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic, most: int = 4096):
-        self._rate, self._burst, self._clock, self._most = rate, burst, clock, most
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic, max_sources: int = 4096):
+        self._rate, self._burst, self._clock, self._most = rate, burst, clock, max_sources
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
 
     def take(self, source: str) -> float:
-        """Seconds until this source may go on; 0 when it may now, which is counted."""
+        """Take a token of this source; returns 0, or the seconds until there is one."""
         bucket = self._buckets[source] = self._buckets.pop(source, None) or Bucket(self._rate, self._burst, self._clock)
         if len(self._buckets) > self._most:
             self._buckets.popitem(last=False)
-        return 0.0 if bucket.take() else bucket.wait()
+        return 0.0 if bucket.take() else bucket.seconds_until_next()
 
 
-class Creates:
-    """How often a caller may make a session: each loads and compiles a policy, which takes cores from the robots."""
+class CreateLimiter:
+    """Limits how often a caller may make a session: each one loads and compiles a policy on the robots' cores."""
 
     def __init__(self, rates: Rates, is_local_limited: bool = False):
         self._rates = rates
         self._is_local_limited = is_local_limited
 
     def take(self, key: str | None, address: str) -> None:
-        """Count one.
+        """Count one new session of a caller.
 
         Args:
             key: what the caller's key is called; None without one, and then the address counts. Whoever is on this
@@ -131,7 +131,7 @@ class Creates:
         """
         if key is None and not self._is_local_limited and is_local(address):
             return
-        wait = self._rates.take(f"key {key}" if key is not None else source_of(address))
+        wait = self._rates.take(f"key {key}" if key is not None else source_key(address))
         if wait > 0:
             raise TooManyRequests(
                 f"too many sessions were asked for in the last minute; the next may be made in {wait:.0f} s "
@@ -141,23 +141,23 @@ class Creates:
 
 
 def is_local(address: str) -> bool:
-    """Whether a peer's address is this machine's loopback; a socket of the file system, which has none, is too."""
-    found = _parsed(address)
-    return found is None or found.is_loopback
+    """Whether a peer's address is this machine's loopback; a Unix socket, which has no address, counts too."""
+    parsed = _parse_address(address)
+    return parsed is None or parsed.is_loopback
 
 
-def source_of(address: str) -> str:
-    """What counts as one peer."""
-    found = _parsed(address)
-    if found is None:
+def source_key(address: str) -> str:
+    """Return the key under which a peer's connections are counted: its IPv4 address, or its IPv6 network of 64 bits."""
+    parsed = _parse_address(address)
+    if parsed is None:
         return "here"
-    return str(found) if found.version == 4 else str(ipaddress.ip_network((found, 64), strict=False))
+    return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
 @lru_cache(maxsize=4096)  # asked a few times for each connection, of which thousands may come and go
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(parsed, "ipv4_mapped", None) or parsed

@@ -17,7 +17,15 @@ import msgpack
 import numpy as np
 
 from service.errors import InvalidRequest, TooLarge
-from service.http.array_limits import Allowance, ArrayLimits, check_finite, check_name, read_dtype, read_shape, refusal
+from service.http.array_limits import (
+    Allowance,
+    ArrayLimits,
+    array_error,
+    check_finite,
+    check_name,
+    read_dtype,
+    read_shape,
+)
 
 _HEAD = 4096  # bytes of a text
 _DEPTH = 8
@@ -48,7 +56,7 @@ _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
 
 
 class Reader:
-    """A body read value by value.
+    """Reader of a msgpack body, value by value.
 
     Args:
         made: what becomes of a map that was read (arrays are written as maps), with the key that it stands under.
@@ -72,16 +80,16 @@ class Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all was read."""
+        """Whether the whole body was read."""
         return self._at == self._end
 
     @property
     def is_map(self) -> bool:
-        """Whether a map begins here."""
+        """Whether a map begins at the current position."""
         return self._at < self._end and _KINDS.get(self._body[self._at], (None,))[0] == "map"
 
     def count(self) -> int:
-        """Entries of the map that begins here.
+        """Read the head of a map; returns its number of entries.
 
         Raises:
             InvalidRequest: none does.
@@ -89,7 +97,7 @@ class Reader:
         return self._size("map")
 
     def data(self) -> memoryview:
-        """Bytes, where they lie.
+        """Read binary data, as a view of the body.
 
         Raises:
             InvalidRequest: here are none, or not all of them.
@@ -100,7 +108,7 @@ class Reader:
         return self._take(length)
 
     def value(self, key: object = None, depth: int = 0) -> Any:
-        """Whatever comes next: text, a number, data, a list or a map of them.
+        """Read the next value: text, a number, data, or a list or map of them.
 
         Raises:
             InvalidRequest: it is malformed, an extension, or nested deeply.
@@ -159,7 +167,7 @@ class Reader:
             raise self._wanted() from None
 
     def _size(self, wanted: str) -> int:
-        """The length that is written here, of what is wanted here."""
+        """Read a length, of a value that has to be of the expected kind."""
         at = self._at
         if at >= self._end:
             raise self._wanted()
@@ -182,7 +190,7 @@ _KEYS = ("dtype", "shape", "data")
 
 
 def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Arrays by name; a plain number will do for one that is a single number.
+    """Decode arrays by name; a plain number may stand for an array of a single number.
 
     Args:
         dtypes: by name, for plain numbers.
@@ -205,7 +213,7 @@ def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[
 
 
 def encode(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> list[bytes | memoryview]:
-    """``{"outputs": {name: {"dtype", "shape", "data"}}, "timings_ms": {stage: number}}`` in pieces."""
+    """Encode arrays as ``{"outputs": {name: {"dtype", "shape", "data"}}, "timings_ms": {stage: number}}`` in pieces."""
     packer = msgpack.Packer()
     head = [packer.pack_map_header(2), packer.pack("outputs"), packer.pack_map_header(len(outputs))]
     pieces: list[bytes | memoryview] = []
@@ -226,20 +234,20 @@ def _read(reader: Reader, name: str, allowance: Allowance) -> np.ndarray:
     for _ in range(min(reader.count(), len(_KEYS) + 1)):
         key = reader.value()
         if key not in _KEYS or key in parts:
-            raise refusal(name, "is no array; wanted dtype, shape and data, each once")
+            raise array_error(name, "is no array; wanted dtype, shape and data, each once")
         parts[key] = reader.data() if key == "data" else reader.value()
     dtype, shape = read_dtype(name, parts.get("dtype")), read_shape(name, parts.get("shape"))
     size = allowance.take(name, shape, dtype)
     data = parts.get("data", b"")
     if len(data) != size:
-        raise refusal(name, f"has shape {list(shape)} of {dtype.name}, {size} bytes, but {len(data)} bytes of data")
+        raise array_error(name, f"has shape {list(shape)} of {dtype.name}, {size} bytes, but {len(data)} bytes of data")
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
 
 
 def _number(reader: Reader, name: str, allowance: Allowance, usual: str | None) -> np.ndarray:
     value = reader.value()
     if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) >= 2**63:
-        raise refusal(name, "is no array; wanted a number, or a map of dtype, shape and data")
+        raise array_error(name, "is no array; wanted a number, or a map of dtype, shape and data")
     is_float = isinstance(value, float) or (usual or "").startswith("float")
     array = np.asarray(value, np.float64 if is_float else None)
     allowance.take(name, array.shape, array.dtype)

@@ -20,7 +20,7 @@ _ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]{{0,31}}://(?P<host>{_HOST})", re.IGNORE
 
 
 class Origins:
-    """A browser says which page a request comes from; without a look at it, any page could move a robot on localhost.
+    """Rules for which web pages may call. Without them, any page could move a robot on localhost.
 
     A request without an Origin header comes from no web page and passes. One that is neither ``null`` nor an origin
     never does.
@@ -36,7 +36,7 @@ class Origins:
         self._hosts = {urlsplit(origin).hostname for origin in self._allowed}
 
     def allows(self, origin: str | None, host: str | None) -> bool:
-        """Whether a request with these two headers may pass."""
+        """Whether a request with these Origin and Host headers may pass."""
         if origin is None:
             return True
         found = _ORIGIN.fullmatch(origin)
@@ -52,23 +52,23 @@ class Origins:
         # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
         return found["host"] == host and (name in self._own_names or _is_address(name))
 
-    def knows_host(self, host: str | None) -> bool:
-        """Whether a Host header names this machine or a page that may call. Every other name may be any page's."""
+    def allows_host(self, host: str | None) -> bool:
+        """Whether a Host header names this machine or a page that may call. Other names may be any page's."""
         if host is None or "*" in self._allowed:
             return True
         found = _HOST_HEADER.fullmatch(host)
         name = found["name"].lower().strip("[]") if found else None
         return name is not None and (name in self._own_names or name in self._hosts or _is_address(name))
 
-    def refusal(self, request: Request[Any, Any]) -> HTTPResponse | None:
-        """403 for a page that may not call, before anything happens on its behalf."""
+    def refuse_request(self, request: Request[Any, Any]) -> HTTPResponse | None:
+        """Return a 403 answer for a page that may not call, or None when it may."""
         if self.allows(request.headers.get("origin"), request.headers.get("host")):
             return None
         text = '{"detail":"This origin may not call; add it to the setting origins","code":"origin_refused"}'
         return HTTPResponse(text, status=403, content_type="application/json")
 
-    def permit(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
-        """Let a page of another origin read the answer; no cookies or logins of the browser come with it."""
+    def add_cors_headers(self, request: Request[Any, Any], response: HTTPResponse | None) -> None:
+        """Let an allowed page of another origin read the answer; it gets no cookies or logins of the browser."""
         origin = request.headers.get("origin")
         if response is None or origin is None or not self.allows(origin, request.headers.get("host")):
             return
@@ -77,8 +77,8 @@ class Origins:
         response.headers["vary"] = "origin"
 
 
-def harden(response: HTTPResponse) -> None:
-    """What browsers are told of every answer: it is what it says, for no frame, no cache and no other site.
+def add_security_headers(response: HTTPResponse) -> None:
+    """Add the headers that keep browsers from sniffing, framing, caching or sharing an answer.
 
     A page brings a Content-Security-Policy of its own; what is no page may load nothing.
     """
@@ -96,8 +96,8 @@ _HEADERS = (
 )
 
 
-def preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
-    """The answer to OPTIONS for a path with these methods."""
+def answer_preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTPResponse:
+    """Answer OPTIONS for a path with these methods."""
     allowed = ", ".join(methods)
     headers = {"allow": allowed}
     if "access-control-request-method" in request.headers:

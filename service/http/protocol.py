@@ -20,14 +20,14 @@ from websockets.frames import DATA_OPCODES, Frame, Opcode
 from websockets.protocol import State
 
 from service.http.fair_queue import CONNECTION, MESSAGE, REQUEST, FairQueue
-from service.http.limits import Connections, source_of
+from service.http.limits import Connections, source_key
 
 log = logging.getLogger(__name__)
 
-HEAD_LIMIT = 8192  # bytes of a request's first line and headers
-_BREATH = 0.001  # seconds from an answer to the next of requests that were sent at once
+MAX_HEAD = 8192  # bytes of a request's first line and headers
+_PIPELINE_PAUSE = 0.001  # seconds from an answer to the next of requests that were sent at once
 # Of a WebSocket, bytes that are read at a stretch, and frames a second: all at once, and as many in the long run.
-_PIECE = 512
+_READ_BYTES = 512
 _FRAMES, _FRAMES_PER_SECOND = 2000, 1000
 # Of a body in chunks, pieces that are read at a stretch; and the line before each: bytes, and what it is.
 _PIECES = 64
@@ -38,30 +38,30 @@ _METHOD = _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=%-]*(?::[0-9]*)?|\[[0-9A-Fa-f:.%A-Za-z]+\](?::[0-9]*)?")  # RFC 3986, 3.2.2
 _TARGET = re.compile(r"[!\"$-~]+")  # letters that can be seen, and no "#", of which a server never hears
-_FAREWELL = 1.0  # seconds in which a late client can read why it is cut
+_LINGER = 1.0  # seconds in which a late client can read why it is cut
 # Seconds for each byte that is read and thrown away: of a flood uvloop reads 2 MB of each connection in one turn.
-_READ = 1e-9
+_DISCARD_COST = 1e-9
 # Bytes of an answer that a reader takes in each `REQUEST_DEADLINE`, or it is cut: 3 kB/s, less than any modem.
-_LEAST_READ = 32_768
+_MIN_READ_BYTES = 32_768
 # A request that stops robots, as its first line says; of such a route (``is_stop``), below whatever path it is served.
 STOP_LINE = re.compile(rb"POST [!\"$-~]{0,512}/emergency_stop(?:\?[!\"$-~]{0,512})? HTTP/1\.[01]\r\n")
-FULL = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
-SPARE = 5.0  # seconds that one connection too many has for a stop
-FULL_ANSWER = (
+TOO_MANY_BODY = b'{"detail":"Too many connections (setting max_connections); close some","code":"too_many_requests"}'
+SPARE_TIMEOUT = 5.0  # seconds that one connection too many has for a stop
+TOO_MANY_RESPONSE = (
     "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
-    f"content-length: {len(FULL)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
-).encode() + FULL
+    f"content-length: {len(TOO_MANY_BODY)}\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
+).encode() + TOO_MANY_BODY
 
 
 class _Http(Http):
     # Of this class, because Sanic's own holds one number for all apps of a process.
-    HEADER_MAX_SIZE = HEAD_LIMIT
+    HEADER_MAX_SIZE = MAX_HEAD
     __slots__ = ("_is_pipelined", "_pieces")
 
     def init_for_request(self) -> None:
         super().init_for_request()
         self._pieces = 0
-        self._is_pipelined = cast(DeadlineProtocol, self.protocol).next_request()
+        self._is_pipelined = cast(DeadlineProtocol, self.protocol).begin_next_request()
 
     async def http1_request_header(self) -> None:
         try:
@@ -75,20 +75,20 @@ class _Http(Http):
         if self._is_pipelined:
             # What is in the buffer is answered without waiting for anything: thousands of requests at a stretch, while
             # robots and emergency stops wait.
-            await asyncio.sleep(_BREATH)
-        await self._whole_head()
+            await asyncio.sleep(_PIPELINE_PAUSE)
+        await self._receive_head()
         await cast(DeadlineProtocol, self.protocol).wait_for_turn(STOP_LINE.match(self.recv_buffer) is not None)
         await super().http1_request_header()
         if not _is_strict(self.request, self.request_body):
             raise BadRequest("Bad Request")
 
-    async def _whole_head(self) -> None:
-        """Wait until all of it is there: a turn is for answering, not for waiting."""
-        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < HEAD_LIMIT:
+    async def _receive_head(self) -> None:
+        """Wait until the whole head has arrived: a turn is for answering, not for waiting."""
+        while b"\r\n\r\n" not in self.recv_buffer and len(self.recv_buffer) < MAX_HEAD:
             await self._receive_more()
 
     async def read(self) -> bytes | None:
-        """Some of the body; what is in the buffer may be a hundred thousand chunks of a byte each."""
+        """Read a piece of the body; the buffer may hold a hundred thousand chunks of one byte each."""
         self._pieces += 1
         if self._pieces % _PIECES == 0:
             await cast(DeadlineProtocol, self.protocol).wait_for_turn()
@@ -97,7 +97,7 @@ class _Http(Http):
         return await super().read()
 
     async def _check_chunk(self) -> None:
-        """Refuse a size that is none (RFC 9112, 7.1), which Python's own numbers may be: ``0x2``, `` 2``, ``2_0``.
+        """Refuse a chunk size that is no number by RFC 9112, 7.1, but one to Python: ``0x2``, `` 2``, ``2_0``.
 
         And a chunk that does not end where its size says: whoever else reads it would see another request's beginning.
         """
@@ -112,7 +112,7 @@ class _Http(Http):
             raise BadRequest("Bad chunked encoding")
 
     async def error_response(self, exception: Exception) -> None:
-        """Answer; nobody who went away before a request was whole."""
+        """Answer an error, unless the client went away before its request was complete."""
         transport = self.protocol.transport
         if self.stage is Stage.REQUEST and (transport is None or transport.is_closing()):
             self.keep_alive = False
@@ -129,7 +129,7 @@ class _Http(Http):
 
 
 class DeadlineProtocol(WebSocketProtocol):
-    """Sanic's protocol, whose own request timeout starts anew with every byte: one byte now and then would live on.
+    """Sanic's protocol with deadlines: Sanic's own request timeout starts anew with every byte.
 
     The deadline is the app's ``REQUEST_DEADLINE`` in seconds, from a request's first byte to the last of its body.
     The app's ``CONNECTIONS`` say how many there may be.
@@ -175,16 +175,16 @@ class DeadlineProtocol(WebSocketProtocol):
         self._has_waited = False  # for the turn of its first request
         self._frames = (float(_FRAMES), 0.0)  # that may come now, as of when
 
-    def let_in(self, address: str, is_spare: bool) -> None:
-        """Before it is made: it is counted."""
+    def set_peer(self, address: str, is_spare: bool) -> None:
+        """Set the address under which this connection is counted, before it is made."""
         self._counted, self.is_spare = address, is_spare
 
     def connection_made(self, transport: Any) -> None:
-        """Somebody is there, and said something."""
+        """Begin with a connection whose peer has sent something."""
         if self.is_spare:
-            self.loop.call_later(SPARE, self.abort)
-        self._queue = FairQueue.here()
-        self._queue.spend(CONNECTION)
+            self.loop.call_later(SPARE_TIMEOUT, self.abort)
+        self._queue = FairQueue.of_running_loop()
+        self._queue.charge_turn(CONNECTION)
         # No task, and nothing else of an HTTP connection, before there is a request to read: those who come and go as
         # fast as they can take the time that a new connection costs, and one with a stop waits behind them.
         self.transport = transport
@@ -194,39 +194,41 @@ class DeadlineProtocol(WebSocketProtocol):
         self._callback_check_timeouts = self.loop.call_later(self.keep_alive_timeout, self._close_unused)
 
     def _close_unused(self) -> None:
-        """Close a connection of which nobody made any use."""
+        """Close a connection that was never used."""
         if self._task is None and not self.recv_buffer:
             self.close()
 
-    def _ask_to_begin(self) -> None:
-        """Wait for the turn of the first request, whose head is whole; a stop goes before all others."""
-        self._take_flows()
+    def _queue_first_request(self) -> None:
+        """Wait for the turn of the first request, whose head is complete; a stop goes before all others."""
+        self._create_flows()
         if STOP_LINE.match(self.recv_buffer) and self._queue.take_urgent(self._asking, REQUEST):
-            self._begin()
+            self._begin_http()
         else:
             self._queue.enter(self._asking)
 
-    def _take_flows(self) -> None:
-        self._asking, self._flow = self._queue.newcomers(source_of(self._counted), self._begin_in_turn, self._step)
-        self._flow.unread = self._waiting
+    def _create_flows(self) -> None:
+        self._asking, self._flow = self._queue.create_new_flows(
+            source_key(self._counted), self._begin_in_turn, self._step
+        )
+        self._flow.unread = self._unread_bytes
         self._is_known = True
 
-    def be_own(self) -> None:
-        """It is this server itself that connects: what it says waits behind nobody."""
+    def mark_own(self) -> None:
+        """Mark the connection as this server's own: its messages wait behind nobody."""
         self._flow.is_own = True
 
-    def _waiting(self) -> int:
-        """Bytes of a WebSocket that came and were not taken."""
+    def _unread_bytes(self) -> int:
+        """Return how many bytes of a WebSocket have arrived and were not taken."""
         return len(self._backlog) + sum(map(len, self._inbox.messages))
 
     def _begin_in_turn(self) -> tuple[float, bool]:
         if not self._is_fresh or self._task is not None or self.transport is None or self.transport.is_closing():
             return 0.0, False
-        self._begin()
+        self._begin_http()
         return REQUEST, False
 
-    def _begin(self) -> None:
-        """Be an HTTP connection: there is a request to read."""
+    def _begin_http(self) -> None:
+        """Become an HTTP connection, now that there is a request to read."""
         unread = self.recv_buffer
         if self._callback_check_timeouts is not None:
             self._callback_check_timeouts.cancel()
@@ -234,11 +236,11 @@ class DeadlineProtocol(WebSocketProtocol):
         self.recv_buffer += unread
 
     @property
-    def _doors(self) -> Connections:
+    def _connection_counts(self) -> Connections:
         return self.app.config.CONNECTIONS
 
-    def next_request(self) -> bool:
-        """Whatever came before is read and answered; whether the next request was sent before that."""
+    def begin_next_request(self) -> bool:
+        """Begin the next request after the last one was answered; returns whether it was pipelined."""
         if self._is_fresh:
             self._is_fresh = False  # its deadline is that of its first byte
             return False
@@ -248,12 +250,12 @@ class DeadlineProtocol(WebSocketProtocol):
         return bool(self.recv_buffer)
 
     def answer_and_close(self) -> None:
-        """The answer that is about to be given is the last one here."""
+        """Close the connection after the answer that is about to be sent."""
         if self.http is not None:
             self.http.keep_alive = False
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request or of a WebSocket."""
+        """Receive bytes of a request or of a WebSocket."""
         if self._is_handed_over or self.websocket is not None:
             self._backlog += data
             if not self._is_handed_over:
@@ -268,13 +270,13 @@ class DeadlineProtocol(WebSocketProtocol):
             unread = self.recv_buffer
             if len(unread) >= self.app.config.REQUEST_BUFFER_SIZE and self.transport is not None:
                 self.transport.pause_reading()  # until the request is read
-            if not self._is_known and (len(unread) >= HEAD_LIMIT or b"\r\n\r\n" in unread):
-                self._ask_to_begin()
+            if not self._is_known and (len(unread) >= MAX_HEAD or b"\r\n\r\n" in unread):
+                self._queue_first_request()
             return
         super().data_received(data)
 
-    def hand_over(self) -> bytes:
-        """All that came since the upgrade, for the protocol that takes the connection over.
+    def take_early_bytes(self) -> bytes:
+        """Take all bytes since the upgrade, for the protocol that takes the connection over.
 
         Of a route with ``ctx_is_handed_over``; what Sanic would have read of it would be lost, in the midst of a frame.
         """
@@ -286,7 +288,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return early
 
     async def wait_for_turn(self, is_stop: bool = False) -> None:
-        """Wait until what was asked may be answered: of many who ask as fast as they can, one after the other is.
+        """Wait until the request may be answered: callers with many requests get turns one after the other.
 
         Args:
             is_stop: it is to stop robots, and goes before all others; no more often than anybody means it, though.
@@ -296,10 +298,10 @@ class DeadlineProtocol(WebSocketProtocol):
             return  # it did before there was a task to wait
         if is_stop and self._queue.take_urgent(self._asking, REQUEST):
             return
-        await self._queue.turn(self._asking, REQUEST)
+        await self._queue.wait_turn(self._asking, REQUEST)
 
     async def _receive(self, timeout: float | None = None) -> str | bytes | None:
-        """The next message; in place of Sanic's ``recv``, which makes a task for each and one for each piece read.
+        """Return the next message; replaces Sanic's ``recv``, which makes a task per message and per read.
 
         Raises:
             WebsocketClosed: there is none any more.
@@ -316,21 +318,21 @@ class DeadlineProtocol(WebSocketProtocol):
                 inbox.waiter = None
         message, inbox.offered = inbox.offered, None
         if message is None:
-            self._end()
+            self._end_connection()
             raise WebsocketClosed("there will be no more messages")
         if inbox.messages or self._backlog:
             self._queue.enter(self._flow)
         return message
 
     def _step(self) -> tuple[float, bool]:
-        """Read a piece of what came, or offer the next message."""
+        """Read a piece of what has arrived, or offer the next message."""
         socket, transport, inbox = self.websocket, self.transport, self._inbox
         if socket is None or transport is None or transport.is_closing():
             self._backlog.clear()
             return 0.0, False
         later = 0.0
         if _is_cut_off(socket) or socket.ws_proto.state is State.CLOSED:
-            later = len(self._backlog) * _READ
+            later = len(self._backlog) * _DISCARD_COST
             self._backlog.clear()  # it is read so that the peer can read why
         elif self._backlog and not inbox.messages:
             if self._pausing is not None or not self._can_write.is_set():
@@ -348,25 +350,25 @@ class DeadlineProtocol(WebSocketProtocol):
         return later, False
 
     def _read_piece(self, socket: WebsocketImplProtocol) -> None:
-        """Read so much of what came, and answer pings."""
+        """Read at most ``_READ_BYTES`` of what has arrived, and answer pings."""
         proto = socket.ws_proto
         is_ending = proto.close_sent is not None  # by this side: then nobody takes messages any more
-        proto.receive_data(bytes(self._backlog[:_PIECE]))
-        del self._backlog[:_PIECE]
+        proto.receive_data(bytes(self._backlog[:_READ_BYTES]))
+        del self._backlog[:_READ_BYTES]
         events = proto.events_received()
         try:
             for event in events:
                 if isinstance(event, Frame) and not (is_ending and event.opcode in DATA_OPCODES):
-                    self._take_in(socket, event)
+                    self._handle_frame(socket, event)
         except UnicodeDecodeError:
             log.info("a socket is closed: its text is not UTF-8")
             socket.fail_connection(1007, "text is not UTF-8")
-        self._answer(proto.data_to_send())
-        pause = self._pause(len(events))
+        self._write_answers(proto.data_to_send())
+        pause = self._frame_delay(len(events))
         if pause > 0:
-            self._pausing = self.loop.call_later(pause, self._go_on)
+            self._pausing = self.loop.call_later(pause, self._resume_reading)
 
-    def _take_in(self, socket: WebsocketImplProtocol, frame: Frame) -> None:
+    def _handle_frame(self, socket: WebsocketImplProtocol, frame: Frame) -> None:
         if frame.opcode is Opcode.CLOSE:
             self._inbox.end()
         elif frame.opcode is Opcode.PONG:
@@ -375,20 +377,20 @@ class DeadlineProtocol(WebSocketProtocol):
         elif frame.opcode in DATA_OPCODES:
             self._inbox.put(frame)
 
-    def _answer(self, answers: Sequence[bytes]) -> None:
-        """Write what the protocol says: pongs, and the answer to a close, behind which the connection ends."""
+    def _write_answers(self, answers: Sequence[bytes]) -> None:
+        """Write the protocol's answers: pongs, and the answer to a close, after which the connection ends."""
         data = b"".join(answers)
         if data and self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
         if b"" not in answers:
             return
         if self._inbox.is_empty:
-            self._end()
+            self._end_connection()
         else:
-            self.loop.call_later(_FAREWELL, self._end)  # at the latest: a stop right before a close is a stop
+            self.loop.call_later(_LINGER, self._end_connection)  # at the latest: a stop right before a close is a stop
 
-    def _end(self) -> None:
-        """Let Sanic end the connection, as it does at an end that it reads itself."""
+    def _end_connection(self) -> None:
+        """Let Sanic end the connection, as it does when it reads the end itself."""
         socket = self.websocket
         if socket is None or self.transport is None:
             return
@@ -398,21 +400,21 @@ class DeadlineProtocol(WebSocketProtocol):
         else:
             finished.set_result(None)
 
-    def _go_on(self) -> None:
+    def _resume_reading(self) -> None:
         self._pausing = None
         self._queue.enter(self._flow, is_idle=False)
 
     def eof_received(self) -> bool | None:
-        """The peer sends no more; what it said before is still taken."""
+        """Note that the peer sends no more; what it sent before is still taken."""
         if self.websocket is None or self._is_handed_over:
             return super().eof_received()
         self.websocket.ws_proto.receive_eof()
         self._inbox.end()
-        self._answer([*self.websocket.ws_proto.data_to_send(), b""])
+        self._write_answers([*self.websocket.ws_proto.data_to_send(), b""])
         return not self._inbox.is_empty
 
-    def _pause(self, count: int) -> float:
-        """Seconds until more may be read, after so many frames."""
+    def _frame_delay(self, count: int) -> float:
+        """Return seconds until more may be read, after so many frames."""
         left, at = self._frames
         now = time.monotonic()
         left = min(left + (now - at) * _FRAMES_PER_SECOND, _FRAMES) - count
@@ -420,7 +422,7 @@ class DeadlineProtocol(WebSocketProtocol):
         return max(-left / _FRAMES_PER_SECOND, 0.0)
 
     async def websocket_handshake(self, request: Request[Any, Any], subprotocols: Sequence[str] | None = None) -> Any:
-        """An upgrade; one that cannot be understood is the client's error, which Sanic answers with 500."""
+        """Upgrade to a WebSocket. A malformed upgrade answers 400, where Sanic's own answers 500."""
         # Before anything may come on it.
         self._is_handed_over = getattr(request.route and request.route.ctx, "is_handed_over", False)
         try:
@@ -434,12 +436,12 @@ class DeadlineProtocol(WebSocketProtocol):
             socket.auto_closer_task.cancel()
         socket.auto_closer_task = self.loop.create_task(self._close_down(socket))
         if not self._is_handed_over:
-            self._backlog += self.hand_over()
+            self._backlog += self.take_early_bytes()
             self._queue.enter(self._flow)
         return socket
 
     async def _close_down(self, socket: WebsocketImplProtocol) -> None:
-        """End the connection when the WebSocket is over; Sanic's own does not expect that the peer is gone already.
+        """End the connection when the WebSocket is over; Sanic's own fails when the peer is gone already.
 
         A peer that still sends when it is cut off can read why: what it sends is thrown away for a moment. What arrives
         unread at a connection that is closed makes the kernel reset it, and the peer loses the close frame that it has
@@ -460,35 +462,35 @@ class DeadlineProtocol(WebSocketProtocol):
                 transport.write_eof()
             if _is_cut_off(socket):
                 transport.resume_reading()
-                await socket.wait_for_connection_lost(_FAREWELL)
+                await socket.wait_for_connection_lost(_LINGER)
             transport.close()
         if not await socket.wait_for_connection_lost(socket.close_timeout):
             transport.abort()
 
     def pause_writing(self) -> None:
-        """More of an answer waits than the peer reads now; one that hardly reads keeps memory and a handler."""
+        """Start the deadline of a peer that does not read: its answer keeps memory and a handler."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the deadline of a peer that reads again."""
         super().resume_writing()
-        self._forget_reader()
+        self._stop_watching_reader()
         if self._backlog and not self._is_handed_over:
             self._queue.enter(self._flow)
 
     def check_timeouts(self) -> None:
-        """Sanic's own; but a connection that still sends its last answer is not idle."""
-        if self.http is not None and self.http.stage is Stage.IDLE and self._unread():
+        """Check Sanic's timeouts, except that a connection still sending its last answer is not idle."""
+        if self.http is not None and self.http.stage is Stage.IDLE and self._unsent_bytes():
             self._time = time.monotonic()
         super().check_timeouts()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer is gone."""
+        """Clean up after the peer is gone."""
         if self.is_spare:
-            self._doors.squeeze_out(self.abort)
+            self._connection_counts.leave_spare(self.abort)
         else:
-            self._doors.leave(self._counted)
+            self._connection_counts.leave(self._counted)
         self._disarm()
         if self._pausing is not None:
             self._pausing.cancel()
@@ -499,43 +501,43 @@ class DeadlineProtocol(WebSocketProtocol):
             self.transport = None
         else:
             super().connection_lost(exc)
-        self._forget_reader()
+        self._stop_watching_reader()
 
-    def _unread(self) -> int:
+    def _unsent_bytes(self) -> int:
         return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
     def _watch_reader(self) -> None:
-        self._forget_reader()
-        self._reading = self.loop.call_later(self._request_deadline, self._look_at_reader, self._unread())
+        self._stop_watching_reader()
+        self._reading = self.loop.call_later(self._request_deadline, self._check_reader, self._unsent_bytes())
 
-    def _look_at_reader(self, before: int) -> None:
+    def _check_reader(self, before: int) -> None:
         # With an answer of pieces the rest is written only once this is read: then this is all there is to look at.
-        if self.transport is not None and before - self._unread() < _LEAST_READ:
-            log.info("a connection is cut: %d bytes of its answer are not read", self._unread())
+        if self.transport is not None and before - self._unsent_bytes() < _MIN_READ_BYTES:
+            log.info("a connection is cut: %d bytes of its answer are not read", self._unsent_bytes())
             self.transport.abort()
         else:
             self._watch_reader()
 
-    def _forget_reader(self) -> None:
+    def _stop_watching_reader(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     def _arm(self) -> None:
-        self._deadline = self.loop.call_later(self._request_deadline, self._late)
+        self._deadline = self.loop.call_later(self._request_deadline, self._on_deadline)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _late(self) -> None:
+    def _on_deadline(self) -> None:
         if self._task is None and self._is_fresh:
             # Half a request, and all that there will be: it is answered as every late one, in a moment.
             if not self._is_known:
-                self._take_flows()
-            self._begin()
-            self._deadline = self.loop.call_later(_BREATH, self._late)
+                self._create_flows()
+            self._begin_http()
+            self._deadline = self.loop.call_later(_PIPELINE_PAUSE, self._on_deadline)
             return
         http = self.http
         # The timer object stays: a request is late once, and an answered one may take its time.
@@ -545,11 +547,11 @@ class DeadlineProtocol(WebSocketProtocol):
             http.exception = RequestTimeout("Request Timeout")
             self._task.cancel()
             # Sanic would go on to read the rest of the body; what the client has of the answer by then is enough.
-            self._deadline = self.loop.call_later(_FAREWELL, self.abort)
+            self._deadline = self.loop.call_later(_LINGER, self.abort)
 
 
 def _is_strict(request: Request[Any, Any], body: object) -> bool:
-    """Whether others who read the same bytes would see the same request: proxies before it, and policies on origins.
+    """Whether every other reader of these bytes would see the same request: proxies, and the rules of origins.
 
     Sanic takes more than that: "Content-Length : 5" is no such header to it, nor is a bare carriage return the end of a
     line. Where two might see two hosts or two lengths, there is no answer but 400.
@@ -570,7 +572,7 @@ def _is_strict(request: Request[Any, Any], body: object) -> bool:
 
 
 def _is_target(request: Request[Any, Any], host: str) -> bool:
-    """Whether a request names what it is about as it should: a path of the host that it says it is for."""
+    """Whether the request's target is a path of the host that its Host header names."""
     target = request.raw_url.decode("latin-1")
     if not _METHOD.fullmatch(request.method) or not _TARGET.fullmatch(target):
         return False
@@ -582,13 +584,13 @@ def _is_target(request: Request[Any, Any], host: str) -> bool:
 
 
 def _is_cut_off(socket: WebsocketImplProtocol) -> bool:
-    """Whether the peer was told what it did wrong: nothing that it still sends is of any interest."""
+    """Whether the peer was told what it did wrong: what it still sends does not matter."""
     sent = socket.ws_proto.close_sent
     return sent is not None and sent.code not in (1000, 1001)
 
 
 class _Inbox:
-    """Messages of one WebSocket between its frames and whoever takes them.
+    """Messages of one WebSocket, between the frames they come in and the handler that takes them.
 
     Attributes:
         messages: those that are whole: of one piece that was read.
@@ -609,11 +611,11 @@ class _Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be taken."""
+        """Whether no message waits to be taken."""
         return self.offered is None and not self.messages
 
     def put(self, frame: Frame) -> None:
-        """A part of a message, or all of it.
+        """Add one frame: a part of a message, or all of it.
 
         Raises:
             UnicodeDecodeError: it is no text.
@@ -626,17 +628,17 @@ class _Inbox:
             self.messages.append(whole.decode() if self._is_text else whole)
 
     def offer(self) -> None:
-        """Let the oldest be taken."""
+        """Offer the oldest message to the handler."""
         self.offered = self.messages.popleft()
         self.wake()
 
     def end(self) -> None:
-        """No more frames come."""
+        """Note that no more frames come."""
         self.is_over = True
         if self.is_empty:
             self.wake()
 
     def wake(self) -> None:
-        """Go on, whoever waits."""
+        """Wake whoever waits for a message."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)

@@ -25,26 +25,26 @@ from sanic import Sanic
 from sanic.models.server_types import Signal
 
 from service.http.fair_queue import FairQueue
-from service.http.limits import Connections, source_of
-from service.http.protocol import FULL_ANSWER, SPARE, STOP_LINE, DeadlineProtocol
+from service.http.limits import Connections, source_key
+from service.http.protocol import SPARE_TIMEOUT, STOP_LINE, TOO_MANY_RESPONSE, DeadlineProtocol
 from service.loop_watchdog import LoopWatchdog
 from service.signal_guard import SIGNALS, SignalGuard
 
 log = logging.getLogger(__name__)
 
 # Seconds of accepting in one turn of the loop, and connections that are made of sockets in one.
-TURN, MAKES = 0.001, 4
-READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
-LOOKS = 64  # sockets of which something came, in one turn
-SWEEP = 1.0  # seconds between looks for those that never say anything
-AGAIN = 0.5  # seconds without accepting when the process has no descriptors left
-LINE = 1024  # bytes of a request that are looked at; a stop's first line is shorter
+ACCEPT_SECONDS, CONNECTIONS_PER_TURN = 0.001, 4
+MAX_READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
+MAX_READABLE = 64  # sockets of which something came, in one turn
+SWEEP_INTERVAL = 1.0  # seconds between looks for those that never say anything
+RETRY_DELAY = 0.5  # seconds without accepting when the process has no descriptors left
+PEEK_BYTES = 1024  # bytes of a request that are looked at; a stop's first line is shorter
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
 class _Newcomer:
-    """A socket of which no connection was made yet."""
+    """An accepted socket that has no protocol yet."""
 
     raw: socket.socket
     address: str
@@ -54,21 +54,21 @@ class _Newcomer:
 
 
 class Acceptor:
-    """The listening end of a port.
+    """The listening end of a port: accepts sockets, and makes connections of those that have sent something.
 
     Args:
         listener: a bound socket; it stays the caller's.
-        doors: count connections, and say when there are too many.
+        connections: count connections, and say when there are too many.
         make: a protocol for one connection.
-        patience: seconds in which a peer has to say something.
+        timeout: seconds in which a peer has to say something.
     """
 
     def __init__(
-        self, listener: socket.socket, doors: Connections, make: Callable[[], DeadlineProtocol], patience: float
+        self, listener: socket.socket, connections: Connections, make: Callable[[], DeadlineProtocol], timeout: float
     ):
-        self._listener, self._doors, self._make, self._patience = listener, doors, make, patience
+        self._listener, self._connections, self._make, self._timeout = listener, connections, make, timeout
         self._loop = asyncio.get_running_loop()
-        self._queue = FairQueue.here()
+        self._queue = FairQueue.of_running_loop()
         # Of its own, and watched by the loop as one: a thousand silent sockets cost the loop nothing.
         self._silent = selectors.DefaultSelector()
         self._newcomers: dict[int, _Newcomer] = {}  # silent, the oldest first
@@ -77,33 +77,33 @@ class Acceptor:
         self._waiting: Counter[str] = Counter()  # of the ready ones, how many each caller has
         self._made: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._is_planned = False
+        self._is_scheduled = False
 
     def start(self, backlog: int) -> None:
-        """Listen and accept; ``backlog``: how many may wait in the kernel."""
+        """Listen and accept; ``backlog`` is how many connections may wait in the kernel."""
         self._listener.setblocking(False)
         self._listener.listen(backlog)
         self._loop.add_reader(self._listener, self._accept)
-        self._loop.add_reader(self._silent.fileno(), self._look)
+        self._loop.add_reader(self._silent.fileno(), self._read_ready)
         self._sweep()
 
     def close(self) -> None:
-        """Accept no more; whoever has not been read yet is let go."""
+        """Accept no more; sockets that have not been read are closed."""
         self._loop.remove_reader(self._listener)
         self._loop.remove_reader(self._silent.fileno())
         for timer in self._timers.values():
             timer.cancel()
         for newcomer in [*self._newcomers.values(), *self._stops, *self._ready]:
-            self._let_go(newcomer)
+            self._drop(newcomer)
         self._newcomers.clear()
         self._stops.clear()
         self._ready.clear()
         self._silent.close()
 
     def _accept(self) -> None:
-        """Take those that wait, for so long."""
+        """Accept waiting sockets for at most ``ACCEPT_SECONDS``."""
         began = now = time.thread_time()
-        while now < began + TURN:
+        while now < began + ACCEPT_SECONDS:
             try:
                 raw, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -111,44 +111,44 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
                     raise
-                log.error("no connection can be accepted: %s; trying again in %s s", error.strerror, AGAIN)
+                log.error("no connection can be accepted: %s; trying again in %s s", error.strerror, RETRY_DELAY)
                 self._loop.remove_reader(self._listener)
-                self._timers["again"] = self._loop.call_later(AGAIN, self._accept_again)
+                self._timers["again"] = self._loop.call_later(RETRY_DELAY, self._accept_again)
                 break
             self._receive(raw, str(peer[0]) if isinstance(peer, tuple) and peer else "")
             now = time.thread_time()
-        self._queue.spend(now - began)
+        self._queue.charge_turn(now - began)
 
     def _accept_again(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
 
     def _receive(self, raw: socket.socket, address: str) -> None:
-        """Let one in; one too many is told so, or may stay for a moment to stop robots."""
+        """Admit one socket; one too many is refused, or may stay for a moment to stop robots."""
         raw.setblocking(False)
-        newcomer = _Newcomer(raw, address, False, time.monotonic() + self._patience)
-        if not self._doors.enter(address):
-            newcomer.drop = lambda: self._push_out(newcomer)
-            if not self._doors.squeeze_in(newcomer.drop):
+        newcomer = _Newcomer(raw, address, False, time.monotonic() + self._timeout)
+        if not self._connections.enter(address):
+            newcomer.drop = lambda: self._evict(newcomer)
+            if not self._connections.enter_spare(newcomer.drop):
                 with suppress(OSError):
-                    raw.send(FULL_ANSWER)
+                    raw.send(TOO_MANY_RESPONSE)
                 raw.close()
                 return
-            newcomer.is_spare, newcomer.until = True, time.monotonic() + SPARE
-        self._hear_or_wait(newcomer)
+            newcomer.is_spare, newcomer.until = True, time.monotonic() + SPARE_TIMEOUT
+        self._peek(newcomer)
 
-    def _look(self) -> None:
-        """Hear those of which something came."""
+    def _read_ready(self) -> None:
+        """Look at the sockets on which something has arrived."""
         began = time.thread_time()
-        for key, _ in self._silent.select(0)[:LOOKS]:
+        for key, _ in self._silent.select(0)[:MAX_READABLE]:
             self._silent.unregister(key.fileobj)
             del self._newcomers[key.fd]
-            self._hear_or_wait(key.data)
-        self._queue.spend(time.thread_time() - began)
+            self._peek(key.data)
+        self._queue.charge_turn(time.thread_time() - began)
 
-    def _hear_or_wait(self, newcomer: _Newcomer) -> None:
-        """Look what it says; it stays silent until it says something."""
+    def _peek(self, newcomer: _Newcomer) -> None:
+        """Look at the first bytes of a socket; without any it goes to the silent ones."""
         try:
-            begin = newcomer.raw.recv(LINE, socket.MSG_PEEK)
+            begin = newcomer.raw.recv(PEEK_BYTES, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             self._newcomers[newcomer.raw.fileno()] = newcomer
             self._silent.register(newcomer.raw, selectors.EVENT_READ, newcomer)
@@ -156,96 +156,96 @@ class Acceptor:
         except OSError:
             begin = b""
         if not begin:
-            self._let_go(newcomer)  # it is gone
+            self._drop(newcomer)  # it is gone
             return
-        caller = source_of(newcomer.address)
+        caller = source_key(newcomer.address)
         if STOP_LINE.match(begin):
             self._stops.append(newcomer)
-        elif self._waiting[caller] < READY:
+        elif self._waiting[caller] < MAX_READY:
             self._waiting[caller] += 1
             self._ready.append(newcomer)
         else:
             with suppress(OSError):
-                newcomer.raw.send(FULL_ANSWER)
-            self._let_go(newcomer)
-        self._plan()
+                newcomer.raw.send(TOO_MANY_RESPONSE)
+            self._drop(newcomer)
+        self._schedule()
 
-    def _plan(self) -> None:
-        if not self._is_planned and (self._stops or self._ready):
-            self._is_planned = True
+    def _schedule(self) -> None:
+        if not self._is_scheduled and (self._stops or self._ready):
+            self._is_scheduled = True
             self._loop.call_soon(self._connect)
 
     def _connect(self) -> None:
-        """Make connections of a few."""
-        self._is_planned = False
-        for _ in range(MAKES):
+        """Make connections of a few ready sockets."""
+        self._is_scheduled = False
+        for _ in range(CONNECTIONS_PER_TURN):
             if self._stops:
                 newcomer = self._stops.popleft()
             elif self._ready:
                 newcomer = self._ready.popleft()
-                self._count_off(newcomer)
+                self._uncount(newcomer)
             else:
                 return
             protocol = self._make()
-            protocol.let_in(newcomer.address, newcomer.is_spare)
+            protocol.set_peer(newcomer.address, newcomer.is_spare)
             if newcomer.is_spare:
-                self._doors.squeeze_out(newcomer.drop)
-                self._doors.squeeze_in(protocol.abort)
-            task = self._loop.create_task(self._hand_over(newcomer, protocol))
+                self._connections.leave_spare(newcomer.drop)
+                self._connections.enter_spare(protocol.abort)
+            task = self._loop.create_task(self._connect_socket(newcomer, protocol))
             self._made.add(task)
             task.add_done_callback(self._made.discard)
-        self._plan()
+        self._schedule()
 
-    async def _hand_over(self, newcomer: _Newcomer, protocol: DeadlineProtocol) -> None:
+    async def _connect_socket(self, newcomer: _Newcomer, protocol: DeadlineProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, newcomer.raw)
         except OSError:  # the peer is gone, or the process has no descriptors
             if protocol.transport is None:
                 newcomer.drop = protocol.abort
-                self._let_go(newcomer)
+                self._drop(newcomer)
 
-    def _let_go(self, newcomer: _Newcomer) -> None:
+    def _drop(self, newcomer: _Newcomer) -> None:
         newcomer.raw.close()
         if newcomer.is_spare:
-            self._doors.squeeze_out(newcomer.drop)
+            self._connections.leave_spare(newcomer.drop)
         else:
-            self._doors.leave(newcomer.address)
+            self._connections.leave(newcomer.address)
 
-    def _push_out(self, newcomer: _Newcomer) -> None:
-        """A newer one needs the place of this one, which is too many."""
+    def _evict(self, newcomer: _Newcomer) -> None:
+        """Close a socket above the limit because a newer one needs its place."""
         if self._newcomers.pop(newcomer.raw.fileno(), None) is not None:
             self._silent.unregister(newcomer.raw)
         elif newcomer in self._ready:
             self._ready.remove(newcomer)
-            self._count_off(newcomer)
+            self._uncount(newcomer)
         elif newcomer in self._stops:
             self._stops.remove(newcomer)
         newcomer.raw.close()
 
-    def _count_off(self, newcomer: _Newcomer) -> None:
-        caller = source_of(newcomer.address)
+    def _uncount(self, newcomer: _Newcomer) -> None:
+        caller = source_key(newcomer.address)
         self._waiting[caller] -= 1
         if not self._waiting[caller]:
             del self._waiting[caller]
 
     def _sweep(self) -> None:
-        """Close those that have said nothing in time."""
+        """Close sockets that have sent nothing in time."""
         now = time.monotonic()
         for descriptor, newcomer in list(self._newcomers.items()):
             if newcomer.until <= now:
                 del self._newcomers[descriptor]
                 self._silent.unregister(newcomer.raw)
-                self._let_go(newcomer)
-        self._timers["sweep"] = self._loop.call_later(SWEEP, self._sweep)
+                self._drop(newcomer)
+        self._timers["sweep"] = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 
 # Answers under way may end, then connections are cut. Together with what the sessions take to hold
 # their robots and leave their rooms (3.5 s at most) this stays below five seconds.
-PATIENCE = 1.0
+CLOSE_TIMEOUT = 1.0
 # Connections that wait to be accepted, as many as Linux allows without being told: of a burst above it each tries again
 # a second later, an emergency stop too. Those that were given up again wait as well (Sanic's own is 100).
 BACKLOG = 4096
-DESCRIPTORS = 16_384
+MAX_DESCRIPTORS = 16_384
 
 
 class CannotListen(Exception):
@@ -253,7 +253,7 @@ class CannotListen(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 lets the system choose. Sanic would take 0 for its own default port.
+    """Return a bound socket; port 0 lets the system choose. Sanic would take 0 for its own default port.
 
     Raises:
         CannotListen: the port is taken, or the address is not one of this machine.
@@ -277,15 +277,15 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL that a client on this machine can use."""
+    """Return the URL that a client on this machine can use."""
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @asynccontextmanager
-async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[str]:
-    """The app on the running loop; yields its URL when it answers. Takes the socket over."""
+async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[str]:
+    """Serve the app on the running loop; yields its URL when it answers. Takes the socket over."""
     try:
         with listener:
             app.config.OWN_ADDRESS = listener.getsockname()[:2]
@@ -306,7 +306,7 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
             acceptor = Acceptor(
                 listener,
                 app.config.CONNECTIONS,
-                _protocol_of(app, server.connections),
+                _protocol_factory(app, server.connections),
                 app.config.KEEP_ALIVE_TIMEOUT,
             )
             acceptor.start(BACKLOG)
@@ -317,15 +317,15 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
                 await server.before_stop()
                 acceptor.close()
                 server.server.close()
-                await _part(server.connections)
+                await _close_connections(server.connections)
                 await server.after_stop()
     finally:
         # Sanic keeps every app in a registry.
         Sanic.unregister_app(app)
 
 
-def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], DeadlineProtocol]:
-    """What Sanic gives its own server, which does not accept here, to make a protocol of."""
+def _protocol_factory(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], DeadlineProtocol]:
+    """Return what makes a protocol, with the arguments of Sanic's own server, which does not accept here."""
     return partial(
         DeadlineProtocol,
         loop=asyncio.get_running_loop(),
@@ -338,10 +338,10 @@ def _protocol_of(app: Sanic[Any, Any], connections: set[Any]) -> Callable[[], De
     )
 
 
-async def _part(connections: set[Any]) -> None:
-    """End idle connections and WebSockets now, the others when they have answered or patience ends."""
+async def _close_connections(connections: set[Any]) -> None:
+    """End idle connections and WebSockets now, others when they have answered or ``CLOSE_TIMEOUT`` is over."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + PATIENCE
+    until = loop.time() + CLOSE_TIMEOUT
     for connection in list(connections):
         if getattr(connection, "websocket", None):
             connection.websocket.fail_connection(code=1001)
@@ -360,8 +360,8 @@ def run(
     beside: tuple[Sanic[Any, Any], socket.socket] | None = None,
     watchdog: LoopWatchdog | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP (its terminal is gone; nohup keeps it); ``started`` is told the URL when it
-    answers. A second signal ends at once, but for SIGHUP, which a shell sends beside the terminal.
+    """Serve until SIGTERM, SIGINT or SIGHUP (its terminal is gone; nohup keeps it); ``started`` gets the URL when it
+    answers. A second signal ends at once, except SIGHUP, which a shell sends beside the terminal.
 
     When the event loop does not react to a signal, the guard beside it kills this process.
 
@@ -392,9 +392,9 @@ def run(
         guard.start(ends)
         try:
             async with AsyncExitStack() as served:
-                url = await served.enter_async_context(serving(app, listener))
+                url = await served.enter_async_context(serve_app(app, listener))
                 if beside is not None:
-                    await served.enter_async_context(serving(*beside))
+                    await served.enter_async_context(serve_app(*beside))
                 is_started = True
                 watchdog.start()  # no robot moves before; what a start imports blocks the loop for longer
                 started(url)
@@ -406,7 +406,7 @@ def run(
             watchdog.stop()
             guard.acknowledge()  # before the loop takes its own handlers away
 
-    _take_descriptors()
+    _raise_descriptor_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(until_signal())
@@ -414,9 +414,9 @@ def run(
         guard.close()
 
 
-def _take_descriptors() -> None:
-    """As many open files as the system lets this process have: the usual 1024 are fewer than its connections may be."""
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of open files: the usual 1024 are fewer than the server's connections may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -17,23 +17,23 @@ from typing import Any
 
 # Making an int of so many digits takes the square of them: at Python's own limit, 4300, 30 ms for a MiB. As few as
 # this take 3 ms, and no double has more than 309.
-DIGITS = 640
+MAX_DIGITS = 640
 # What is written between values, or in front of them.
-_BETWEEN = ",[{"
+_SEPARATORS = ",[{"
 # Characters in which quotes are looked for; 128 KiB of nothing else take 4 ms.
-_LOOKED_THROUGH = 1 << 17
+_MAX_SCANNED = 1 << 17
 
 
 class Repeated(ValueError):
-    """A name stands twice in one object."""
+    """A name stands twice in one JSON object."""
 
 
 class TooManyValues(ValueError):
-    """It has more values than it may have."""
+    """The JSON has more values than are allowed."""
 
 
-def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for ``json.loads(..., object_pairs_hook=once)``; Python alone takes the last value.
+def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object and refuse repeated names; an ``object_pairs_hook``. Python alone takes the last value.
 
     Raises:
         Repeated: a name stands there twice.
@@ -44,32 +44,34 @@ def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def loads(text: str | bytes, most: int, *, counted: str = _BETWEEN, **hooks: Any) -> Any:
-    """``json.loads`` of a text with at most so many values.
+def loads(text: str | bytes, max_values: int, *, counted: str = _SEPARATORS, **hooks: Any) -> Any:
+    """Parse JSON as ``json.loads`` does, with at most so many values.
 
     Args:
-        most: of the characters ``counted``, those in strings left out where the text is short enough to look.
+        max_values: of the characters ``counted``, those in strings left out where the text is short enough to look.
         hooks: as ``json.loads`` takes them, but ``parse_int``; the same functions each time.
 
     Raises:
         TooManyValues: it has more.
-        ValueError: it is no JSON, or a number in it has more than ``DIGITS`` digits.
+        ValueError: it is no JSON, or a number in it has more than ``MAX_DIGITS`` digits.
         RecursionError: it is nested too deep.
     """
-    text = as_text(text)
-    if _count(text, counted) > most and (len(text) > _LOOKED_THROUGH or _count(_unquoted(text), counted) > most):
-        raise TooManyValues(f"more than {most} values")
+    text = decode_text(text)
+    if _count(text, counted) > max_values and (
+        len(text) > _MAX_SCANNED or _count(_unquoted(text), counted) > max_values
+    ):
+        raise TooManyValues(f"more than {max_values} values")
     return _decoder(**hooks).decode(text)
 
 
 @lru_cache(maxsize=16)
 def _decoder(**hooks: Any) -> json.JSONDecoder:
-    """Made once: ``json.loads`` makes one of each text."""
+    """Return the decoder of these hooks, made once: ``json.loads`` makes one for each text."""
     return json.JSONDecoder(parse_int=_integer, **hooks)
 
 
 def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
-    """``json.loads`` in Python code, five times slower: other threads get their turns meanwhile. For threads only.
+    """Parse JSON in Python code, five times slower than C: other threads get turns meanwhile. For threads only.
 
     Raises:
         ValueError, RecursionError: as ``loads``.
@@ -78,11 +80,11 @@ def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
     # As the json package does where it has no C code.
     decoder.parse_object, decoder.parse_array = JSONObject, JSONArray
     decoder.scan_once = py_make_scanner(decoder)
-    return decoder.decode(as_text(text))
+    return decoder.decode(decode_text(text))
 
 
-def as_text(text: str | bytes) -> str:
-    """JSON's bytes as text, in whichever of its encodings they are; counting bytes would miss what UTF-16 quotes.
+def decode_text(text: str | bytes) -> str:
+    """Decode JSON's bytes, in whichever of its encodings; counting bytes would miss what UTF-16 quotes.
 
     Raises:
         ValueError: they are none.
@@ -92,9 +94,9 @@ def as_text(text: str | bytes) -> str:
     return text.decode(json.detect_encoding(text), "surrogatepass")
 
 
-def has_many_values(text: str, most: int) -> bool:
-    """Whether it may have more values than this; what is in its strings counts, too."""
-    return _count(text, _BETWEEN) > most
+def has_many_values(text: str, max_values: int) -> bool:
+    """Whether a text may have more values than this; the content of its strings counts, too."""
+    return _count(text, _SEPARATORS) > max_values
 
 
 def _count(text: str, counted: str) -> int:
@@ -106,6 +108,6 @@ def _unquoted(text: str) -> str:
 
 
 def _integer(text: str) -> int:
-    if len(text) > DIGITS:
-        raise ValueError(f"a number of more than {DIGITS} digits")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of more than {MAX_DIGITS} digits")
     return int(text)

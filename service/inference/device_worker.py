@@ -17,7 +17,7 @@ import numpy as np
 from service.errors import PolicyFailed
 from service.inference.batching import Batching, Chosen, Stacks, shape_of
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frames_of
-from service.threads import yield_to_others
+from service.threads import lower_priority
 
 
 class Overdue(Exception):
@@ -403,7 +403,7 @@ class InferenceWorker:
         return thread
 
     def _run(self, inbox: _Inbox, stacks: Stacks) -> None:
-        yield_to_others(self._niceness)
+        lower_priority(self._niceness)
         while _take_in(inbox):
             chosen = inbox.batching.choose(time.monotonic())
             if chosen is None:

@@ -206,7 +206,7 @@ class Engine:
     longer than it usually does is left aside, and the others go on in another thread. With several devices another one
     is asked when one fails or takes too long; a device that fails again and again where others answer is out
     (``service.inference.replicas``). All threads run at a lower priority than the event loop (see
-    ``service.threads.yield_to_others``).
+    ``service.threads.lower_priority``).
 
     Attributes:
         stuck_after: seconds after which a running inference is given up.

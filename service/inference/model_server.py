@@ -280,9 +280,9 @@ class Forwards:
             raise TooLarge(
                 f"the answer would have {answer} bytes, and {limits.arrays.bytes} are allowed (max_forward_bytes)"
             )
-        if form.most_numbers is not None and answer > 4 * form.most_numbers:
+        if form.max_numbers is not None and answer > 4 * form.max_numbers:
             raise TooLarge(
-                f"the answer would have {answer // 4} numbers, and {form.most_numbers} are allowed in JSON; ask for "
+                f"the answer would have {answer // 4} numbers, and {form.max_numbers} are allowed in JSON; ask for "
                 "another form: Accept: application/x-npz"
             )
 

@@ -18,7 +18,7 @@ from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import Subject
 from service.setting_types import Group
-from service.threads import yield_to_others
+from service.threads import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Recorder:
     # In the thread.
 
     def _run(self) -> None:
-        yield_to_others(NICENESS)
+        lower_priority(NICENESS)
         try:
             self._record()
         except OSError as error:

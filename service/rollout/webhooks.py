@@ -17,13 +17,13 @@ from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.events import Event
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry, RegistrySettings
-from hooks.server.event_routes import blueprint as events_of
-from hooks.server.event_routes import is_here
-from hooks.server.pages import blueprint as pages_of
+from hooks.server.event_routes import build_blueprint as events_of
+from hooks.server.event_routes import is_local_request
+from hooks.server.pages import build_blueprint as pages_of
 from jaxmodels.errors import HubError
 from service.auth.caller import caller_of
 from service.errors import PolicyError
-from service.http.bodies import answer
+from service.http.bodies import json_response
 from service.http.origins import Origins
 from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
@@ -36,7 +36,7 @@ from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
 from service.rollout.triggers import is_pattern
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
-from service.state import StateTaken, own_token, read_secrets, state_folder
+from service.state import StateTaken, load_registry_token, read_secrets, state_folder
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Webhooks:
                 raise SettingsError(
                     "registry: it needs a token; set registry_token_file, or state to a folder where one can be kept"
                 )
-            token, path = own_token(self._state)
+            token, path = load_registry_token(self._state)
             tokens = (token,)
             logger.info("the token that manages the webhooks of this server is in %s", path)
         folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
@@ -129,7 +129,7 @@ class Webhooks:
         pages = pages_of(
             self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
         )
-        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_let_in=_sees_events)
+        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_allowed=_sees_events)
         return self._receiving(), pages, events
 
     def _receiving(self) -> Blueprint:
@@ -138,10 +138,10 @@ class Webhooks:
 
         @made.on_request
         async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
-            if self.receiver.settings.secrets or is_here(request):
-                return origins.refusal(request)
+            if self.receiver.settings.secrets or is_local_request(request):
+                return origins.refuse_request(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
-            return answer({"detail": detail, "code": "no_secret"}, 403)
+            return json_response({"detail": detail, "code": "no_secret"}, 403)
 
         return made
 
@@ -311,7 +311,7 @@ class Webhooks:
 
 def _sees_events(request: Any) -> bool:
     """Whoever sees the sessions of everybody sees what came, too; what came names everybody's policies."""
-    return caller_of(request).sees_all and (request.app.ctx.guard.is_guarded or is_here(request))
+    return caller_of(request).sees_all and (request.app.ctx.guard.is_guarded or is_local_request(request))
 
 
 def is_folder(path: str) -> bool:

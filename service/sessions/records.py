@@ -145,7 +145,7 @@ class Orphan:
 class Database(Protocol):
     """Runs transactions on a thread of its own; all of one is on the disk when ``run`` returns, or nothing."""
 
-    def run_now(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
+    def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     def close(self) -> None: ...
 
@@ -189,7 +189,7 @@ class SessionRecords:
         self._more = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         if database is not None:
-            self.found, self.latches, self.orphans, self.ended = database.run_now(_load)
+            self.found, self.latches, self.orphans, self.ended = database.run_blocking(_load)
 
     def put(self, record: SessionRecord) -> None:
         """Note how a session stands."""

@@ -21,7 +21,7 @@ from service.control.shadow import Shadow, shadow_of
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
 from service.inference.progress import Progress
-from service.logging import begin_about
+from service.logging import bind_log_context
 from service.sessions.base_session import About, BaseSession, joining_of
 from service.sessions.compatibility import admitted, fit, limits_of, promised, read_ahead
 from service.sessions.policy_slots import PolicySlots
@@ -294,7 +294,7 @@ class Session(BaseSession):
 
     async def _run(self) -> None:
         # Not the request that made it: that one is answered soon, and this goes on for long.
-        begin_about(session=self.id, request=None)
+        bind_log_context(session=self.id, request=None)
         try:
             await self._live()
         except ServiceError as error:

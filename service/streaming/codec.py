@@ -16,7 +16,7 @@ import numpy as np
 from service.errors import InvalidRequest, TooLarge
 from service.http.array_limits import DTYPES, MAX_RANK
 from service.http.msgpack_arrays import Reader
-from service.http.strict_json import Repeated, as_text, has_many_values, loads, once
+from service.http.strict_json import Repeated, decode_text, has_many_values, loads, reject_repeated_names
 from service.threads import call_in_thread
 
 # Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
@@ -139,13 +139,13 @@ def unpack_json(text: str | bytes) -> Any:
     if len(text) > LARGEST_JSON:
         raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
     try:
-        text = as_text(text)
+        text = decode_text(text)
         # Base64 has none of what stands between values.
         if has_many_values(text, _JSON_VALUES):
             raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
         if len(text) > _AT_ONCE:
             _check_cost(text)
-        return loads(text, _JSON_VALUES, parse_constant=_no_number, object_pairs_hook=once)
+        return loads(text, _JSON_VALUES, parse_constant=_no_number, object_pairs_hook=reject_repeated_names)
     except Repeated as error:
         raise InvalidRequest(f"{error} of the JSON", ("body",)) from None
     except (ValueError, RecursionError):

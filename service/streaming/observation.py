@@ -20,7 +20,7 @@ from service.control.joints import ODD, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.inference.loaded_policy import IMAGES
 from service.logging import sanitize_text
-from service.threads import yield_to_others
+from service.threads import lower_priority
 
 FORMATS = ("JPEG", "PNG")
 _PARTS = 256  # segments, chunks or scans
@@ -139,7 +139,7 @@ def _check(camera: str, height: int, width: int, most: int) -> None:
 
 # As few as leave a core to the ticks, and below them: whoever floods a door with pictures waits, robots do not.
 _DECODERS = ThreadPoolExecutor(
-    max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=yield_to_others, initargs=(5,)
+    max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=lower_priority, initargs=(5,)
 )
 _LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = 2048

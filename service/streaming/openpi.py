@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from service.errors import InvalidRequest, ServiceError
-from service.http.fair_queue import measured
+from service.http.fair_queue import measure_steps
 from service.logging import sanitize_text
 from service.streaming import codec, observation
 from service.streaming.direct_inference import DirectInference
@@ -194,7 +194,7 @@ class OpenpiProtocol:
     async def attend(self) -> None:
         """Serve it until its socket ends, or something goes wrong."""
         self._socket.spent = 0.0
-        await measured(self._serve(), self._count)
+        await measure_steps(self._serve(), self._count)
 
     def _count(self, seconds: float) -> None:
         assert self._socket.spent is not None

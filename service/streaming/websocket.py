@@ -23,7 +23,7 @@ import numpy as np
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.http.fair_queue import MESSAGE, FairQueue
-from service.http.limits import source_of
+from service.http.limits import source_key
 from service.http.protocol import DeadlineProtocol
 
 TEXT, BINARY, CLOSE, PING, PONG = 0x1, 0x2, 0x8, 0x9, 0xA
@@ -334,7 +334,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         heard_at: monotonic time of the newest bytes.
         refused: messages that were not taken because the peer does not read.
         spent: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
-            (``service.http.fair_queue.measured``); else the queue goes by what it reckons for one.
+            (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
     """
 
     def __init__(self, limits: SocketLimits, gone: Callable[[Exception | None], None] = lambda error: None):
@@ -353,8 +353,8 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
         self._frames, self._frames_at = _FRAMES, self.heard_at
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._queue = FairQueue.here()
-        self._flow, self._taking = self._queue.flow("", self._step), self._queue.flow("")
+        self._queue = FairQueue.of_running_loop()
+        self._flow, self._taking = self._queue.create_flow("", self._step), self._queue.create_flow("")
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
@@ -371,7 +371,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         transport.pause_reading()
         transport.set_protocol(door)
         door.connection_made(transport)
-        door._early = memoryview(before.hand_over())
+        door._early = memoryview(before.take_early_bytes())
         door._enter()
         return door
 
@@ -382,8 +382,8 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
         peer = transport.get_extra_info("peername")
-        caller = source_of(str(peer[0]) if isinstance(peer, tuple) and peer else "")
-        self._flow, self._taking = self._queue.flow(caller, self._step), self._queue.flow(caller)
+        caller = source_key(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+        self._flow, self._taking = self._queue.create_flow(caller, self._step), self._queue.create_flow(caller)
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -529,11 +529,11 @@ class StreamSocket(asyncio.BufferedProtocol):
         """
         messages = self._incoming.messages
         if self._reckoned and self.spent is not None:
-            self._queue.correct(self.spent - self._reckoned)
+            self._queue.correct_credit(self.spent - self._reckoned)
         if messages:
             # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
             await asyncio.sleep(0)
-            await self._queue.turn(self._taking, MESSAGE)
+            await self._queue.wait_turn(self._taking, MESSAGE)
         while not messages:
             if self._is_lost or self._is_closing:
                 raise SocketClosed
@@ -542,7 +542,7 @@ class StreamSocket(asyncio.BufferedProtocol):
                 await self._waiter
             finally:
                 self._waiter = None
-            await self._queue.turn(self._taking, MESSAGE)
+            await self._queue.wait_turn(self._taking, MESSAGE)
         message = messages.popleft()
         self._reckoned = MESSAGE if self._taking.is_greedy else 0.0
         if self.spent is not None:

@@ -23,7 +23,7 @@ from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
 from jaxmodels.weights import flatten
 from service.app import create_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
@@ -164,7 +164,7 @@ class Rig:
 async def rig(policy: Path, pauses: Pauses) -> AsyncIterator[Rig]:
     app = create_app(Settings())
     async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
+        serve_app(app, listen("127.0.0.1", 0)) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http,
     ):
         rig = Rig(url, policy, http, pauses)

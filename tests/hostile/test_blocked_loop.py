@@ -19,7 +19,7 @@ import pytest
 from robojax.robot.arm_thread import Follower, plain
 from service import signal_guard
 from service.app import create_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from tests.faults.arm import Arm, arm, is_moving
 from tests.faults.processes import ROOT, Process, process, rooms, server
@@ -203,7 +203,7 @@ async def test_two_servers_that_claim_one_session_never_command_its_robot_both(p
     policy = Script(place.folder / f"policy{next(_numbers)}")
     app = create_app(Settings(), load=load, read_requirements=read)
     async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
+        serve_app(app, listen("127.0.0.1", 0)) as url,
         fault_proxy(place.rooms.url) as proxy,
         aiohttp.ClientSession() as http,
         AsyncExitStack() as stack,
@@ -300,7 +300,10 @@ def test_who_is_asked_to_end_has_so_long_to_begin_and_so_long_to_be_done(
     tmp_path: Path, what: str, reaction: float, end: float, why: str
 ) -> None:
     text = Path(signal_guard.__file__).read_text()
-    for name, before, after in (("REACTION", signal_guard.REACTION, reaction), ("END", signal_guard.END, end)):
+    for name, before, after in (
+        ("REACTION_TIMEOUT", signal_guard.REACTION_TIMEOUT, reaction),
+        ("END_TIMEOUT", signal_guard.END_TIMEOUT, end),
+    ):
         line = f"\n{name} = {before}\n"
         assert line in text
         text = text.replace(line, f"\n{name} = {after}\n")

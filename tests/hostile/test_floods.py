@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from service.app import create_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader
 from tests.faults.meter import stolen_seconds
@@ -108,7 +108,7 @@ async def server_with_a_session():
         load=ScriptedLoader(),
         read_requirements=lambda path, revision: SO100_REQUIREMENTS,
     )
-    async with serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession(url) as http:
         body = {"session_id": "door", "policy_path": "p", "transport_server_url": "direct"}
         async with http.post("/sessions", json=body) as answer:
             assert answer.status == 200

@@ -30,7 +30,7 @@ from hooks.payload import WebhookPayload
 from hooks.receiver import filters
 from hooks.receiver.endpoint import Filter
 from hooks.server.event_routes import HOST
-from hooks.signatures import is_github, is_standard
+from hooks.signatures import is_valid_github, is_valid_standard
 from service import logging
 from service.api import schemas
 from service.control import limits as sources
@@ -39,7 +39,7 @@ from service.dashboard import live
 from service.http import array_formats, msgpack_arrays
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import FORMS, form_of_answer
+from service.http.array_formats import FORMS, choose_answer_format
 from service.http.array_limits import ArrayLimits
 from service.http.origins import Origins
 from service.streaming import codec, observation
@@ -150,7 +150,7 @@ NEEDED = '{"session_id":"a","policy_path":"p","transport_server_url":"direct","%
 
 
 def body_readers() -> Iterator[Reader]:
-    most = body.LARGEST
+    most = body.MAX_BODY
     yield from json_readers("a session", read(schemas.NewSessionRequest), most)
     yield from json_readers("steps", read(schemas.NewSessionRequest), most, NEEDED % "max_relative_target")
     yield from json_readers("cameras", read(schemas.NewSessionRequest), most, NEEDED % "camera_names")
@@ -162,7 +162,7 @@ def body_readers() -> Iterator[Reader]:
                      lambda size, head=head: head + b'\\"' * ((size - 2) // 2), most)  # fmt: skip
     yield Reader("a session: UTF-16", read(schemas.NewSessionRequest),
                  lambda size: VALUES["names"](size // 2).encode("utf-16"), most)  # fmt: skip
-    yield from json_readers("a reason", reason.reason_of, most, '{"reason":%s}')
+    yield from json_readers("a reason", reason.parse_reason, most, '{"reason":%s}')
     for letter in ("http://%s", "http://%s.example", "http://a:%s", "http://[%s]"):
         for what in ("a", "9", ".", "\u00e9", "\ufdfa", "@", "%41", ":"):
             worst = filled(letter, what)
@@ -193,7 +193,7 @@ def errors_about_names(letter: str) -> tuple[Callable[[Any], object], Callable[[
         policy_path="a/" * 2048,
         language_instruction="a" * 4096,
     )
-    return (lambda words: body.without(words, sent)), repeated("a")
+    return (lambda words: body.mask_input(words, sent)), repeated("a")
 
 
 def frames(kind: str, field: str) -> str:
@@ -332,20 +332,21 @@ def hook_readers() -> Iterator[Reader]:
     quick, some = filters.QUICK, 1 << 18  # of 5 MB
 
     def take(raw: bytes) -> object:
-        data = filters.parse(raw)
-        filters.check(WebhookPayload, data)
-        return filters.facts_of(data)
+        data = filters.parse_json(raw)
+        filters.check_payload(WebhookPayload, data)
+        return filters.read_facts(data)
 
-    yield from json_readers("a webhook", lambda raw: take(raw) if filters.is_quick(raw) else None, quick)
-    yield from json_readers("a long webhook", filters.parse, some, '{"a":%s}', is_on_loop=False)
+    yield from json_readers("a webhook", lambda raw: take(raw) if filters.is_quick_to_parse(raw) else None, quick)
+    yield from json_readers("a long webhook", filters.parse_json, some, '{"a":%s}', is_on_loop=False)
     wanted = Filter(refs=("a*b*c*d",), repos=("*a*b*c/*d",))
     for name, data in {
         "refs": lambda size: {"updatedRefs": [{"ref": "ab" * 250} for _ in range(size // 512)]},
         "name": lambda size: {"repo": {"name": "ab" * (size // 2)}},
     }.items():
-        yield Reader(f"a webhook's {name}", lambda data: wanted.wants(filters.facts_of(data)), data, quick)
-    yield Reader("a signature", lambda raw: is_github(("s", "t"), "sha256=" + "0" * 64, raw), bytes, quick)
-    yield Reader("many signatures", lambda text: is_standard(("s", "t"), "id", "1700000000", text, b"x", now=1.7e9),
+        yield Reader(f"a webhook's {name}", lambda data: wanted.matches(filters.read_facts(data)), data, quick)
+    yield Reader("a signature", lambda raw: is_valid_github(("s", "t"), "sha256=" + "0" * 64, raw), bytes, quick)
+    yield Reader("many signatures",
+                 lambda text: is_valid_standard(("s", "t"), "id", "1700000000", text, b"x", now=1.7e9),
                  repeated("v1,a "), HEAD)  # fmt: skip
 
 
@@ -354,7 +355,7 @@ def head_readers() -> Iterator[Reader]:
 
     def look(origin: str) -> None:
         origins.allows(origin, origin)
-        origins.knows_host(origin)
+        origins.allows_host(origin)
         HOST.fullmatch(origin)
 
     for what in ("a", "1.", "9", ":", "@", "\\", "[", "%41", "\u00e9", "\ufdfa", "http://"):
@@ -362,7 +363,9 @@ def head_readers() -> Iterator[Reader]:
             yield Reader(f"an origin {where % what}", look, filled(where, what), HEAD)
     for what in ('a="', "a=b;", '\\"', " ", "a", ";", ";a", 'a;a="\\"'):
         yield Reader(f"a content type {what}", parse_content_header, repeated(what, "a/b;"), HEAD)
-        yield Reader(f"an Accept {what}", lambda accept: form_of_answer(accept, FORMS[0]), repeated(what + ","), HEAD)
+        yield Reader(
+            f"an Accept {what}", lambda accept: choose_answer_format(accept, FORMS[0]), repeated(what + ","), HEAD
+        )
     yield Reader("a query", parse_qs, repeated("a=1&"), HEAD)
     yield Reader("a path", unquote, repeated("%ff"), HEAD)
 
@@ -371,9 +374,9 @@ def log_readers() -> Iterator[Reader]:
     for what in ("a.", "eyJaaaaaaaa-", "eyJ-", "a://", "/a", "/", "token ", "token:'", "token:bearer ", "bearer ", "-",
                  "x-api-key=", "hf_aaaaaaaa-", "secret:\t ", "a", " ", "rjk_", '"', "=:"):  # fmt: skip
         yield Reader(
-            f"a log line of {what!r}", lambda words: logging.masked(logging._shortened(words)), repeated(what), 1 << 20
+            f"a log line of {what!r}", lambda words: logging.redact(logging._truncate(words)), repeated(what), 1 << 20
         )
-        yield Reader(f"a whole one of {what!r}", logging.masked, repeated(what), logging.LONGEST_LINE)
+        yield Reader(f"a whole one of {what!r}", logging.redact, repeated(what), logging.MAX_MESSAGE)
 
 
 def file_readers() -> Iterator[Reader]:
@@ -480,9 +483,9 @@ IN_THREADS: dict[str, Callable[[], Awaitable[object]]] = {
         array_formats.decode_json, b'{"inputs":{"a":[' + b"[1,2,3]," * 40_000 + b"[1,2,3]]}}", ArrayLimits(), {}
     ),
     "a listing": lambda: asyncio.to_thread(
-        filters.parse, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
+        filters.parse_json, b"[" + b'{"path":"%s","size":1},' % (b"a" * 60) * 10_000 + b"1]"
     ),
-    "a signature": lambda: asyncio.to_thread(is_github, ("s", "t"), "", bytes(5 << 20)),
+    "a signature": lambda: asyncio.to_thread(is_valid_github, ("s", "t"), "", bytes(5 << 20)),
 }
 
 

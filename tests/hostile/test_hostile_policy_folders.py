@@ -22,7 +22,7 @@ import pytest
 
 import jaxmodels
 from service.app import create_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.inference.policy_sources import requirements_reader
 from service.inference.sandbox import CheckpointSandbox, Places
 from service.settings import Settings
@@ -75,7 +75,7 @@ async def server(load: Loader, **settings):
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: complaints.append(about))
     async with (
-        serving(app, listen("127.0.0.1", 0)) as url,
+        serve_app(app, listen("127.0.0.1", 0)) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=30)) as http,
     ):
 

@@ -25,7 +25,7 @@ from aiortc.jitterbuffer import JitterFrame
 from aiortc.rtp import RtcpByePacket, RtcpRtpfbPacket, RtpPacket
 from OpenSSL import SSL
 
-from service.http.fair_queue import SHARE, TURN, FairQueue
+from service.http.fair_queue import SHARE, TURN_SECONDS, FairQueue
 from service.transport.client.camera_rooms import CONSUMER_OFFERS, MAX_PEERS, CameraReceiver, CameraSender
 from service.transport.client.connection import TransportTimeouts
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
@@ -221,7 +221,7 @@ def run_by_work(monkeypatch):
 
         async def begin() -> None:
             loop = asyncio.get_running_loop()
-            FairQueue._of_loops[loop] = FairQueue(loop, clock=lambda: work.now, cpu=lambda: work.now)
+            FairQueue._queues[loop] = FairQueue(loop, clock=lambda: work.now, cpu=lambda: work.now)
             await main(work)
 
         def make() -> asyncio.AbstractEventLoop:
@@ -270,7 +270,9 @@ def test_the_media_of_peers_that_flood_leaves_the_loop_its_time_and_cameras_thei
         took = work.now - began
         for task in tasks:
             task.cancel()
-        most = 2 * TURN + 2 * cost + 1e-9  # what the turn before left, that of this one, and the rounding of sums
+        most = (
+            2 * TURN_SECONDS + 2 * cost + 1e-9
+        )  # what the turn before left, that of this one, and the rounding of sums
         assert work.longest <= most, "of a turn of the loop, all peers together"
         assert max(late) <= most
         read = [len(wire.late) * cost for wire in floods]
@@ -297,9 +299,9 @@ def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_w
             for _ in range(STRANGERS[1]):
                 plain = partial(lambda number, data, address: answer(number), number)
                 intake._receive(ice, SimpleNamespace(transactions={}), plain, check, ("10.0.0.9", 5000))
-        assert answered.total() <= TURN / 0.0005, "as many at once, the others in the next turns"
+        assert answered.total() <= TURN_SECONDS / 0.0005, "as many at once, the others in the next turns"
         await asyncio.sleep(1.0)
-        assert work.longest <= TURN + 0.0005
+        assert work.longest <= TURN_SECONDS + 0.0005
 
     run_by_work(main)
     assert set(answered.values()) == {STRANGERS[1]}

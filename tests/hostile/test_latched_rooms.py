@@ -14,7 +14,7 @@ import pytest
 
 from service.api.context import App
 from service.app import create_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from service.testing import ScriptedLoader
 from service.transport.client.connection import TransportTimeouts
@@ -103,7 +103,7 @@ async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port:
     state = "off" if tmp_path is None else str(tmp_path)
     app = create_app(Settings(state=state), load=ScriptedLoader())
     async with (
-        serving(app, listen("127.0.0.1", port)) as url,
+        serve_app(app, listen("127.0.0.1", port)) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
     ):
         made = Scene(app, url, http)

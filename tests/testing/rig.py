@@ -15,7 +15,7 @@ from service.api.context import App
 from service.app import create_app
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.settings import Settings
 from service.testing import MemoryLink, MemoryTransport, ScriptedLoader
 from tests.testing.waiting import until
@@ -116,7 +116,7 @@ async def started(
     app = create_app(Settings(**settings), **given, **(parts or {}))
     prepare(app)
     async with (
-        serving(app, listen("127.0.0.1", port)) as url,
+        serve_app(app, listen("127.0.0.1", port)) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60), headers=headers) as http,
     ):
         yield kind(app, url, http, load, transport, file, keys)

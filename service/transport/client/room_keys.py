@@ -45,7 +45,7 @@ class RoomKeys:
         Raises:
             FileUnusable: it is not there, cannot be read, or makes no sense.
         """
-        if self._elsewhere is not None and self._elsewhere.content() is None:
+        if self._elsewhere is not None and self._elsewhere.read() is None:
             raise FileUnusable(f"{str(self._elsewhere.path)!r}: there is no such file")
 
     def of(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
@@ -63,7 +63,7 @@ class RoomKeys:
             owner = None if session_id is None else self._owner_of(session_id)
             return Address(f"{number}{parts.path}"), {**self._own.headers(owner), **claims}
         try:
-            keys = {} if self._elsewhere is None else self._elsewhere.content() or {}
+            keys = {} if self._elsewhere is None else self._elsewhere.read() or {}
         except FileUnusable as error:
             raise TransportError("the keys for other transport servers cannot be read; see the server's log") from error
         return address, {**headers_of(keys.get(_origin(parts))), **claims}

@@ -18,8 +18,8 @@ from service.auth.caller import Role as KeyRole
 from service.auth.guard import Guard
 from service.auth.tokens import LIFETIME
 from service.http.limits import Connections
-from service.http.origins import Origins, harden, preflight
-from service.http.server import listen, run, serving
+from service.http.origins import Origins, add_security_headers, answer_preflight
+from service.http.server import listen, run, serve_app
 from service.transport.address import Kind
 from service.transport.protocol import MAX_FRAME_BYTES
 from service.transport.server.rest import ROOM, Endpoints, answer, endpoint
@@ -140,7 +140,7 @@ async def serve_transport(
     settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0, guard: Guard | None = None
 ) -> AsyncIterator[str]:
     """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
-    async with serving(create_transport_app(settings, guard), listen(host, port)) as url:
+    async with serve_app(create_transport_app(settings, guard), listen(host, port)) as url:
         yield url
 
 
@@ -156,7 +156,7 @@ def run_transport(
 
 def _preflight(methods: Sequence[str]):
     async def options(request: Request, **parts: str) -> HTTPResponse:
-        return preflight(request, methods)
+        return answer_preflight(request, methods)
 
     return options
 
@@ -165,11 +165,11 @@ def _guard(blueprint: Blueprint, origins: Origins) -> None:
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
-        return origins.refusal(request)
+        return origins.refuse_request(request)
 
     @blueprint.on_response
     async def allow(request: Request, response: HTTPResponse | None) -> None:
-        origins.permit(request, response)
+        origins.add_cors_headers(request, response)
 
 
 def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
@@ -206,7 +206,7 @@ def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, que
 
 def _tickets(guard: Guard, origins: Origins):
     async def make_ticket(request: Request) -> HTTPResponse:
-        refused = origins.refusal(request)
+        refused = origins.refuse_request(request)
         if refused is not None:
             return refused
         made = guard.admissions.ticket(request.ctx.admission)
@@ -216,7 +216,7 @@ def _tickets(guard: Guard, origins: Origins):
 
 
 async def _harden(request: Request, response: HTTPResponse) -> None:
-    harden(response)
+    add_security_headers(response)
 
 
 async def _health(request: Request) -> HTTPResponse:

@@ -87,7 +87,7 @@ class WriteQueue:
             elif not first.done():
                 first.set_result(None)
             now = self._clock()
-        FairQueue.here().spend(now - began)
+        FairQueue.of_running_loop().charge_turn(now - began)
         if self._ready:
             self._schedule(now - began)
 
@@ -419,7 +419,7 @@ async def attend(
             await writer
             return
         if table.is_commanded_by(outbox) and isinstance(socket.io_proto, DeadlineProtocol):
-            socket.io_proto.be_own()
+            socket.io_proto.mark_own()
         while True:
             raw = await socket.recv()
             if raw is not None and perform(_answer(table, outbox, raw, time.monotonic())):

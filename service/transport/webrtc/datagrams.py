@@ -15,7 +15,7 @@ from typing import Any
 from aiortc import RTCPeerConnection
 
 from service.http.fair_queue import FairQueue, Flow
-from service.http.limits import Bucket, source_of
+from service.http.limits import Bucket, source_key
 from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal
 
 MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
@@ -109,10 +109,10 @@ class Intake:
         """Have a check answered when it is its turn; False when too many wait already."""
         if len(self._waiting) >= MAX_WAITING:
             return False
-        queue = FairQueue.here()
+        queue = FairQueue.of_running_loop()
         if self._asking is None:
             # Whose it is is not known: who asks for the first time has proved nothing, least of all his address.
-            self._asking = queue.flow("checks", self._answer)
+            self._asking = queue.create_flow("checks", self._answer)
         self._waiting.append(answer)
         queue.enter(self._asking)
         return True
@@ -162,12 +162,12 @@ def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Await
         took = 0.0 if began is None else time.thread_time() - began
         began, is_idle = None, ice._queue.empty()
         data = await plain()
-        queue = FairQueue.here()
+        queue = FairQueue.of_running_loop()
         if flow is None:
             pair = ice._nominated.get(1)  # none while the connection is being closed
-            flow = queue.flow(source_of(pair.remote_addr[0] if pair else ""), budget=MEDIA_TIME)
+            flow = queue.create_flow(source_key(pair.remote_addr[0] if pair else ""), budget=MEDIA_TIME)
             flow.unread = unread
-        await queue.turn(flow, took, is_idle)
+        await queue.wait_turn(flow, took, is_idle)
         began = time.thread_time()
         return data
 

@@ -290,7 +290,7 @@ def test_a_star_lets_every_page_call_and_nothing_that_is_none():
     ],
 )
 def test_which_names_this_server_has(host, expected):
-    assert Origins(["https://good.example"]).knows_host(host) is expected
+    assert Origins(["https://good.example"]).allows_host(host) is expected
 
 
 async def test_rooms_are_served_beside_the_sessions_unless_switched_off(serve):

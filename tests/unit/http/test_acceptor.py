@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from service.http import server
 from service.http.limits import ConnectionLimits, Connections
-from service.http.server import MAKES, Acceptor, listen
+from service.http.server import CONNECTIONS_PER_TURN, Acceptor, listen
 
 STOP = b"POST /sessions/a/emergency_stop HTTP/1.1\r\nHost: x\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -51,7 +51,7 @@ class Noting(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         port.made.append(self)
 
-    def let_in(self, address, is_spare):
+    def set_peer(self, address, is_spare):
         self.address, self.is_spare = address, is_spare
 
     def connection_made(self, transport):
@@ -74,7 +74,7 @@ async def test_a_stop_that_comes_last_of_hundreds_is_the_first_and_few_are_made_
     sockets = await port.call(*[GET] * 300, STOP)
     await port.until(lambda: len(port.heard) == 301)
     assert port.heard.index(STOP) < 100
-    assert max(port.turns) <= MAKES
+    assert max(port.turns) <= CONNECTIONS_PER_TURN
     assert {protocol.address for protocol in port.made} == {"127.0.0.1"}
     for one in sockets:
         one.close()
@@ -83,7 +83,7 @@ async def test_a_stop_that_comes_last_of_hundreds_is_the_first_and_few_are_made_
 
 
 async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(monkeypatch):
-    monkeypatch.setattr(server, "SWEEP", 0.05)
+    monkeypatch.setattr(server, "SWEEP_INTERVAL", 0.05)
     port = Port(patience=0.2)
     silent, gone, late = await port.call(b"", b"", b"")
     gone.close()
@@ -99,7 +99,7 @@ async def test_who_says_nothing_costs_no_connection_is_counted_and_is_let_go(mon
 
 
 async def test_one_too_many_is_told_so_and_may_stop_robots_where_there_is_a_place_for_that():
-    port = Port(ConnectionLimits(all=2, spare=1))
+    port = Port(ConnectionLimits(total=2, spare=1))
     held = await port.call(b"", b"")
     await port.until(lambda: len(port.doors) == 2)
     first, newest = await port.call(b"", b"")
@@ -113,7 +113,7 @@ async def test_one_too_many_is_told_so_and_may_stop_robots_where_there_is_a_plac
         one.close()
     port.close()
 
-    port = Port(ConnectionLimits(all=0))
+    port = Port(ConnectionLimits(total=0))
     [refused] = await port.call(b"")
     assert (await loop.sock_recv(refused, 100)).startswith(b"HTTP/1.1 429")
     refused.close()
@@ -121,8 +121,8 @@ async def test_one_too_many_is_told_so_and_may_stop_robots_where_there_is_a_plac
 
 
 async def test_of_one_caller_so_many_wait_and_its_stops_are_not_among_them(monkeypatch):
-    monkeypatch.setattr(server, "READY", 20)
-    monkeypatch.setattr(server, "TURN", 5.0)  # all are accepted in one
+    monkeypatch.setattr(server, "MAX_READY", 20)
+    monkeypatch.setattr(server, "ACCEPT_SECONDS", 5.0)  # all are accepted in one
     port = Port()
     sockets = await port.call(*[GET] * 60, STOP)
     await port.until(lambda: len(port.heard) == 21)
@@ -153,7 +153,7 @@ async def test_without_descriptors_it_tries_again_and_does_not_spin(monkeypatch,
                 raise OSError(errno.EMFILE, "Too many open files")
             return self.real.accept()
 
-    monkeypatch.setattr(server, "AGAIN", 0.1)
+    monkeypatch.setattr(server, "RETRY_DELAY", 0.1)
     listener = Exhausted(listen("127.0.0.1", 0))
     port = Port(listener=listener)
     [one] = await port.call(GET)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
 from service.http import array_formats, msgpack_arrays
-from service.http.array_formats import FORMS, form_of_answer, form_of_body
+from service.http.array_formats import FORMS, choose_answer_format, find_body_format
 from service.http.array_limits import DTYPES, ArrayLimits
 
 LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
@@ -437,12 +437,12 @@ def test_a_key_twice_is_refused_in_msgpack():
 
 
 def test_the_form_of_a_body_is_named_by_its_content_type():
-    assert form_of_body("application/x-npz").decode is array_formats.decode_npz
-    assert form_of_body("Application/JSON; charset=utf-8").decode is array_formats.decode_json
-    assert form_of_body("application/x-msgpack").decode is msgpack_arrays.decode
+    assert find_body_format("application/x-npz").decode is array_formats.decode_npz
+    assert find_body_format("Application/JSON; charset=utf-8").decode is array_formats.decode_json
+    assert find_body_format("application/x-msgpack").decode is msgpack_arrays.decode
     for other in (None, "", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         with pytest.raises(UnknownForm, match="application/json, application/x-npz, application/msgpack"):
-            form_of_body(other)
+            find_body_format(other)
 
 
 @pytest.mark.parametrize(
@@ -460,9 +460,9 @@ def test_the_form_of_a_body_is_named_by_its_content_type():
     ],
 )
 def test_the_form_of_an_answer_is_what_accept_wants_most(accept, expected):
-    assert form_of_answer(accept, FORMS[2]).content_type == expected
+    assert choose_answer_format(accept, FORMS[2]).content_type == expected
 
 
 def test_an_answer_that_nobody_writes_is_refused():
     with pytest.raises(NotAcceptable, match="application/x-npz"):
-        form_of_answer("text/html, image/png", FORMS[0])
+        choose_answer_format("text/html, image/png", FORMS[0])

@@ -13,11 +13,11 @@ from service.http.fair_queue import (
     NEWCOMERS,
     NEWCOMERS_AT_ONCE,
     SHARE,
-    TURN,
+    TURN_SECONDS,
     URGENT,
     URGENT_AT_ONCE,
     FairQueue,
-    measured,
+    measure_steps,
 )
 
 COST = 0.0005
@@ -69,7 +69,7 @@ class Sender:
 
     def __init__(self, loop, caller="here", pieces=0):
         self.loop, self.pieces, self.read = loop, pieces, []
-        self.flow = loop.queue.flow(caller, self.step)
+        self.flow = loop.queue.create_flow(caller, self.step)
 
     def step(self):
         if not self.pieces:
@@ -98,7 +98,7 @@ def test_however_many_flood_a_turn_of_the_loop_has_its_limit_and_all_of_them_the
     for sender in flooding:
         loop.queue.enter(sender.flow)
     loop.until(3.0)
-    assert max(loop.turns) <= TURN + COST + 1e-9
+    assert max(loop.turns) <= TURN_SECONDS + COST + 1e-9
     busy = sum(loop.turns)
     # Each has its burst at once; from then on a share of the time is all that they have together.
     assert busy <= 60 * (BURST + COST) + 3.0 * SHARE + CREDIT + COST
@@ -120,7 +120,7 @@ def test_whoever_keeps_within_its_budget_waits_for_none_of_those_who_do_not():
             loop.turn()
         waits.append(robot.read[-1] - came)
         loop.until(came + 0.02)
-    assert max(waits) <= TURN + 2 * COST
+    assert max(waits) <= TURN_SECONDS + 2 * COST
     assert not robot.flow.is_greedy
 
 
@@ -170,7 +170,7 @@ def test_what_the_server_says_to_itself_waits_for_nobody_and_has_no_budget():
             loop.turn()
         waits.append(session.read[-1] - came)
         loop.until(came + 0.005)
-    assert max(waits) <= 2 * (TURN + 2 * COST)
+    assert max(waits) <= 2 * (TURN_SECONDS + 2 * COST)
     assert not session.flow.is_greedy
 
 
@@ -206,21 +206,21 @@ def test_a_caller_that_is_gone_is_forgotten():
         Sender(loop, f"10.0.0.{number}").send()
     loop.until(10.0)
     gc.collect()
-    assert not loop.queue._prompt.known
+    assert not loop.queue._prompt.callers
 
 
 async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more_is_left_out():
-    queue = FairQueue.here()
-    assert FairQueue.here() is queue
-    flows, answered = [queue.flow("here") for _ in range(40)], []
+    queue = FairQueue.of_running_loop()
+    assert FairQueue.of_running_loop() is queue
+    flows, answered = [queue.create_flow("here") for _ in range(40)], []
 
     async def ask(number):
-        await queue.turn(flows[number], 0.001)
+        await queue.wait_turn(flows[number], 0.001)
         answered.append(number)
 
     asking = [asyncio.create_task(ask(number)) for number in range(40)]
     await asyncio.sleep(0)
-    assert len(answered) <= TURN / 0.001
+    assert len(answered) <= TURN_SECONDS / 0.001
     asking[20].cancel()
     async with asyncio.timeout(30):
         await asyncio.gather(*asking, return_exceptions=True)
@@ -229,22 +229,22 @@ async def test_a_turn_is_waited_for_in_order_and_one_that_is_not_wanted_any_more
 
 def test_whoever_connects_ever_anew_has_no_new_budget_each_time():
     loop = Loop()
-    flows = [loop.queue.newcomers("here", lambda: (0.0, False))[0] for _ in range(500)]
+    flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert Counter(flow.is_greedy for flow in flows) == {False: NEWCOMERS_AT_ONCE, True: 500 - NEWCOMERS_AT_ONCE}
-    assert not loop.queue.newcomers("elsewhere", lambda: (0.0, False))[0].is_greedy
+    assert not loop.queue.create_new_flows("elsewhere", lambda: (0.0, False))[0].is_greedy
     del flows
     gc.collect()
     loop.now += 0.5  # nobody is connected any more, and is known all the same
-    flows = [loop.queue.newcomers("here", lambda: (0.0, False))[0] for _ in range(500)]
+    flows = [loop.queue.create_new_flows("here", lambda: (0.0, False))[0] for _ in range(500)]
     assert sum(not flow.is_greedy for flow in flows) == NEWCOMERS / 2
 
 
 def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_moment_of_little():
     loop = Loop()
     for _ in range(100):
-        loop.queue.newcomers("here", lambda: (0.0, False))
+        loop.queue.create_new_flows("here", lambda: (0.0, False))
     sender = Sender(loop)
-    [sender.flow] = loop.queue.newcomers("here", sender.step)
+    [sender.flow] = loop.queue.create_new_flows("here", sender.step)
     assert sender.flow.is_greedy
     loop.now += BURST / BUDGET
     sender.pieces = 1
@@ -254,11 +254,11 @@ def test_a_connection_beyond_the_budget_of_its_caller_is_within_its_own_after_a_
 
 def test_what_is_urgent_goes_before_all_others_so_often_and_then_waits_as_they_do():
     loop = Loop()
-    flow = loop.queue.flow("here")
+    flow = loop.queue.create_flow("here")
     flow.is_greedy = True
     assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT_AT_ONCE
     assert not flow.is_greedy  # it waits for none who floods
-    assert loop.queue.take_urgent(loop.queue.flow("elsewhere"), COST)
+    assert loop.queue.take_urgent(loop.queue.create_flow("elsewhere"), COST)
     loop.now += 0.1
     assert sum(loop.queue.take_urgent(flow, COST) for _ in range(500)) == URGENT / 10
 
@@ -271,10 +271,10 @@ def test_those_beyond_their_budgets_are_slowed_down_by_what_they_took_not_by_wha
         nonlocal read
         read += 1
         loop.now += COST
-        loop.queue.correct(took - 10 * COST)
+        loop.queue.correct_credit(took - 10 * COST)
         return 9 * COST, True
 
-    loop.queue.enter(loop.queue.flow("here", step))
+    loop.queue.enter(loop.queue.create_flow("here", step))
     loop.until(2.0)
     by_reckoning = (2.0 * SHARE + CREDIT + BURST) / (10 * COST)
     assert 0.9 * least * by_reckoning <= read <= 1.1 * (2.0 * SHARE + CREDIT + BURST) / took
@@ -294,7 +294,7 @@ async def test_the_processor_time_of_each_step_is_told_and_a_cancellation_reache
             ended.append(True)
 
     async def do():
-        await measured(work(), spent.append)
+        await measure_steps(work(), spent.append)
 
     task = asyncio.create_task(do())
     for _ in range(4):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from service.http.bodies import answer
+from service.http.bodies import json_response
 from service.settings import SettingsError, load_settings
 from service.transport import protocol
 from service.transport.protocol import JointUpdate, StateSync
@@ -87,7 +87,7 @@ def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, nu
 @pytest.mark.parametrize(
     "write",
     [
-        lambda number: answer({"a": [number]}),
+        lambda number: json_response({"a": [number]}),
         lambda number: protocol.encode({"a": {"b": number}}),
         lambda number: protocol.build(JointUpdate(({"name": "Jaw", "value": number},))),
         lambda number: protocol.build(StateSync({"Jaw": number})),

@@ -6,7 +6,7 @@ import pytest
 from sanic.response import text
 
 from service.errors import TooManyRequests
-from service.http.limits import ConnectionLimits, Connections, Creates, Rates, is_local, source_of
+from service.http.limits import ConnectionLimits, Connections, CreateLimiter, Rates, is_local, source_key
 from tests.testing.rig import body, started
 
 
@@ -20,7 +20,7 @@ async def server(big=0, **settings):
 
 
 def test_an_address_has_its_connections_and_frees_them_one_by_one():
-    doors = Connections(ConnectionLimits(each=2))
+    doors = Connections(ConnectionLimits(per_address=2))
     assert [doors.enter("10.0.0.1") for _ in range(3)] == [True, True, False]
     assert doors.enter("10.0.0.2")
     doors.leave("10.0.0.1")
@@ -29,9 +29,9 @@ def test_an_address_has_its_connections_and_frees_them_one_by_one():
 
 
 def test_this_machine_is_only_held_to_what_everybody_has_together():
-    doors = Connections(ConnectionLimits(each=1, all=3))
+    doors = Connections(ConnectionLimits(per_address=1, total=3))
     assert [doors.enter("127.0.0.1") for _ in range(4)] == [True, True, True, False]
-    assert not Connections(ConnectionLimits(each=0, is_local_limited=True)).enter("::1")
+    assert not Connections(ConnectionLimits(per_address=0, is_local_limited=True)).enter("::1")
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_this_machine_is_only_held_to_what_everybody_has_together():
     ],
 )
 def test_an_address_in_another_form_and_a_neighbour_in_its_network_are_the_same_source(address, source, local):
-    assert (source_of(address), is_local(address)) == (source, local)
+    assert (source_key(address), is_local(address)) == (source, local)
 
 
 def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgotten():
     now = [10.0]
-    rates = Rates(2.0, 3, lambda: now[0], most=2)
+    rates = Rates(2.0, 3, lambda: now[0], max_sources=2)
     assert [rates.take("a") for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
     assert rates.take("b") == 0.0
     now[0] = 10.4
@@ -68,7 +68,7 @@ def test_each_source_has_a_rate_of_its_own_and_those_that_are_silent_are_forgott
 
 def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
     now = [0.0]
-    creates = Creates(Rates(2 / 60, 2, lambda: now[0]))
+    creates = CreateLimiter(Rates(2 / 60, 2, lambda: now[0]))
     for key, address in ((None, "10.0.0.1"), ("anna", "127.0.0.1")):
         creates.take(key, address)
         creates.take(key, address)
@@ -83,7 +83,7 @@ def test_a_caller_makes_so_many_sessions_a_minute_and_hears_when_it_may_again():
 
 async def test_too_many_creates_are_429_with_a_time_to_come_back():
     async with server(creates_per_minute=2, limit_local=True) as (app, http, _):
-        app.ctx.creates._rates._clock = lambda: 0.0
+        app.ctx.create_limiter._rates._clock = lambda: 0.0
         statuses, told = [], {}
         for number in range(3):
             async with http.post("/sessions", json=body(f"arm{number}")) as answer:

@@ -11,7 +11,7 @@ import pytest
 from sanic import Sanic
 
 from service.app import create_app
-from service.http.server import CannotListen, listen, serving, url_of
+from service.http.server import CannotListen, listen, serve_app, url_of
 from service.loop_watchdog import LoopWatchdog
 from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedLoader
@@ -96,7 +96,7 @@ async def test_a_server_that_cannot_start_leaves_nothing_behind():
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        async with serving(app, listen("127.0.0.1", 0)):
+        async with serve_app(app, listen("127.0.0.1", 0)):
             pass
     assert app.name not in Sanic._app_registry
 
@@ -114,7 +114,7 @@ class Watched:
             self.now += 0.05
             self.computed += 0.05 * computes
             if looks and step % 2:
-                self.dog.look()
+                self.dog.check()
             if beats:
                 self.dog.beat()
 
@@ -141,7 +141,7 @@ def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
     assert watched.counts == (0, 0)
     watched.goes_by(3.0, beats=False, looks=runs, computes=computes)
     if thread_is_first:
-        watched.dog.look()
+        watched.dog.check()
     watched.dog.beat()
     watched.goes_by(1.0)
     assert watched.counts == counts
@@ -151,14 +151,14 @@ def test_a_blocked_loop_is_told_from_a_process_that_stood_still(
             "the event loop is blocked since 0.30 s, in ",
             "the event loop was blocked for 3.00 s; this",
         ]
-        assert "look (service/loop_watchdog.py:" in caplog.text
+        assert "check (service/loop_watchdog.py:" in caplog.text
 
 
 def test_a_loop_that_is_blocked_after_a_pause_is_both() -> None:
     watched = Watched()
     watched.goes_by(1.0)
     watched.now += 30
-    watched.dog.look()
+    watched.dog.check()
     watched.goes_by(1.0, beats=False)
     watched.dog.beat()
     assert (watched.dog.blocked.seconds, watched.dog.paused.seconds) == (pytest.approx(1.0), pytest.approx(30.0))

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from service.logging import (
-    Background,
+    BackgroundHandler,
     JsonFormatter,
     RecentLogs,
-    RotatingFile,
+    RotatingLogFile,
     TextFormatter,
-    begin_about,
-    keeping,
-    masked,
+    bind_log_context,
+    capture_logs,
+    redact,
 )
 
 
@@ -41,13 +41,13 @@ from service.logging import (
     ],
 )
 def test_what_looks_like_a_secret_or_a_folder_is_masked(text, expected):
-    assert masked(text) == expected
+    assert redact(text) == expected
 
 
 @pytest.fixture
 def logs():
     logs = RecentLogs(3)
-    with keeping(logs):
+    with capture_logs(logs):
         yield logs
 
 
@@ -89,7 +89,7 @@ def test_a_log_call_with_wrong_arguments_does_not_raise(logs):
 
 def test_nothing_is_kept_after_the_end():
     logs = RecentLogs(3)
-    with keeping(logs):
+    with capture_logs(logs):
         pass
     logging.getLogger("kept").error("later")
     assert logs.newest(3) == []
@@ -107,12 +107,12 @@ def record_of(message: str, *arguments: object) -> logging.LogRecord:
 
 async def test_a_line_carries_the_ids_of_its_session_and_request(logs):
     async def request(number: int) -> None:
-        begin_about(request=f"r{number}")
+        bind_log_context(request=f"r{number}")
         await asyncio.create_task(session())
         logging.getLogger("kept").warning("answered %d", number)
 
     async def session() -> None:
-        begin_about(session="arm", request=None)
+        bind_log_context(session="arm", request=None)
         logging.getLogger("kept").warning("moves")
 
     await asyncio.gather(request(1), request(2))
@@ -122,7 +122,7 @@ async def test_a_line_carries_the_ids_of_its_session_and_request(logs):
 
 
 async def test_lines_for_people_and_for_programs_have_the_same_ids():
-    begin_about(session="arm", request="81c7")
+    bind_log_context(session="arm", request="81c7")
     assert " a.b [arm 81c7]: it moves" in TextFormatter().format(record_of("it moves"))
     line = json.loads(JsonFormatter().format(record_of("it moves")))
     assert (line["session"], line["request"]) == ("arm", "81c7")
@@ -156,13 +156,13 @@ class Gate(logging.Handler):
 @pytest.fixture
 def is_written_in_the_end(monkeypatch):
     """However long a busy machine takes to write it."""
-    monkeypatch.setattr("service.logging.LAST_WORDS", 60.0)
+    monkeypatch.setattr("service.logging.FLUSH_TIMEOUT", 60.0)
 
 
 def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monkeypatch, is_written_in_the_end):
-    monkeypatch.setattr("service.logging.WAITING", 3)
+    monkeypatch.setattr("service.logging.MAX_QUEUED", 3)
     gate = Gate()
-    background = Background(gate)
+    background = BackgroundHandler(gate)
     background.emit(record_of("line 0"))
     assert gate.began.wait(30)
     for number in range(1, 6):
@@ -174,9 +174,9 @@ def test_a_paused_terminal_holds_nobody_up_and_what_was_left_out_is_counted(monk
 
 
 def test_the_end_of_the_process_does_not_wait_for_a_paused_terminal(monkeypatch):
-    monkeypatch.setattr("service.logging.LAST_WORDS", 0.05)
+    monkeypatch.setattr("service.logging.FLUSH_TIMEOUT", 0.05)
     gate = Gate()
-    background = Background(gate)
+    background = BackgroundHandler(gate)
     background.emit(record_of("a line"))
     background.close()
     assert gate.lines == []
@@ -187,7 +187,7 @@ def test_an_exception_goes_with_its_line(is_written_in_the_end):
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    background = Background(handler)
+    background = BackgroundHandler(handler)
     try:
         raise RuntimeError("token=hunter2")
     except RuntimeError as error:
@@ -202,8 +202,8 @@ def test_an_exception_goes_with_its_line(is_written_in_the_end):
 
 
 def test_a_full_log_file_is_set_aside_and_the_oldest_goes(tmp_path: Path, is_written_in_the_end):
-    file = RotatingFile(tmp_path / "logs" / "robojax.log", 200, 3)
-    background = Background(file)
+    file = RotatingLogFile(tmp_path / "logs" / "robojax.log", 200, 3)
+    background = BackgroundHandler(file)
     for number in range(30):
         background.emit(record_of(f"line {number:02}" + "." * 60))
     background.close()
@@ -214,7 +214,7 @@ def test_a_full_log_file_is_set_aside_and_the_oldest_goes(tmp_path: Path, is_wri
 
 def test_a_log_file_on_a_full_disk_is_said_once_and_nothing_fails(tmp_path: Path, capsys):
     (tmp_path / "full").symlink_to("/dev/full")
-    file = RotatingFile(tmp_path / "full", 10_000, 1)
+    file = RotatingLogFile(tmp_path / "full", 10_000, 1)
     for _ in range(3):
         file.handle(record_of("a line"))
     file.close()

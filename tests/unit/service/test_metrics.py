@@ -99,4 +99,4 @@ def test_all_samples_are_spread_over_the_bounds_not_only_the_newest() -> None:
     figures = Recent(2)
     for seconds in (0.0, BOUNDS[0], BOUNDS[0] * 1.01, 1e9):
         figures.add(seconds)
-    assert figures.spread == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)
+    assert figures.histogram == (2, 1, *(0,) * (len(BOUNDS) - 2), 1)

@@ -10,7 +10,7 @@ import pytest
 import websockets
 
 from service.api.websockets import openpi_app
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.streaming import codec
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing import rig
@@ -64,7 +64,7 @@ def serve() -> Serve:
         settings = {"policy_owners": ("policies",)} | settings
         async with (
             rig.started(Server, load=load, headers=headers, **settings) as server,
-            serving(openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
+            serve_app(openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
         ):
             server.openpi = beside.replace("http", "ws")
             yield server

@@ -20,7 +20,7 @@ from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.control.joints import Joint, JointTable
 from service.errors import InvalidRequest
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import Wanted
@@ -184,7 +184,7 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
         app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
         async with AsyncExitStack() as beside:
-            url = await beside.enter_async_context(serving(openpi_app(app), listen("127.0.0.1", 0)))
+            url = await beside.enter_async_context(serve_app(openpi_app(app), listen("127.0.0.1", 0)))
             # A client that says nothing, not even that it heard the end.
             async with websockets.connect(url.replace("http", "ws"), close_timeout=0.1) as socket:
                 await socket.recv()

@@ -13,7 +13,7 @@ from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from service.app import create_app
 from service.http.server import listen
-from service.http.server import serving as service_serving
+from service.http.server import serve_app as service_serving
 from service.settings import Settings
 
 SIGNED = {"x-webhook-secret": "a-secret-of-sixteen"}

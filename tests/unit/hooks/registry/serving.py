@@ -10,7 +10,7 @@ from sanic import Sanic
 from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry, RegistrySettings
 from hooks.registry.sender import SenderSettings
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from tests.testing.waiting import until
 
 TOKEN = "hf_" + "t" * 30
@@ -33,7 +33,7 @@ async def serve(registry: Registry) -> AsyncIterator[str]:
     app.config.TOUCHUP = False  # it rewrites Sanic's own classes, once per process: a second app would not start
     app.config.REQUEST_DEADLINE = 10.0
     app.blueprint(registry.blueprint())
-    async with serving(app, listen("127.0.0.1", 0)) as url:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url:
         yield url
 
 
@@ -43,7 +43,7 @@ def settings(**changed: Any) -> RegistrySettings:
 
 async def until_fact(registry: Registry, name: str, value: int) -> None:
     async def is_so() -> bool:
-        return (await registry.facts()).get(name) == value
+        return (await registry.get_stats()).get(name) == value
 
     await until(is_so)
 

@@ -14,7 +14,7 @@ from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry
-from service.http.server import listen, serving
+from service.http.server import listen, serve_app
 from tests.unit.hooks.registry.serving import READ_TOKEN, TOKEN, serve, settings
 
 SECRET = "a-secret-of-some-length"
@@ -67,7 +67,7 @@ async def test_our_receiver_takes_what_the_registry_sends_by_either_proof(
     app: Sanic[Any, Any] = Sanic(f"receiver-{id(receiver)}")
     app.config.update({"MOTD": False, "TOUCHUP": False, "REQUEST_DEADLINE": 10.0})
     app.blueprint(receiver.blueprint())
-    async with serving(app, listen("127.0.0.1", 0)) as url:
+    async with serve_app(app, listen("127.0.0.1", 0)) as url:
         body = {"url": url + path, "watched": [{"type": "model", "name": "lab/act"}], "secret": SECRET}
         webhook = await sender.management.create(body)
         await sender.emit_repo("lab/act", "b" * 40, "a" * 40)
