@@ -50,7 +50,7 @@ async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -
     creating = asyncio.create_task(rig.sessions.create(NewSession("s", "policy", "memory://", rate=50)))
     await rig.until(lambda: bool(rig.sessions.list()))
     onlooker = Onlooker()
-    assert rig.session.drive is None
+    assert rig.session.robot_io is None
     detach = rig.session.attach(onlooker)
     gate.set()
     await creating
@@ -86,13 +86,13 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
     session.attach(onlooker)
     await rig.until(lambda: len(onlooker.ticks) > 5)
     await rig.sessions.emergency_stop("a test", "s")
-    await rig.until(lambda: session.drive.control.is_idle)
+    await rig.until(lambda: session.robot_io.controller.is_idle)
     assert rig.link.sent == [], "holds are not sent either"
     assert not any(tick.is_sent for tick in onlooker.ticks)
     stats = rig.stats
     assert stats["dry_run"] is True
     assert (stats["commands_sent"], stats["commands_refused"], stats["last_command"]) == (0, 0, {})
-    assert stats["commands_withheld"] == session.drive.commands_withheld > 5
+    assert stats["commands_withheld"] == session.robot_io.commands_withheld > 5
     assert stats["inference_count"] > 0
 
 
