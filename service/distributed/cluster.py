@@ -34,7 +34,7 @@ class EngineHandle:
     """One from joining until leaving; the same actor has another name when it is used again.
 
     Attributes:
-        lane: where robots' requests go.
+        worker: where robots' requests go.
         joined_at: when it came, or failed here; monotonic.
         heard_at: when it said last how it does.
         is_gone: nothing is asked of it any more.
@@ -45,7 +45,7 @@ class EngineHandle:
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
         self.name = name
         self.listed = listed
-        self.lane = RemoteWorker(name, self._send, stuck_after)
+        self.worker = RemoteWorker(name, self._send, stuck_after)
         self.joined_at = self.heard_at = joined_at
         self.is_gone = False
         self.watching: Task[None] | None = None
@@ -77,7 +77,7 @@ class EngineHandle:
         return DeviceGone(f"engine {self.name}: {why_gone(error)}") if _is_gone(error) else error
 
     def fail(self, why: str) -> None:
-        """It is gone: whoever waits for it is told now, but for robots, of whom the engine's lane knows."""
+        """It is gone: whoever waits for it is told now, but for robots, of whom the engine's worker knows."""
         self.is_gone, self._why = True, f"engine {self.name} is not there any more: {why}"
         for answer in tuple(self._open):
             _settle(answer, DeviceGone(self._why))
@@ -321,7 +321,7 @@ class Cluster:
             name = f"{name}.{self._times}"
         known = self._known[name] = EngineHandle(name, listed, now, self._stuck_after)
         known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
-        self._engine.join(name, known.lane)
+        self._engine.join(name, known.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _leave(self, known: EngineHandle, why: str) -> None:
@@ -330,7 +330,7 @@ class Cluster:
         if known.watching is not None and known.watching is not asyncio.current_task():
             known.watching.cancel()
         known.fail(why)
-        known.lane.fail(why)
+        known.worker.fail(why)
         self._engine.leave(known.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget, known.name)
 
@@ -344,7 +344,7 @@ class Cluster:
         while True:
             try:
                 handles = sorted({copy.loaded.handle for copy in known.copies})
-                known.lane.facts = await ask(known.listed.actor, ANSWER, "facts", handles)
+                known.worker.facts = await ask(known.listed.actor, ANSWER, "facts", handles)
                 known.heard_at = self._heard_at = time.monotonic()
             except NoAnswer as error:
                 cause = error.__cause__
@@ -362,12 +362,12 @@ class Cluster:
                 "engine": known.name,
                 "node": known.listed.begun.node,
                 "process": known.listed.begun.process,
-                "load": round(known.lane.facts.load, 4),
-                "queue_ms": round(known.lane.facts.queue * 1e3, 2),
-                "waiting": known.lane.facts.waiting,
-                "policies": known.lane.facts.policies,
-                "batches": {str(size): times for size, times in sorted(known.lane.facts.batches.items())},
-                "batch_ms": list(known.lane.facts.batch_ms),
+                "load": round(known.worker.facts.load, 4),
+                "queue_ms": round(known.worker.facts.queue * 1e3, 2),
+                "waiting": known.worker.facts.waiting,
+                "policies": known.worker.facts.policies,
+                "batches": {str(size): times for size, times in sorted(known.worker.facts.batches.items())},
+                "batch_ms": list(known.worker.facts.batch_ms),
             }
             for known in self._known.values()
             if not known.is_gone
@@ -401,8 +401,8 @@ class Cluster:
         there = [one for one in tuple(self._known.values()) if not one.is_gone]
         if not there:
             raise CheckpointError("no engine of the cluster is there; try again when one is")
-        first, *others = sorted(there, key=lambda one: (one.lane.facts.policies, one.lane.facts.load, one.name))
-        return first.name, [one.name for one in others if not one.lane.facts.load]
+        first, *others = sorted(there, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
+        return first.name, [one.name for one in others if not one.worker.facts.load]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
         """See `Engines.ask`."""

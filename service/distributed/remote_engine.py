@@ -169,7 +169,7 @@ class RemoteWorker:
     def __init__(self, name: str, send: Send, stuck_after: float = 5.0):
         self.name = name
         self.facts = EngineFacts()
-        self.asked_at = 0.0
+        self.last_used_at = 0.0
         self.abandoned = 0
         self._send = send
         self._stuck_after = stuck_after
@@ -180,7 +180,7 @@ class RemoteWorker:
         self._is_closed = False
 
     @property
-    def asked(self) -> int:
+    def pending(self) -> int:
         """Requests of this front that nobody has answered yet."""
         return len(self._open)
 
@@ -222,7 +222,7 @@ class RemoteWorker:
         assert isinstance(policy, RemotePolicy)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         outcome: asyncio.Future[Any] = loop.create_future()
-        self._open[outcome] = self.asked_at = now
+        self._open[outcome] = self.last_used_at = now
         # Not when whoever waits gives up: an engine that owes answers has more to do than one that does not, and the
         # next question goes there.
         outcome.add_done_callback(self._open.pop)

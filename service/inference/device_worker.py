@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 
 from service.errors import PolicyFailed
 from service.inference.batching import Batching, Chosen, Stacks, shape_of
-from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frames_of
 from service.threads import lower_priority
 
 
@@ -50,12 +51,12 @@ class DeviceWorker(Protocol):
     """Requests in, chunks out; belongs to the event loop it is used on."""
 
     @property
-    def asked(self) -> int:
+    def pending(self) -> int:
         """Requests that nobody has answered yet."""
         ...
 
     @property
-    def asked_at(self) -> float:
+    def last_used_at(self) -> float:
         """When it was asked last, monotonic."""
         ...
 
@@ -99,7 +100,7 @@ class DeviceWorker(Protocol):
             DeviceGone: the device is there no more.
             InputRefused: no other device would do better.
             InferenceStuck: it did not come back in time.
-            LaneClosed: the device is closed, or was before there was an answer.
+            WorkerClosed: the device is closed, or was before there was an answer.
             Exception: whatever the policy raises for this observation.
         """
         ...
@@ -116,7 +117,7 @@ logger = logging.getLogger(__name__)
 OVERDUE = 0.1
 UNKNOWN = 1.0
 # Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
-PATIENCE = 1.0
+LONGEST_WAIT = 1.0
 # Seconds that a device's load is of.
 LOOKED_BACK = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
@@ -130,23 +131,22 @@ class Request:
     """One observation, and who waits for what to do about it.
 
     Attributes:
-        frames: the sizes of what it sees.
-        due: when the plan of whoever asks runs dry, monotonic.
-        is_alone: it is not put together with others, because it may spoil what they get.
+        deadline: when the caller's plan runs dry, monotonic; None when it has none.
+        is_alone: it is not batched with others, because it may spoil what they get.
         may_move: another device can be asked when this one takes too long.
         batch: the newest one it is in.
-        is_wanted: whether somebody still waits.
+        due: when it should be answered, monotonic; the device's thread works it out when it takes the request in.
     """
 
     replica: Replica
     observation: Mapping[str, np.ndarray]
-    frames: Frames
+    deadline: float | None
     outcome: asyncio.Future[InferenceResult]
     submitted: float
-    due: float
     is_alone: bool = False
     may_move: bool = False
     batch: "Batch | None" = None
+    due: float = math.inf
 
     @property
     def is_wanted(self) -> bool:
@@ -229,7 +229,7 @@ class InferenceWorker:
 
     Attributes:
         abandoned: threads left behind in a batch that did not return in time.
-        asked_at: when it was asked last, monotonic.
+        last_used_at: when it was asked last, monotonic.
         batches: how many there were of each size.
         is_late: never; a batch that takes too long is left aside, and the thread after it is as good as another's.
     """
@@ -239,9 +239,9 @@ class InferenceWorker:
     def __init__(self, name: str = "device", niceness: int = 0, stuck_after: float = 5.0):
         self.stuck_after = stuck_after
         self.abandoned = 0
-        self.asked_at = 0.0
+        self.last_used_at = 0.0
         self.batches: dict[int, int] = {}
-        self._asked: set[Request] = set()
+        self._requests: set[Request] = set()
         self._is_closed = False
         self._busy: deque[tuple[float, float]] = deque(maxlen=256)
         self._name = name
@@ -254,16 +254,16 @@ class InferenceWorker:
         self._thread = self._start()
 
     @property
-    def asked(self) -> int:
+    def pending(self) -> int:
         """Requests that nobody has answered yet."""
-        return len(self._asked)
+        return len(self._requests)
 
     @property
     def waiting(self) -> int:
         """Requests not yet begun."""
         running = [*self._left, *filter(None, (self._current,))]
         begun = sum(member.is_wanted and member.batch is batch for batch in running for member in batch.members)
-        return max(self.asked - begun, 0)
+        return max(self.pending - begun, 0)
 
     def load(self, now: float) -> float:
         """Share of the newest seconds that the device was used."""
@@ -287,25 +287,22 @@ class InferenceWorker:
         Raises:
             Overdue: with ``may_move``, its batch takes far longer than usual.
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
-            LaneClosed: the device is closed, or was before there was an answer.
+            WorkerClosed: the device is closed, or was before there was an answer.
             Exception: whatever the policy raises for this observation.
         """
         if self._is_closed:
             raise WorkerClosed(CLOSED)
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        frames = frames_of(observation)
-        soon = now + 2 * replica.costs(frames).slow(1)
-        due = min(soon if due is None else due, now + PATIENCE)
-        request = Request(replica, observation, frames, loop.create_future(), now, due, is_alone, may_move)
-        self._asked.add(request)
-        self.asked_at = now
+        request = Request(replica, observation, due, loop.create_future(), now, is_alone, may_move)
+        self._requests.add(request)
+        self.last_used_at = now
         self._inbox.requests.put(request)
         if self._timer is None:
-            self._watch(loop)
+            self._start_timer(loop)
         try:
             return await request.outcome
         finally:
-            self._asked.discard(request)
+            self._requests.discard(request)
 
     async def close(self, within: float) -> bool:
         """End the thread after its present batch; whether it ended in time (seconds). Nobody is left waiting."""
@@ -315,14 +312,14 @@ class InferenceWorker:
         self._inbox.requests.put(None)
         await asyncio.to_thread(self._thread.join, within)
         await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
-        for request in tuple(self._asked):
+        for request in tuple(self._requests):
             if request.is_wanted:
                 request.outcome.set_exception(WorkerClosed(CLOSED))
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         pause = min(OVERDUE, self.stuck_after) / 4
         self._timer = loop.call_later(pause, self._look, loop, time.monotonic() + pause)
 
@@ -342,8 +339,8 @@ class InferenceWorker:
                 self._leave(batch)
             if ran >= self.stuck_after:
                 self._give_up(batch)
-        if self.asked or self._left:
-            self._watch(loop)
+        if self.pending or self._left:
+            self._start_timer(loop)
 
     def _leave(self, batch: Batch) -> bool:
         """Go on without a batch in another thread; its members run once more, each alone, or elsewhere.
@@ -364,7 +361,7 @@ class InferenceWorker:
                 member.outcome.set_exception(overdue)
             elif len(batch.members) > 1:
                 # One of them may be what it does not come back from.
-                self._again(member)
+                self._run_again(member)
         return True
 
     def _give_up(self, batch: Batch) -> None:
@@ -377,24 +374,25 @@ class InferenceWorker:
         for member in mine:
             member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
 
-    def _again(self, member: Request) -> None:
+    def _run_again(self, member: Request) -> None:
         if member.is_wanted:
             member.is_alone, member.batch = True, None
             self._inbox.requests.put(member)
 
-    def _answer(self, batch: Batch, found: Sequence[InferenceResult] | BaseException) -> None:
-        self._left = [other for other in self._left if other is not batch]
-        if not isinstance(found, BaseException):
+    def _set_results(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
+        if self._left:
+            self._left = [other for other in self._left if other is not batch]
+        if not isinstance(results, BaseException):
             self.batches[batch.size] = self.batches.get(batch.size, 0) + 1
-            for member, inference in zip(batch.members, found, strict=True):
-                if member.is_wanted:
-                    member.outcome.set_result(inference)
+            for member, result in zip(batch.members, results, strict=True):
+                if not member.outcome.done():
+                    member.outcome.set_result(result)
         elif len(batch.members) > 1:
             if not batch.is_left:
                 for member in batch.members:
-                    self._again(member)
+                    self._run_again(member)
         elif batch.members[0].is_wanted:
-            batch.members[0].outcome.set_exception(_kept(found))
+            batch.members[0].outcome.set_exception(_portable(results))
 
     # The thread.
 
@@ -410,7 +408,7 @@ class InferenceWorker:
             chosen = inbox.batching.choose(time.monotonic())
             if chosen is None:
                 continue
-            batch = _batch_of(chosen)
+            batch = _batch_of(chosen, chosen.line)
             with self._lock:
                 self._current = batch
             found = _infer(batch, chosen.line, stacks)
@@ -427,7 +425,7 @@ class InferenceWorker:
     def _deliver(self, batch: Batch, found: Sequence[InferenceResult] | BaseException) -> None:
         loop = batch.members[0].outcome.get_loop()
         try:
-            loop.call_soon_threadsafe(self._answer, batch, found)
+            loop.call_soon_threadsafe(self._set_results, batch, found)
         except RuntimeError:
             # The loop has ended, and whoever waited with it.
             if not loop.is_closed():
@@ -445,18 +443,24 @@ def _take_in(inbox: _Inbox) -> bool:
             return True
         if request is None:
             return False
-        shape = None if request.is_alone else shape_of(request.observation)
-        if shape is None:
-            request.is_alone = True
-        replica, frames = request.replica, request.frames
+        replica = request.replica
+        try:
+            frames, shape = frames_of(request.observation), shape_of(request.observation)
+        except Exception:  # the policy, asked alone, says what is wrong with it
+            frames, shape = frozenset(), None
+        if request.is_alone or shape is None:
+            request.is_alone, shape = True, None
+        latency = replica.costs(frames)
+        soon = request.submitted + 2 * latency.slow(1)
+        request.due = min(soon if request.deadline is None else request.deadline, request.submitted + LONGEST_WAIT)
         sizes = (1,) if request.is_alone else replica.can(frames)
         # What runs alone has the place in line that its policy has, with such frames.
-        inbox.batching.add((replica, frames, shape), request, replica.costs(frames), sizes)
+        inbox.batching.add((replica, frames, shape), request, latency, sizes)
 
 
-def _batch_of(chosen: Chosen[Request]) -> Batch:
-    first = chosen.members[0]
-    costs = first.replica.costs(first.frames)
+def _batch_of(chosen: Chosen[Request], line: Any) -> Batch:
+    replica, frames, _ = line
+    costs = replica.costs(frames)
     overdue = max(3 * costs.usual(chosen.size), OVERDUE) if costs.is_known else UNKNOWN
     batch = Batch(chosen.members, chosen.size, time.monotonic(), overdue)
     for member in chosen.members:
@@ -498,7 +502,7 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[InferenceResult]
     ]
 
 
-def _kept(error: BaseException) -> BaseException:
+def _portable(error: BaseException) -> BaseException:
     # A future cannot carry a StopIteration, and an exit of that thread is no exit of the process.
     is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_plain else RuntimeError(f"{type(error).__name__} in a policy")

@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyFailed
-from service.inference.admission import Admission, RequestLimiter, Reservations, Seen
+from service.inference.admission import Admission, Reservations, Seen
 from service.inference.device_worker import (
     DeviceGone,
     DeviceWorker,
@@ -40,93 +42,98 @@ from service.threads import call_in_thread
 logger = logging.getLogger(__name__)
 
 
-class Dispatch:
-    """Asks devices, and holds against them what others make good."""
+class Dispatcher:
+    """Sends each request to the least busy device, and to another one where that fails.
 
-    def __init__(self, devices: Devices, turnover: ReplicaManager):
+    Failures that another device made good count against the device.
+    """
+
+    def __init__(self, devices: Devices, replica_manager: ReplicaManager):
         self._devices = devices
-        self._turnover = turnover
+        self._replica_manager = replica_manager
 
-    async def ask(
-        self, served: LoadedPolicy, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
+    async def run(
+        self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
     ) -> InferenceResult:
         """The answer of some device.
 
         Args:
-            due: when the plan of whoever asks runs dry, on the monotonic clock; as soon as possible when None.
-            is_alone: it is not put together with others, because it may spoil what they get.
+            due: when the caller's plan runs dry, on the monotonic clock; as soon as possible when None.
+            is_alone: it is not batched with others, because it may spoil what they get.
 
         Raises:
             PolicyFailed: the policy raised; in words that a session may hear.
         """
         devices = self._devices
-        usable = devices.working(served) or await devices.until_one_works(served)
-        replica = devices.least(usable)
-        elsewhere = _elsewhere(usable, replica)
+        usable = loaded.usable or await devices.wait_for_replica(loaded)
+        replica = usable[0] if len(usable) == 1 else min(usable, key=self._busyness)
+        worker = devices.workers[replica.worker_id]
         try:
-            inference = await self._ask_one(replica, observation, due, is_alone=is_alone, may_move=bool(elsewhere))
-        except DeviceGone:
-            return await self.ask(served, observation, due, is_alone=is_alone)
+            result = await worker.submit(
+                replica, observation, due, is_alone=is_alone, may_move=loaded.is_on_several_devices
+            )
+        except DeviceGone as error:
+            self._replica_manager.leave(replica.policy.device, str(error))
+            return await self.run(loaded, observation, due, is_alone=is_alone)
         except (JaxModelsError, InputRefused, WorkerClosed) as error:
-            _refuse(error)
+            _raise_refusal(error)
         except Exception as error:
             try:
-                return await self._ask_another(served, replica, observation, due, error)
+                return await self._run_elsewhere(loaded, replica, observation, due, error)
             except DeviceGone:
-                return await self.ask(served, observation, due, is_alone=is_alone)
-        devices.health.answered(replica.policy.device)
-        return inference
+                return await self.run(loaded, observation, due, is_alone=is_alone)
+        if devices.health.failures:
+            devices.health.record_success(replica.policy.device)
+        return result
 
-    async def _ask_one(
-        self,
-        replica: Replica,
-        observation: Mapping[str, np.ndarray],
-        due: float | None,
-        *,
-        is_alone: bool,
-        may_move: bool = False,
-    ) -> InferenceResult:
-        lane = self._devices.lanes[replica.lane]
-        try:
-            return await lane.submit(replica, observation, due, is_alone=is_alone, may_move=may_move)
-        except DeviceGone as error:
-            self._turnover.leave(replica.policy.device, str(error))
-            raise
+    def _busyness(self, replica: Replica) -> tuple[bool, int, float]:
+        """Sort key: late answers, then requests under way; of equals, the one used longest ago comes first."""
+        worker = self._devices.workers[replica.worker_id]
+        return worker.is_late, worker.pending, worker.last_used_at
 
-    async def _ask_another(
+    async def _run_elsewhere(
         self,
-        served: LoadedPolicy,
+        loaded: LoadedPolicy,
         failed: Replica,
         observation: Mapping[str, np.ndarray],
         due: float | None,
-        why: Exception,
+        failure: Exception,
     ) -> InferenceResult:
         """What another device answers, or the first one does after all, whichever comes first."""
-        late = why.answer if isinstance(why, Overdue) else None
+        late = failure.answer if isinstance(failure, Overdue) else None
         # Some may have left while the first one was waited for.
-        elsewhere = _elsewhere(self._devices.working(served), failed)
-        if not elsewhere and late is None:
-            _refuse(why)
-        other = self._devices.least(elsewhere) if elsewhere else failed
-        asking = [asyncio.create_task(self._ask_one(other, observation, due, is_alone=True))] if elsewhere else []
+        others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
+        if not others and late is None:
+            _raise_refusal(failure)
+        other = min(others, key=self._busyness) if others else failed
+        tasks = [asyncio.create_task(self._run_alone(other, observation, due))] if others else []
         try:
-            inference = await _first_good([*asking, *filter(None, (late,))])
+            result = await _first_good([*tasks, *filter(None, (late,))])
         except DeviceGone:
             raise
         except Exception as error:
             # Neither: it is the observation, or the policy.
-            is_another = isinstance(why, Overdue) or isinstance(error, WorkerClosed | InputRefused)
-            _refuse(error if is_another else why)
+            is_another = isinstance(failure, Overdue) or isinstance(error, WorkerClosed | InputRefused)
+            _raise_refusal(error if is_another else failure)
         finally:
-            for task in asking:
+            for task in tasks:
                 task.cancel()
-        what = f"it raises {type(why).__name__}"
-        if isinstance(why, Overdue):
-            if why.is_counted:
-                return inference
-            why.is_counted, what = True, "it does not answer in time"
-        self._turnover.failed(failed.policy.device, what, other.policy.device, why)
-        return inference
+        what = f"it raises {type(failure).__name__}"
+        if isinstance(failure, Overdue):
+            if failure.is_counted:
+                return result
+            failure.is_counted, what = True, "it does not answer in time"
+        self._replica_manager.record_failure(failed.policy.device, what, other.policy.device, failure)
+        return result
+
+    async def _run_alone(
+        self, replica: Replica, observation: Mapping[str, np.ndarray], due: float | None
+    ) -> InferenceResult:
+        try:
+            return await self._devices.workers[replica.worker_id].submit(replica, observation, due, is_alone=True)
+        except DeviceGone as error:
+            self._replica_manager.leave(replica.policy.device, str(error))
+            raise
 
 
 async def _first_good(answers: Sequence[asyncio.Future[InferenceResult]]) -> InferenceResult:
@@ -146,12 +153,8 @@ async def _first_good(answers: Sequence[asyncio.Future[InferenceResult]]) -> Inf
     raise next((error for error in errors if isinstance(error, DeviceGone)), errors[0])
 
 
-def _elsewhere(usable: Sequence[Replica], replica: Replica) -> Sequence[Replica]:
-    return [one for one in usable if one.policy.device != replica.policy.device]
-
-
-def _refuse(error: Exception) -> NoReturn:
-    """Tell a session of an error, in words that it may hear."""
+def _raise_refusal(error: Exception) -> NoReturn:
+    """Raise an error again, in words that a session may hear."""
     if isinstance(error, PolicyFailed):
         raise error
     if isinstance(error, JaxModelsError):
@@ -176,8 +179,23 @@ __all__ = [
 
 # Seconds that a trial waits for a moment in which no robot waits.
 TRIAL_WAIT = 1.0
+# Requests of a caller that have to go well after one that failed, before they are batched with others again.
+PROBATION = 16
 # Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
 QUIET = 3.0
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    """What the engine knows of somebody who sends requests.
+
+    Attributes:
+        turn: held by the request that is under way; the caller's others wait for it.
+        probation: requests that have to go well before they are batched with others again.
+    """
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    probation: int = 0
 
 
 class Engine:
@@ -229,21 +247,21 @@ class Engine:
             sys.setswitchinterval(switch_interval)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._asked, self._asked_at = 0, -QUIET
-        self._callers = RequestLimiter()
+        self._pending, self._last_used_at = 0, -QUIET
+        self._callers: WeakKeyDictionary[object, _Caller] = WeakKeyDictionary()
         self._claims = Reservations(load)
-        lanes: Sequence[DeviceWorker] = ()
+        workers: Sequence[DeviceWorker] = ()
         if not are_elsewhere:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
-            lanes = [InferenceWorker(name, niceness, stuck_after) for name in names]
-        self._devices = Devices(lanes, devices, patience if are_elsewhere else 0.0)
+            workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
+        self._devices = Devices(workers, devices, patience if are_elsewhere else 0.0)
         self._growth = BatchCompiler(batch_sizes, self._may_grow, niceness)
         limit = math.inf if are_elsewhere else load_timeout
         self._store = PolicyCache(
             self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere, limit=limit
         )
-        self._turnover = ReplicaManager(self._devices, self._store)
-        self._dispatch = Dispatch(self._devices, self._turnover)
+        self._replica_manager = ReplicaManager(self._devices, self._store)
+        self._dispatcher = Dispatcher(self._devices, self._replica_manager)
 
     @property
     def building(self) -> asyncio.Semaphore:
@@ -278,25 +296,25 @@ class Engine:
         return self._devices.first
 
     def _ready(self, served: LoadedPolicy) -> None:
-        self._turnover.loaded(served)
+        self._replica_manager.add_policy(served)
         for frames in served.replicas[0].prepared:
             self._growth.want(served, dict(frames))
 
-    def join(self, device: str, lane: DeviceWorker) -> None:
+    def join(self, device: str, worker: DeviceWorker) -> None:
         """Have policies run on one more device, too, as soon as those that are loaded were put there.
 
         Args:
             device: what policies call it, a name that no other one had.
         """
-        self._turnover.join(device, lane)
+        self._replica_manager.join(device, worker)
 
     def leave(self, device: str, why: str) -> None:
         """Ask nothing of a device any more; what it was asked, others are."""
-        self._turnover.leave(device, why)
+        self._replica_manager.leave(device, why)
 
     async def complete(self, device: str) -> None:
         """Put on a device what is loaded and could not be put there before; without an error where it cannot again."""
-        await self._turnover.complete(device)
+        await self._replica_manager.complete(device)
 
     @property
     def failed(self) -> Collection[str]:
@@ -305,11 +323,11 @@ class Engine:
 
     async def forget(self, device: str) -> None:
         """Let go of a device that left."""
-        await self._turnover.forget(device)
+        await self._replica_manager.forget(device)
 
     def _may_grow(self) -> bool:
-        is_quiet = time.monotonic() >= self._asked_at + QUIET
-        return is_quiet and not (self._asked or self.building.locked() or self.has_running_robot())
+        is_quiet = time.monotonic() >= self._last_used_at + QUIET
+        return is_quiet and not (self._pending or self.building.locked() or self.has_running_robot())
 
     @property
     def is_at_rest(self) -> bool:
@@ -331,7 +349,7 @@ class Engine:
 
     async def infer(
         self,
-        served: LoadedPolicy,
+        loaded: LoadedPolicy,
         observation: Mapping[str, np.ndarray],
         *,
         due: float | None = None,
@@ -349,18 +367,24 @@ class Engine:
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
 
-        async def ask(is_alone: bool) -> InferenceResult:
-            self._asked += 1
+        known = _Caller() if caller is None else self._callers.get(caller)
+        if known is None:
+            known = self._callers[caller] = _Caller()
+        async with known.turn:
+            self._pending += 1
             self._idle.clear()
             try:
-                return await self._dispatch.ask(served, observation, due, is_alone=is_alone)
+                result = await self._dispatcher.run(loaded, observation, due, is_alone=known.probation > 0)
+            except Exception:
+                known.probation = PROBATION
+                raise
             finally:
-                self._asked -= 1
-                self._asked_at = time.monotonic()
-                if not self._asked:
+                self._pending -= 1
+                self._last_used_at = time.monotonic()
+                if not self._pending:
                     self._idle.set()
-
-        return await self._callers.ask(caller, ask)
+            known.probation = max(known.probation - 1, 0)
+            return result
 
     def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
@@ -386,7 +410,7 @@ class Engine:
 
     async def until_idle(self) -> None:
         """Wait until no session waits for an inference: what has time begins only then."""
-        while self._asked:
+        while self._pending:
             await self._idle.wait()
 
     async def try_out(self, served: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
@@ -437,5 +461,5 @@ class Engine:
         """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
         self._store.close()
         self._growth.close()
-        self._turnover.close()
+        self._replica_manager.close()
         await self._devices.close()

@@ -104,12 +104,12 @@ class Replica:
 
     Attributes:
         policy: itself, with its weights there.
-        lane: number of the device thread that runs it.
+        worker_id: number of the device worker that runs it.
     """
 
-    def __init__(self, policy: Policy, lane: int = 0):
+    def __init__(self, policy: Policy, worker_id: int = 0):
         self.policy = policy
-        self.lane = lane
+        self.worker_id = worker_id
         self._costs: dict[Frames, LatencyModel] = {}
         self._sizes: dict[Frames, tuple[int, ...]] = {}
         self._taken_over: dict[Frames, list[int]] = {}
@@ -186,20 +186,20 @@ class LoadedPolicy:
 
     Attributes:
         policy: itself, on the first device.
+        requirements: what the policy needs.
         replicas: it and its copies on other devices.
+        usable: the copies that requests may go to; none while no device works and others may come.
+        is_on_several_devices: whether a request that one of them fails can go to another device.
         users: sessions that hold it.
     """
 
     def __init__(self, policy: Policy, replicas: Sequence[Replica] = ()):
         self.policy = policy
-        self.replicas = tuple(replicas) or (Replica(policy),)
+        self.requirements = policy.requirements
+        self.replicas: tuple[Replica, ...] = tuple(replicas) or (Replica(policy),)
         self.users = 0
         self._compiled: set[Frames] = set()
-
-    @property
-    def requirements(self) -> Requirements:
-        """What the policy needs."""
-        return self.policy.requirements
+        self._use(self.replicas)
 
     @property
     def commit(self) -> str | None:
@@ -216,11 +216,21 @@ class LoadedPolicy:
         self.replicas = (*self.replicas, replica)
         self._compiled.clear()
 
-    def keep(self, works: Callable[[Replica], bool]) -> None:
-        """Nothing is asked any more of copies that do not work, unless none does."""
-        if len(working := tuple(filter(works, self.replicas))) not in (0, len(self.replicas)):
+    def keep_working(self, works: Callable[[Replica], bool], *, may_wait: bool) -> None:
+        """Send requests to those copies only that work.
+
+        Args:
+            may_wait: where none works, requests wait for another device; else they go to all that there are.
+        """
+        working = tuple(filter(works, self.replicas))
+        if len(working) not in (0, len(self.replicas)):
             self.replicas, self.policy = working, working[0].policy
             self._compiled.clear()
+        self._use(working or (() if may_wait else self.replicas))
+
+    def _use(self, replicas: tuple[Replica, ...]) -> None:
+        self.usable = replicas
+        self.is_on_several_devices = len({replica.policy.device for replica in replicas}) > 1
 
     def is_compiled(self, sizes: Sizes) -> bool:
         """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""

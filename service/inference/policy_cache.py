@@ -172,8 +172,8 @@ class PolicyCache:
             this.check()
             # All of them first: two on one device share their programs, and what is prepared is compiled for both.
             for replica in replicas:
-                if replica.lane in before:
-                    replica.take_over(before[replica.lane])
+                if replica.worker_id in before:
+                    replica.take_over(before[replica.worker_id])
             for replica in replicas:
                 replica.prepare(1, None)
                 for frames in replica.taken_over:
@@ -238,7 +238,7 @@ class PolicyCache:
         if self._are_elsewhere:
             return {}
         found = (served.replicas for served in self.all if any(one.policy is like for one in served.replicas))
-        return {replica.lane: replica for replica in next(found, ())}
+        return {replica.worker_id: replica for replica in next(found, ())}
 
     async def compile(self, served: LoadedPolicy, sizes: Sizes) -> None:
         """See ``Engine.compile``."""
@@ -280,7 +280,7 @@ class PolicyCache:
         finally:
             del self._compiling[served, frozenset(sizes.items())]
 
-    async def copy(self, served: LoadedPolicy, device: str, lane: int) -> Replica:
+    async def copy(self, served: LoadedPolicy, device: str, worker: int) -> Replica:
         """A loaded policy on one more device, ready for what it is ready for on the others.
 
         Raises:
@@ -291,7 +291,7 @@ class PolicyCache:
 
         def copy_and_compile() -> Replica:
             this.begin_building()
-            replica = Replica(served.policy.on(device), lane)
+            replica = Replica(served.policy.on(device), worker)
             replica.prepare(1, None)
             for frames in {frames for other in served.replicas for frames in other.prepared}:
                 replica.prepare(1, dict(frames))

@@ -20,7 +20,7 @@ class DeviceHealth:
     """Of all devices by their names; one that is out stays out until the server starts anew."""
 
     def __init__(self) -> None:
-        self._failures: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
         self._out: dict[str, str] = {}
 
     def is_out(self, device: str) -> bool:
@@ -36,20 +36,20 @@ class DeviceHealth:
         """All that are."""
         return tuple(self._out)
 
-    def answered(self, device: str) -> None:
+    def record_success(self, device: str) -> None:
         """It works: what was before is forgotten."""
-        self._failures.pop(device, None)
+        self.failures.pop(device, None)
 
-    def failed(self, device: str, what: str) -> bool:
+    def record_failure(self, device: str, what: str) -> bool:
         """Another device answered what this one did not, and what that was; whether it is out from now on."""
         if device in self._out:
             return False
-        self._failures[device] = self._failures.get(device, 0) + 1
-        return self._failures[device] >= ALLOWED and self.take_out(device, what)
+        self.failures[device] = self.failures.get(device, 0) + 1
+        return self.failures[device] >= ALLOWED and self.take_out(device, what)
 
     def forget(self, device: str) -> None:
         """It left, and no other one will have its name."""
-        self._failures.pop(device, None)
+        self.failures.pop(device, None)
         self._out.pop(device, None)
 
     def take_out(self, device: str, what: str) -> bool:
@@ -64,21 +64,21 @@ logger = logging.getLogger(__name__)
 
 
 class Devices:
-    """Each has a number that no other one ever had, and a lane that runs what it is asked.
+    """Each has a number that no other one ever had, and a worker that runs what it is asked.
 
     Attributes:
-        lanes: of those that are there, by number.
+        workers: of those that are there, by number.
         health: which of them can be relied on, by the names that policies have for them.
     """
 
-    def __init__(self, lanes: Sequence[DeviceWorker], named: Sequence[str], patience: float = 0.0):
+    def __init__(self, workers: Sequence[DeviceWorker], named: Sequence[str], patience: float = 0.0):
         """Those that are there from the start.
 
         Args:
-            named: what the settings call them, one for each lane; none where nobody named one.
+            named: what the settings call them, one for each worker; none where nobody named one.
             patience: seconds that a request waits for one to join where none works; 0 where none ever joins.
         """
-        self.lanes: dict[int, DeviceWorker] = dict(enumerate(lanes))
+        self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
         self._asked_for = dict(enumerate(named))  # as they were named; none where nobody named one
         self._named = dict(self._asked_for)  # as policies call them
@@ -95,7 +95,7 @@ class Devices:
     @property
     def usable(self) -> Sequence[int]:
         """Numbers of those that work; the first of this process when none does."""
-        found = [number for number in tuple(self.lanes) if not self.is_out(number)]
+        found = [number for number in tuple(self.workers) if not self.is_out(number)]
         return found or ([] if self._patience else [0])
 
     @property
@@ -116,19 +116,18 @@ class Devices:
         """Whether one is not to be asked any more."""
         return self.health.is_out(self._named.get(number, ""))
 
-    def add(self, name: str, lane: DeviceWorker) -> int:
+    def add(self, name: str, worker: DeviceWorker) -> int:
         """One more; its number."""
         number = next(self._numbers)
-        self.lanes[number], self._asked_for[number], self._named[number] = lane, name, name
+        self.workers[number], self._asked_for[number], self._named[number] = worker, name, name
         return number
 
-    async def remove(self, name: str) -> None:
-        """It left; whoever waits for it is told."""
+    def remove(self, name: str) -> Sequence[DeviceWorker]:
+        """Forget a device that left; its workers, which are to be closed."""
+        removed = [self.workers.pop(number, None) for number in self.numbers(name)]
         for number in self.numbers(name):
-            lane = self.lanes.pop(number, None)
             del self._asked_for[number], self._named[number]
-            if lane is not None:
-                await lane.close(1.0)
+        return [worker for worker in removed if worker is not None]
 
     def replicas(self, policy: Policy) -> tuple[Replica, ...]:
         """One for each; a policy that came on another device than the first one's is put there, too. Blocks.
@@ -158,70 +157,57 @@ class Devices:
 
     def works(self, replica: Replica) -> bool:
         """Whether a copy of a policy can be asked."""
-        return replica.lane in self.lanes and not self.health.is_out(replica.policy.device)
+        return replica.worker_id in self.workers and not self.health.is_out(replica.policy.device)
 
-    def working(self, served: LoadedPolicy) -> Sequence[Replica]:
-        """The copies that can be asked; all of them where none can and nothing else will ever come."""
-        working = list(filter(self.works, served.replicas))
-        return working if working or self._patience else served.replicas
+    @property
+    def may_come(self) -> bool:
+        """Whether requests wait for a device to join where none works."""
+        return self._patience > 0
 
-    async def until_one_works(self, served: LoadedPolicy) -> Sequence[Replica]:
+    async def wait_for_replica(self, loaded: LoadedPolicy) -> Sequence[Replica]:
         """The copies that can be asked. Nothing is lost by waiting: the robot is held when its plan runs dry.
 
         Raises:
-            LaneClosed: the server is ending.
-            InferenceStuck: none came within the patience; a robot that stood still for so long does not go on by
-                itself.
+            WorkerClosed: the server is ending.
+            InferenceStuck: none came in time; a robot that stood still for so long does not go on by itself.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
-                while not (working := self.working(served)):
+                while not loaded.usable:
                     if self._is_closed:
                         raise WorkerClosed("the server is ending")
                     self._joined.clear()
                     await self._joined.wait()
-                return working
+                return loaded.usable
         raise InferenceStuck(f"no engine has been there for {self._patience:g} s that the policy could run on")
 
-    def tell_waiting(self) -> None:
-        """A policy runs on one more: whoever waits looks again."""
+    def notify_waiting(self) -> None:
+        """A policy runs on one more: requests that wait look again."""
         self._joined.set()
-
-    def least(self, replicas: Sequence[Replica]) -> Replica:
-        """Where no answer is late and fewest wait; of those, who was not asked for the longest."""
-
-        if len(replicas) == 1:
-            return replicas[0]
-
-        def haste(replica: Replica) -> tuple[bool, int, float]:
-            lane = self.lanes[replica.lane]
-            return lane.is_late, lane.asked, lane.asked_at
-
-        return min(replicas, key=haste)
 
     @property
     def waiting(self) -> int:
         """Requests that none has begun yet."""
-        return sum(lane.waiting for lane in self.lanes.values())
+        return sum(worker.waiting for worker in self.workers.values())
 
     @property
     def abandoned(self) -> int:
         """Threads left behind in a batch that did not return in time."""
-        return sum(lane.abandoned for lane in self.lanes.values())
+        return sum(worker.abandoned for worker in self.workers.values())
 
     def facts(self, loaded: Sequence[LoadedPolicy]) -> list[dict[str, object]]:
         """How busy each is, and what batches take on it; JSON-ready."""
-        return [self._figures(number, lane, loaded) for number, lane in self.lanes.items()]
+        return [self._figures(number, worker, loaded) for number, worker in self.workers.items()]
 
-    def _figures(self, number: int, lane: DeviceWorker, loaded: Sequence[LoadedPolicy]) -> dict[str, object]:
-        here = [replica for served in loaded for replica in served.replicas if replica.lane == number]
+    def _figures(self, number: int, worker: DeviceWorker, loaded: Sequence[LoadedPolicy]) -> dict[str, object]:
+        here = [replica for served in loaded for replica in served.replicas if replica.worker_id == number]
         device = self._named.get(number)
         return {
             "device": device,
             "failed": None if device is None else self.health.why(device),
-            "waiting": lane.waiting,
-            "load": round(lane.load(time.monotonic()), 4),
-            "batches": {str(size): count for size, count in sorted(lane.batches.items())},
+            "waiting": worker.waiting,
+            "load": round(worker.load(time.monotonic()), 4),
+            "batches": {str(size): count for size, count in sorted(worker.batches.items())},
             "batch_ms": [replica.milliseconds() for replica in here],
         }
 
@@ -229,7 +215,7 @@ class Devices:
         """None joins any more; waits a second for an inference that is running. Whoever waits is told."""
         self._is_closed = True
         self._joined.set()
-        ended = await asyncio.gather(*(lane.close(1.0) for lane in self.lanes.values()))
+        ended = await asyncio.gather(*(worker.close(1.0) for worker in self.workers.values()))
         if not all(ended):
             logger.warning("the device thread is still busy; it is left behind")
 
@@ -242,16 +228,16 @@ class ReplicaManager:
         self._store = store
         self._joining: set[asyncio.Task[None]] = set()
 
-    def join(self, device: str, lane: DeviceWorker) -> None:
+    def join(self, device: str, worker: DeviceWorker) -> None:
         """See ``Engine.join``."""
         if not self._devices.is_closed:
-            self._begin(self._devices.add(device, lane), self._store.all)
+            self._begin(self._devices.add(device, worker), self._store.all)
 
-    def loaded(self, served: LoadedPolicy) -> None:
+    def add_policy(self, served: LoadedPolicy) -> None:
         """A policy is there: meanwhile devices may have left, or joined."""
-        served.keep(self._devices.works)
-        there = {replica.lane for replica in served.replicas}
-        for number in sorted(self._devices.lanes.keys() - there):
+        self._refresh(served)
+        there = {replica.worker_id for replica in served.replicas}
+        for number in sorted(self._devices.workers.keys() - there):
             if not self._devices.is_out(number):
                 self._begin(number, [served])
 
@@ -263,13 +249,13 @@ class ReplicaManager:
     async def complete(self, device: str) -> None:
         """See ``Engine.complete``."""
         for number in self._devices.numbers(device):
-            lacking = [one for one in self._store.all if number not in {replica.lane for replica in one.replicas}]
+            lacking = [one for one in self._store.all if number not in {replica.worker_id for replica in one.replicas}]
             await self._extend(number, lacking)
 
     async def _extend(self, number: int, loaded: Sequence[LoadedPolicy]) -> None:
         devices, device = self._devices, self._devices.name(number)
         for served in loaded:
-            if device is None or number not in devices.lanes or devices.health.is_out(device):
+            if device is None or number not in devices.workers or devices.health.is_out(device):
                 return  # it left
             try:
                 replica = await self._store.copy(served, device, number)
@@ -283,20 +269,20 @@ class ReplicaManager:
                 continue
             if devices.works(replica):
                 served.add(replica)
-                served.keep(devices.works)
-                devices.tell_waiting()
+                self._refresh(served)
+                devices.notify_waiting()
 
     def leave(self, device: str, why: str) -> None:
         """See ``Engine.leave``."""
         if not self._devices.health.take_out(device, why):
             return
         logger.warning("device %s is not used any more: %s", device, why)
-        self._keep()
+        self._refresh_all()
 
-    def failed(self, device: str, what: str, other: str, why: Exception) -> None:
+    def record_failure(self, device: str, what: str, other: str, why: Exception) -> None:
         """Another device answered what this one did not; one that does so again and again is not used any more."""
         health = self._devices.health
-        if health.failed(device, what):
+        if health.record_failure(device, what):
             logger.error(
                 "device %s is not used any more: %s, and %s answers what it does not",
                 device,
@@ -304,17 +290,22 @@ class ReplicaManager:
                 other,
                 exc_info=why,
             )
-            self._keep()
+            self._refresh_all()
 
     async def forget(self, device: str) -> None:
         """See ``Engine.forget``."""
-        await self._devices.remove(device)
-        self._keep()
+        workers = self._devices.remove(device)
+        self._refresh_all()
+        for worker in workers:
+            await worker.close(1.0)
         self._devices.health.forget(device)
 
-    def _keep(self) -> None:
-        for served in self._store.all:
-            served.keep(self._devices.works)
+    def _refresh_all(self) -> None:
+        for loaded in self._store.all:
+            self._refresh(loaded)
+
+    def _refresh(self, loaded: LoadedPolicy) -> None:
+        loaded.keep_working(self._devices.works, may_wait=self._devices.may_come)
 
     def close(self) -> None:
         """Nothing is put on any device any more."""

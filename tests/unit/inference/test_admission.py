@@ -22,7 +22,7 @@ NEEDS = Requirements(
 def served(*, replicas: int = 1, **seconds: float) -> LoadedPolicy:
     """With batches that take so long, on each of so many devices."""
     policy = ScriptedPolicy()
-    copies = [Replica(policy, lane) for lane in range(replicas)]
+    copies = [Replica(policy, worker) for worker in range(replicas)]
     for copy in copies:
         for size, taken in seconds.items():
             policy.latency = taken

@@ -204,7 +204,7 @@ async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
         await engine.infer(served, seen())
         engine.has_running_robot = lambda: False
         await until(lambda: policy.batches)
-        assert time.monotonic() >= engine._asked_at + 0.2
+        assert time.monotonic() >= engine._last_used_at + 0.2
     await engine.close()
 
 

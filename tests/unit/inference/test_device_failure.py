@@ -99,7 +99,7 @@ async def test_a_policy_that_comes_later_is_not_put_on_it(house: House) -> None:
         await house.ask()
     assert house.engine.first_device == "b"
     later = await house.load("later")
-    assert [(replica.lane, replica.policy.device) for replica in later.replicas] == [(1, "b")]
+    assert [(replica.worker_id, replica.policy.device) for replica in later.replicas] == [(1, "b")]
     await house.ask()
     assert house.acted("b") == 1
 

@@ -19,7 +19,7 @@ from tests.testing.waiting import until
 pytestmark = pytest.mark.timed
 
 
-class ScriptedLane:
+class ScriptedWorker:
     """A `DeviceWorker` without a thread.
 
     Attributes:
@@ -33,7 +33,7 @@ class ScriptedLane:
     def __init__(self) -> None:
         self.failures: list[Exception | asyncio.Event] = []
         self.batches: dict[int, int] = {}
-        self.asked, self.asked_at, self.acted = 0, 0.0, 0
+        self.pending, self.last_used_at, self.acted = 0, 0.0, 0
         self.is_closed = False
 
     def load(self, now: float) -> float:
@@ -50,7 +50,7 @@ class ScriptedLane:
     ) -> InferenceResult:
         if self.is_closed:
             raise WorkerClosed("the server is ending")
-        self.asked += 1
+        self.pending += 1
         try:
             if self.failures:
                 failure = self.failures.pop(0)
@@ -60,7 +60,7 @@ class ScriptedLane:
             self.acted += 1
             return InferenceResult(replica.policy.act(observation), 0.0, 0.0, 0.0, 0.0, 0.0)
         finally:
-            self.asked -= 1
+            self.pending -= 1
 
     async def close(self, within: float) -> bool:
         self.is_closed = True
@@ -96,7 +96,7 @@ class House:
 
     def __init__(self, stack: AsyncExitStack, patience: float = 30.0):
         self.engine = Engine(switch_interval=None, are_elsewhere=True, patience=patience)
-        self.lanes: dict[str, ScriptedLane] = {}
+        self.workers: dict[str, ScriptedWorker] = {}
         self.failures_of: dict[str, Exception | threading.Event] = {}
         self.copied: list[str] = []
         self.loader = ScriptedLoader(self._make)
@@ -109,8 +109,8 @@ class House:
 
     def join(self, *devices: str) -> None:
         for device in devices:
-            self.lanes[device] = ScriptedLane()
-            self.engine.join(device, self.lanes[device])
+            self.workers[device] = ScriptedWorker()
+            self.engine.join(device, self.workers[device])
 
     async def load_on(self, *devices: str) -> LoadedPolicy:
         self.join(*devices)
@@ -124,7 +124,7 @@ class House:
             assert (await self.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
 
     def acted(self) -> dict[str, int]:
-        return {device: lane.acted for device, lane in self.lanes.items()}
+        return {device: worker.acted for device, worker in self.workers.items()}
 
     async def settled(self) -> None:
         """All that joined have what is loaded."""
@@ -145,7 +145,7 @@ async def house() -> AsyncIterator[House]:
     await until(lambda: not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
     begun = ("policy-loader", "device")
     await until(lambda: not [one for one in set(threading.enumerate()) - others if one.name in begun])
-    assert all(lane.is_closed for lane in house.lanes.values())
+    assert all(worker.is_closed for worker in house.workers.values())
 
 
 async def test_what_is_loaded_is_put_on_one_that_joins_and_asked_of_it(house: House) -> None:
@@ -155,11 +155,11 @@ async def test_what_is_loaded_is_put_on_one_that_joins_and_asked_of_it(house: Ho
     await house.settled()
     assert where(served) == ["a", "b"]
     assert served.is_compiled({"front": (8, 8)})
-    lanes = house.lanes
-    lanes["a"].asked = 1  # it is busy
+    workers = house.workers
+    workers["a"].pending = 1  # it is busy
     await house.ask(served)
     assert house.acted() == {"a": 0, "b": 1}
-    lanes["a"].asked = 0
+    workers["a"].pending = 0
 
 
 async def test_one_that_joins_while_a_policy_is_loaded_gets_it_too(house: House) -> None:
@@ -222,7 +222,7 @@ async def test_a_failed_device_of_this_process_is_not_copied_to() -> None:
 
 async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> None:
     served = await house.load_on("a", "b", "c")
-    house.lanes["a"].failures = [DeviceGone("a ended")]
+    house.workers["a"].failures = [DeviceGone("a ended")]
     await house.ask(served, 3)
     assert house.engine.failed == ("a",)
     assert where(served) == ["b", "c"]
@@ -231,15 +231,15 @@ async def test_what_one_that_is_gone_was_asked_another_one_is(house: House) -> N
 
 async def test_of_three_two_may_fail_at_one_moment(house: House) -> None:
     served = await house.load_on("a", "b", "c")
-    house.lanes["a"].failures = [Overdue("a is slow")]
-    house.lanes["b"].failures = [DeviceGone("b ended")]
-    house.lanes["b"].asked_at, house.lanes["c"].asked_at = 1.0, 2.0
+    house.workers["a"].failures = [Overdue("a is slow")]
+    house.workers["b"].failures = [DeviceGone("b ended")]
+    house.workers["b"].last_used_at, house.workers["c"].last_used_at = 1.0, 2.0
     await house.ask(served)
     assert house.engine.failed == ("b",)
     assert house.acted()["a"] + house.acted()["c"] == 1
 
 
-class LateLane(ScriptedLane):
+class LateWorker(ScriptedWorker):
     """Its first answer is late: `said` is what it says in the end."""
 
     def __init__(self) -> None:
@@ -258,43 +258,43 @@ class LateLane(ScriptedLane):
         return inference
 
 
-def put_late(house: House, served: LoadedPolicy) -> LateLane:
-    lane = LateLane()
-    house.engine._devices.lanes[served.replicas[0].lane] = house.lanes["a"] = lane
-    return lane
+def put_late(house: House, served: LoadedPolicy) -> LateWorker:
+    worker = LateWorker()
+    house.engine._devices.workers[served.replicas[0].worker_id] = house.workers["a"] = worker
+    return worker
 
 
 @pytest.mark.parametrize("what", ["waits", "is stuck", "is gone", "left meanwhile"])
 async def test_an_answer_that_comes_late_is_taken_where_nobody_else_has_one(house: House, what: str) -> None:
     served = await house.load_on("a", "b")
     late = put_late(house, served)
-    house.lanes["b"].asked_at = 1.0
+    house.workers["b"].last_used_at = 1.0
     if what == "left meanwhile":
         house.engine.leave("b", "it ended")
         served.replicas = tuple(served.replicas[:1])
     else:
         never = asyncio.Event()
-        house.lanes["b"].failures = [
+        house.workers["b"].failures = [
             {"waits": never, "is stuck": InferenceStuck("did not return"), "is gone": DeviceGone("b ended")}[what]
         ]
     asking = asyncio.create_task(house.engine.infer(served, OBSERVATION))
     for _ in range(50):  # no thread has a part in it
         await asyncio.sleep(0)
     assert not asking.done()
-    assert house.lanes["b"].asked == (what == "waits")
+    assert house.workers["b"].pending == (what == "waits")
     wanted = late.answer()
     async with asyncio.timeout(30):
         assert await asking is wanted
     await asyncio.sleep(0)
-    assert house.lanes["b"].asked == 0, "it is not waited for any more"
+    assert house.workers["b"].pending == 0, "it is not waited for any more"
     assert house.engine.failed == (("b",) if what in ("is gone", "left meanwhile") else ())
 
 
 async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -> None:
     served = await house.load_on("a", "b")
     late = put_late(house, served)
-    house.lanes["b"].asked_at = 1.0
-    house.lanes["b"].failures = [InferenceStuck("b did not return")]
+    house.workers["b"].last_used_at = 1.0
+    house.workers["b"].failures = [InferenceStuck("b did not return")]
     late.said.set_exception(InferenceStuck("a did not return"))
     with pytest.raises(InferenceStuck, match="b did not return"):
         await house.ask(served)
@@ -302,8 +302,8 @@ async def test_where_neither_has_an_answer_the_robot_hears_of_it(house: House) -
 
 async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
     served = await house.load_on("a", "b")
-    house.lanes["a"].is_late = True
-    house.lanes["a"].asked, house.lanes["b"].asked = 1, 5
+    house.workers["a"].is_late = True
+    house.workers["a"].pending, house.workers["b"].pending = 1, 5
     await house.ask(served)
     assert (house.acted()["a"], house.acted()["b"]) == (0, 1)
 
@@ -311,14 +311,14 @@ async def test_one_that_owes_an_answer_is_asked_last(house: House) -> None:
 async def test_those_that_leave_while_one_is_waited_for_are_not_asked(house: House) -> None:
     served = await house.load_on("a", "b")
 
-    class Slow(ScriptedLane):
+    class Slow(ScriptedWorker):
         async def submit(self, *args: object, **more: object) -> InferenceResult:
             house.engine.leave("b", "it ended")
             await house.engine.forget("b")
             raise Overdue("a is slow")
 
-    number = served.replicas[0].lane
-    house.engine._devices.lanes[number] = house.lanes["a"] = Slow()
+    number = served.replicas[0].worker_id
+    house.engine._devices.workers[number] = house.workers["a"] = Slow()
     with pytest.raises(PolicyFailed):
         await house.ask(served)
 
@@ -400,7 +400,7 @@ async def test_whoever_waits_for_a_device_is_told_when_the_server_ends(house: Ho
 async def test_nothing_joins_an_engine_that_is_closed(house: House) -> None:
     house.join("a")
     await house.engine.close()
-    house.engine.join("b", ScriptedLane())
+    house.engine.join("b", ScriptedWorker())
     assert len(house.engine.facts()["devices"]) == 1  # type: ignore[arg-type]
 
 

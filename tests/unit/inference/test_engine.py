@@ -470,7 +470,9 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
         await asyncio.sleep(0.01)
         given: list[float] = []
         close = InferenceWorker.close
-        monkeypatch.setattr(InferenceWorker, "close", lambda lane, within: given.append(within) or close(lane, within))
+        monkeypatch.setattr(
+            InferenceWorker, "close", lambda worker, within: given.append(within) or close(worker, within)
+        )
         async with asyncio.timeout(30):
             await engine.close()
         assert given == [1.0]

@@ -116,11 +116,11 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
     async with asked_with_both(policy) as (engine, served):
         policy.failures.append(gate)
         asking = asyncio.create_task(engine.infer(served, observation))
-        (lane,) = engine._devices.lanes.values()
-        assert isinstance(lane, InferenceWorker)
+        (worker,) = engine._devices.workers.values()
+        assert isinstance(worker, InferenceWorker)
 
         def running() -> Batch | None:
-            return next(iter([*lane._left, *filter(None, (lane._current,))]), None)
+            return next(iter([*worker._left, *filter(None, (worker._current,))]), None)
 
         batch = await until(running)
         assert batch is not None
@@ -159,17 +159,17 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
         counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1].seconds
         before = len(counted)
-        (lane,) = engine._devices.lanes.values()
-        await lane.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
+        (worker,) = engine._devices.workers.values()
+        await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
         assert served.costs.usual(1) == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        (lane,) = engine._devices.lanes.values()
+        (worker,) = engine._devices.workers.values()
         with pytest.raises(Exception, match="observation has"):
-            await lane.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
+            await worker.submit(served.replicas[0], {"observation.images.front": [[[[1]]]]}, None)
         assert list(milliseconds(engine)[0][0]) == ["1", "1 of 480x640 frames"]
 
 

@@ -78,7 +78,7 @@ def costs_of(replica: Replica) -> list[dict[str, dict[str, float]]]:
 
 @dataclass
 class Rig:
-    """A policy that robots are asked with in batches of up to 2 and with pictures of two sizes, on two lanes."""
+    """A policy that robots are asked with in batches of up to 2 and with pictures of two sizes, on two workers."""
 
     engine: Engine
     policy: Shipped
@@ -98,7 +98,7 @@ async def rig() -> AsyncIterator[Rig]:
         for replica in served.replicas:
             for _ in range(KEPT):
                 replica.costs(TRAINED_FRAMES).learn(1, 0.001)
-                replica.costs(LARGE_FRAMES).learn(2, 0.004 + replica.lane)
+                replica.costs(LARGE_FRAMES).learn(2, 0.004 + replica.worker_id)
         engine.has_running_robot = lambda: True
         yield made
     await engine.close()
@@ -113,7 +113,7 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
         assert served.costs.usual(1) == 0.001
         assert [replica.costs(LARGE_FRAMES).usual(2) for replica in served.replicas] == [0.004, 1.004], (
-            "each its lane's"
+            "each its worker's"
         )
         for replica in served.replicas:
             policy = replica.policy

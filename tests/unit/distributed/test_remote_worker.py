@@ -70,56 +70,56 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-async def lane(engine: Engine) -> AsyncIterator[RemoteWorker]:
+async def worker(engine: Engine) -> AsyncIterator[RemoteWorker]:
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: unheard.append(about))
-    lane = RemoteWorker("one", engine.send, stuck_after=60.0)
-    yield lane
-    await lane.close(1.0)
+    worker = RemoteWorker("one", engine.send, stuck_after=60.0)
+    yield worker
+    await worker.close(1.0)
     await until(lambda: not [one for one in threading.enumerate() if one.name.startswith("engine one")])
     gc.collect()
     assert unheard == []
 
 
 async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
-    engine: Engine, lane: RemoteWorker, replica: Replica
+    engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
-    asking = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
+    asking = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
     await engine.until_asked()
-    assert lane.asked == 1
+    assert worker.pending == 1
     await asyncio.sleep(0.12)
     engine.done[0](answered())
     found = await asking
     assert found.queue + found.to_device + found.compute + found.to_host == pytest.approx(found.total)
     assert (found.to_device, found.compute, found.to_host, found.batch) == (0.02, 0.03, 0.04, 4)
     assert found.total > 0.12
-    assert lane.asked == 0
+    assert worker.pending == 0
     assert replica.costs(replica.trained).is_known is False
     assert replica.costs(frozenset()).usual(4) == 0.03
 
 
 async def test_what_an_answer_took_counts_for_pictures_of_its_size(
-    engine: Engine, lane: RemoteWorker, replica: Replica
+    engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     for height, seconds in ((48, 0.001), (480, 0.004)):
         engine.answers = [answered(compute=seconds)]
-        await lane.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
+        await worker.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
     assert replica.costs(replica.trained).usual(4) == 0.001
     assert replica.costs(frozenset({("front", (480, 64))})).usual(4) == 0.004
 
 
-async def test_a_chunk_may_be_written_to(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
+async def test_a_chunk_may_be_written_to(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
     engine.answers = [answered()]
-    found = await lane.submit(replica, OBSERVATION, None)
+    found = await worker.submit(replica, OBSERVATION, None)
     found.chunk[0, 0] = 7.0
 
 
 async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
-    engine: Engine, lane: RemoteWorker, replica: Replica
+    engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     engine.answers = [answered(), answered()]
-    await lane.submit(replica, OBSERVATION, None)
-    await lane.submit(replica, OBSERVATION, lane.asked_at + 3600)
+    await worker.submit(replica, OBSERVATION, None)
+    await worker.submit(replica, OBSERVATION, worker.last_used_at + 3600)
     (method, (handle, observation, none)), (_, (_, _, due)) = engine.asked
     assert (method, handle, list(observation), none) == ("act", "handle", ["observation.state"], None)
     assert 3590 < due <= 3600
@@ -138,123 +138,125 @@ async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
     ],
 )
 async def test_each_refusal_is_the_error_that_it_is(
-    kind: Any, error: type[Exception], engine: Engine, lane: RemoteWorker, replica: Replica
+    kind: Any, error: type[Exception], engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     engine.answers = [Refusal(kind, "why")]
     with pytest.raises(error, match="why") as found:
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
     assert found.type is error
-    assert lane.asked == 0
+    assert worker.pending == 0
 
 
-async def test_an_error_on_the_way_is_raised(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
+async def test_an_error_on_the_way_is_raised(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
     engine.answers = [DeviceGone("its process ended"), RuntimeError("the engine raised ValueError")]
     with pytest.raises(DeviceGone):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
     with pytest.raises(RuntimeError):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
 
 
 async def test_where_another_engine_may_be_asked_it_soon_is(
-    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
-        await lane.submit(replica, OBSERVATION, None, may_move=True)
-    assert lane.asked == 1, "it owes an answer"
+        await worker.submit(replica, OBSERVATION, None, may_move=True)
+    assert worker.pending == 1, "it owes an answer"
     await engine.until_asked()
     engine.done[0](answered())
-    await until(lambda: lane.asked == 0)
+    await until(lambda: worker.pending == 0)
 
 
 async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
-    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
-    assert not lane.is_late
+    assert not worker.is_late
     with pytest.raises(Overdue) as late:
-        await lane.submit(replica, OBSERVATION, None, may_move=True)
-    assert lane.is_late
+        await worker.submit(replica, OBSERVATION, None, may_move=True)
+    assert worker.is_late
     await engine.until_asked()
     engine.done[0](answered())
     assert late.value.answer is not None
     found = await late.value.answer
     assert found.total > 0.02
-    assert not lane.is_late
+    assert not worker.is_late
 
 
 async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
-    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
-    lane._stuck_after = 0.3
+    worker._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
-        await lane.submit(replica, OBSERVATION, None, may_move=True)
+        await worker.submit(replica, OBSERVATION, None, may_move=True)
     assert late.value.answer is not None
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
         await late.value.answer
-    assert lane.is_late, "it owes it for ever"
+    assert worker.is_late, "it owes it for ever"
 
 
 async def test_what_it_usually_takes_says_what_is_late(
-    engine: Engine, lane: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_engine, "OVERDUE", 0.02)
     monkeypatch.setattr(remote_engine, "UNKNOWN", 60.0)
     engine.answers = [answered() for _ in range(8)]
     for _ in range(8):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
     with pytest.raises(Overdue):
-        await lane.submit(replica, OBSERVATION, None, may_move=True)
+        await worker.submit(replica, OBSERVATION, None, may_move=True)
 
 
-async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
-    lane._stuck_after = 0.3
+async def test_alone_it_is_waited_for_until_it_is_stuck(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
+    worker._stuck_after = 0.3
     with pytest.raises(InferenceStuck, match=r"did not return in 0.3 s"):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
 
 
 async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
-    engine: Engine, lane: RemoteWorker, replica: Replica
+    engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
-    waiting = [asyncio.create_task(lane.submit(replica, OBSERVATION, None)) for _ in range(3)]
+    waiting = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(3)]
     await engine.until_asked(3)
-    lane.fail("it ended")
+    worker.fail("it ended")
     for one in waiting:
         with pytest.raises(DeviceGone, match="it ended"):
             await one
     with pytest.raises(DeviceGone, match="it ended"):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
     assert len(engine.asked) == 3
     engine.done[0](answered())  # too late
 
 
-async def test_whoever_waits_is_told_that_the_server_ends(engine: Engine, lane: RemoteWorker, replica: Replica) -> None:
-    waiting = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
+async def test_whoever_waits_is_told_that_the_server_ends(
+    engine: Engine, worker: RemoteWorker, replica: Replica
+) -> None:
+    waiting = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
     await engine.until_asked()
-    assert await lane.close(1.0)
+    assert await worker.close(1.0)
     with pytest.raises(WorkerClosed):
         await waiting
     with pytest.raises(WorkerClosed):
-        await lane.submit(replica, OBSERVATION, None)
+        await worker.submit(replica, OBSERVATION, None)
 
 
 @pytest.mark.parametrize("end", ["fail", "close"])
 async def test_what_nobody_waits_for_any_more_ends_without_a_word(
-    end: str, engine: Engine, lane: RemoteWorker, replica: Replica
+    end: str, engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
-    asking = asyncio.create_task(lane.submit(replica, OBSERVATION, None))
+    asking = asyncio.create_task(worker.submit(replica, OBSERVATION, None))
     await engine.until_asked()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert lane.asked == 1
-    await lane.close(1.0) if end == "close" else lane.fail("it ended")
+    assert worker.pending == 1
+    await worker.close(1.0) if end == "close" else worker.fail("it ended")
     await asyncio.sleep(0)
-    assert lane.asked == 0
+    assert worker.pending == 0
 
 
 async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
-    engine: Engine, lane: RemoteWorker, replica: Replica
+    engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
     send = engine.send
@@ -264,21 +266,21 @@ async def test_what_waits_to_be_sent_to_an_engine_that_is_gone_is_not_sent(
         gate.wait(30)
         send(*arguments)
 
-    lane._send = slow
-    asking = [asyncio.create_task(lane.submit(replica, OBSERVATION, None)) for _ in range(5)]
+    worker._send = slow
+    asking = [asyncio.create_task(worker.submit(replica, OBSERVATION, None)) for _ in range(5)]
     await until(begun.is_set)
-    lane.fail("it ended")
+    worker.fail("it ended")
     gate.set()
     await asyncio.gather(*asking, return_exceptions=True)
     await engine.until_asked()
-    await lane.close(1.0)
+    await worker.close(1.0)
     await asyncio.sleep(0.02)
     assert len(engine.asked) == 1
 
 
-async def test_it_says_what_the_engine_said_last(lane: RemoteWorker) -> None:
-    lane.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
-    assert (lane.load(0.0), lane.waiting, lane.batches) == (0.5, 3, {1: 2, 4: 8})
+async def test_it_says_what_the_engine_said_last(worker: RemoteWorker) -> None:
+    worker.facts = EngineFacts(load=0.5, waiting=3, batches={1: 2, 4: 8})
+    assert (worker.load(0.0), worker.waiting, worker.batches) == (0.5, 3, {1: 2, 4: 8})
 
 
 def test_what_needs_no_ray_does_not_import_it() -> None:
