@@ -3,13 +3,13 @@
 from service.control.robot_io import RobotIO
 
 
-def counts_of(drive: RobotIO) -> dict[str, int]:
+def counts_of(robot_io: RobotIO) -> dict[str, int]:
     """Since it began."""
-    control = drive.control
+    control = robot_io.controller
     return {
-        "commands": drive.commands_sent,
+        "commands": robot_io.commands_sent,
         "holds": control.holds.total,
         "starvations": control.starvations,
         "missed_ticks": control.missed_ticks,
-        "late_actions": control.actions.late,
+        "late_actions": control.queue.late,
     }

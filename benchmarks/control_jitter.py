@@ -141,19 +141,19 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     phases = np.random.default_rng(1).uniform(0, 1 / rate, len(sessions.list()))
     before = [counts(session) for session in sessions.list()]
     for session in sessions.list():
-        assert session.drive is not None
-        session.drive.control.lateness = Recent(SAMPLES)
-        for stage in session.drive.thinking.seconds:
-            session.drive.thinking.seconds[stage] = Recent(SAMPLES)
+        assert session.robot_io is not None
+        session.robot_io.controller.lateness = Recent(SAMPLES)
+        for stage in session.robot_io.runner.seconds:
+            session.robot_io.runner.seconds[stage] = Recent(SAMPLES)
     for session, phase in zip(sessions.list(), phases, strict=True):
         await asyncio.sleep(phase)
         await sessions.start(session.id)
     await asyncio.sleep(seconds)
     for session in sessions.list():
         await sessions.stop(session.id)
-    drives = [session.drive for session in sessions.list() if session.drive is not None]
-    lateness = np.concatenate([drive.control.lateness.samples for drive in drives])
-    compute = np.concatenate([drive.thinking.seconds["total"].samples for drive in drives])
+    robots = [session.robot_io for session in sessions.list() if session.robot_io is not None]
+    lateness = np.concatenate([robot_io.controller.lateness.samples for robot_io in robots])
+    compute = np.concatenate([robot_io.runner.seconds["total"].samples for robot_io in robots])
     after = [counts(session) for session in sessions.list()]
     changes = {
         name: sum(late[name] - early[name] for early, late in zip(before, after, strict=True)) for name in after[0]
@@ -161,7 +161,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     facts: dict[str, object] = {
         **changes,
         "inferences_per_second": round(len(compute) / seconds, 1),
-        "device_thread_busy": round(sum(d.thinking.seconds["compute"].total for d in drives) / seconds, 3),
+        "device_thread_busy": round(sum(robot_io.runner.seconds["compute"].total for robot_io in robots) / seconds, 3),
         "inference_ms": percentiles(compute),
     }
     await asyncio.sleep(0.2)
@@ -169,8 +169,8 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
 
 
 def counts(session: Listed) -> dict[str, int]:
-    assert session.drive is not None
-    return counts_of(session.drive)
+    assert session.robot_io is not None
+    return counts_of(session.robot_io)
 
 
 async def main(options: argparse.Namespace) -> dict[str, object]:
@@ -190,9 +190,9 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
             f"s{number}", str(options.policy), "loopback", camera_names=tuple(options.cameras), rate=options.rate
         )
         session = await sessions.create(new)
-        assert session.drive is not None
-        requirements = session.drive.thinking.served.requirements
-        names = session.drive.buffer.joints.names
+        assert session.robot_io is not None
+        requirements = session.robot_io.runner.loaded.requirements
+        names = session.robot_io.buffer.joints.names
         phase = number * 0.04 / options.sessions
         tasks.append(asyncio.create_task(robot(transport.links[-1], names, dict(requirements.cameras), phase)))
     await session_round(sessions, options.rate, 2.0)  # not counted: first use of everything

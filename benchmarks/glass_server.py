@@ -78,14 +78,14 @@ class Reading:
 def watch(session: Any, notes: Notes) -> None:
     """From now on this session's stages are noted."""
     session.attach(notes)
-    thinking = session.drive.thinking
-    ask = thinking.ask
+    runner = session.robot_io.runner
+    ask = runner.ask
 
-    def noted(snapshot: Any, *more: Any, **named: Any) -> None:
-        notes.add(stamp_of(snapshot.frames[CAMERA]), "asked", time.monotonic())
-        ask(snapshot, *more, **named)
+    async def noted(request: Any) -> Any:
+        notes.add(stamp_of(request.snapshot.frames[CAMERA]), "asked", time.monotonic())
+        return await ask(request)
 
-    thinking.ask = noted
+    runner.ask = noted
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ class House:
             await self.add("bad", MARK, 0.5 / RATE)
             await self.sessions.start("bad")
         await asyncio.sleep(0.5)
-        controls = [session.drive.control for session in good if session.drive is not None]
+        controls = [session.robot_io.controller for session in good if session.robot_io is not None]
         marks = [(control.lateness.count, control.starvations) for control in controls]
         await asyncio.sleep(seconds)
         late: list[float] = []

@@ -91,11 +91,11 @@ class Measurement:
         self._began, self._used = time.monotonic(), time.process_time()
         self._standstill.taken()
         for session in self._sessions().list():
-            if session.drive is None:
+            if session.robot_io is None:
                 continue
-            session.drive.control.lateness = Recent(SAMPLES)
-            for stage in session.drive.thinking.seconds:
-                session.drive.thinking.seconds[stage] = Recent(SAMPLES)
+            session.robot_io.controller.lateness = Recent(SAMPLES)
+            for stage in session.robot_io.runner.seconds:
+                session.robot_io.runner.seconds[stage] = Recent(SAMPLES)
             if session.new.camera_names:
                 if session.id not in self._ages:
                     self._ages[session.id] = Ages()
@@ -106,16 +106,16 @@ class Measurement:
 
     def end(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._began
-        measured = [one for one in self._sessions().list() if one.id in self._before and one.drive is not None]
-        lateness = [one.drive.control.lateness.samples for one in measured]
+        measured = [one for one in self._sessions().list() if one.id in self._before and one.robot_io is not None]
+        lateness = [one.robot_io.controller.lateness.samples for one in measured]
         late = np.concatenate(lateness) if lateness else np.zeros(0)
         after = {one.id: _counts(one) for one in measured}
         changes: dict[str, int] = {}
         for name, counts in after.items():
             for key, value in counts.items():
                 changes[key] = changes.get(key, 0) + value - self._before[name].get(key, 0)
-        periods = [one.drive.control.period for one in measured]
-        inference = [one.drive.thinking.seconds["total"].samples for one in measured]
+        periods = [one.robot_io.controller.period for one in measured]
+        inference = [one.robot_io.runner.seconds["total"].samples for one in measured]
         ages = [self._ages[one.id] for one in measured if one.id in self._ages]
         return {
             "seconds": round(seconds, 2),
@@ -136,11 +136,11 @@ class Measurement:
 
 
 def _counts(session: Any) -> dict[str, int]:
-    drive = session.drive
+    robot_io = session.robot_io
     return {
-        **counts_of(drive),
-        **{f"holds_{reason}": count for reason, count in drive.control.holds.by_reason().items()},
-        **{f"frames_{camera}": rate.count for camera, rate in drive.buffer.frames.items()},
+        **counts_of(robot_io),
+        **{f"holds_{reason}": count for reason, count in robot_io.controller.holds.by_reason().items()},
+        **{f"frames_{camera}": rate.count for camera, rate in robot_io.buffer.frames.items()},
     }
 
 

@@ -80,8 +80,8 @@ async def measure() -> dict[str, object]:
         moving = asyncio.create_task(arm(transport.link))
         await asyncio.sleep(0.5)
         await sessions.start("arm")
-        assert session.drive is not None, "it is ready"
-        control = session.drive.control
+        assert session.robot_io is not None, "it is ready"
+        control = session.robot_io.controller
         seconds = 0.0
         for turn in range(2 * TURNS):
             is_seen = bool(turn % 2)

@@ -47,14 +47,14 @@ def twin(policy: Path, folder: Path) -> None:
 def fresh_lateness(sessions: Sessions) -> list[Recent]:
     recents = []
     for session in sessions.list():
-        assert session.drive is not None
-        session.drive.control.lateness = Recent(SAMPLES)
-        recents.append(session.drive.control.lateness)
+        assert session.robot_io is not None
+        session.robot_io.controller.lateness = Recent(SAMPLES)
+        recents.append(session.robot_io.controller.lateness)
     return recents
 
 
 def totals(sessions: Sessions) -> dict[str, int]:
-    controls = [session.drive.control for session in sessions.list() if session.drive is not None]
+    controls = [session.robot_io.controller for session in sessions.list() if session.robot_io is not None]
     return {
         "missed_ticks": sum(control.missed_ticks for control in controls),
         "starvations": sum(control.starvations for control in controls),
@@ -91,9 +91,9 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
     tasks = []
     for number in range(options.sessions):
         session = await sessions.create(NewSession(f"s{number}", str(options.policy), "loopback", rate=options.rate))
-        assert session.drive is not None
-        sizes = dict(session.drive.thinking.served.requirements.cameras)
-        names = session.drive.buffer.joints.names
+        assert session.robot_io is not None
+        sizes = dict(session.robot_io.runner.loaded.requirements.cameras)
+        names = session.robot_io.buffer.joints.names
         tasks.append(asyncio.create_task(robot(transport.links[-1], names, sizes, number * 0.04 / options.sessions)))
         await sessions.start(session.id)
     await asyncio.sleep(3)  # not counted: first use of everything

@@ -27,8 +27,9 @@ import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
 from service.control.aggregation import DEFAULT, OVERLAPS
-from service.control.controller import Controller
-from service.control.observation_buffer import ObservationBuffer, Snapshot
+from service.control.chunk_scheduler import PolicyRequest
+from service.control.controller import Controller, PolicyAnswer
+from service.control.observation_buffer import ObservationBuffer
 from service.sessions.compatibility import fit, limits_of
 from service.sessions.request import NewSession, SessionSettings
 
@@ -72,7 +73,7 @@ class Robot:
         self._buffer = ObservationBuffer((CAMERA,), table)
         self.control = Controller(self._buffer, pace, limits_of(table, policy.requirements, new, settings))
         self._names = table.names
-        self._answers: list[tuple[float, np.ndarray]] = []
+        self._answers: list[tuple[float, PolicyAnswer]] = []
         self._blank = np.zeros((*FRAME, 3), np.uint8)
 
     def play(self, arm: Arm, seed: int) -> Episode:
@@ -86,8 +87,8 @@ class Robot:
             # What is seen is drawn when somebody asks: most pictures of an episode nobody looks at.
             self._buffer.put_frame(CAMERA, self._blank, self.now)
             step = self.control.tick(self.now)
-            if step.ask is not None:
-                self._answers.append(self._answer(step.ask, arm))
+            if step.request is not None:
+                self._answers.append(self._answer(step.request, arm))
             if step.command is not None:
                 target = step.command
             if commands or step.command is not None:
@@ -105,18 +106,19 @@ class Robot:
             self._pass(1 / RATE)
         return Episode(lifted, to_radians(np.array(joints)), to_radians(np.array(commands)))
 
-    def _answer(self, snapshot: Snapshot, arm: Arm) -> tuple[float, np.ndarray]:
+    def _answer(self, request: PolicyRequest, arm: Arm) -> tuple[float, PolicyAnswer]:
+        snapshot = request.snapshot
         observation = snapshot.observation() | dict(snapshot.prefix)
         observation[f"observation.images.{CAMERA}"] = arm.picture(CAMERA, *FRAME)[None]
         late = OWN + self._delay + self._random.uniform(0, self._jitter)
-        return self.now + late, self._policy.act(observation)
+        return self.now + late, PolicyAnswer(request, self._policy.act(observation))
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds
         due = [answer for answer in self._answers if answer[0] <= self.now + 1e-9]
         self._answers = [answer for answer in self._answers if answer[0] > self.now + 1e-9]
-        for at, chunk in due:
-            self.control.answer(chunk, at)
+        for at, answer in due:
+            self.control.accept(answer, at)
 
 
 def jerk(positions: np.ndarray) -> np.ndarray:
@@ -145,7 +147,7 @@ def measure(policy: Any, overlap: str, delay: int, jitter: int, seeds: Sequence[
         "inferences_per_episode": round(control.chunks / len(episodes), 1),
         "starvations": control.starvations,
         "chunks_clamped": sum(control.guard.clamped.by_reason().values()),
-        **control.asking,
+        **control.scheduler.figures(control.queue.period),
     }
 
 

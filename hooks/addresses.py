@@ -20,7 +20,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_URL = 2048
 # They hand out a machine's credentials to whoever asks; an allowed network that only happens to hold one is no leave.
-METADATA: tuple[Address, ...] = (
+METADATA_SERVERS: tuple[Address, ...] = (
     ipaddress.ip_address("169.254.169.254"),
     ipaddress.ip_address("169.254.170.2"),
     ipaddress.ip_address("100.100.100.200"),
@@ -55,7 +55,7 @@ class TargetRules:
     allowed: tuple[Network, ...] = ()
 
     @classmethod
-    def of(cls, networks: Iterable[str]) -> "TargetRules":
+    def from_networks(cls, networks: Iterable[str]) -> "TargetRules":
         """Rules with these networks.
 
         Raises:
@@ -63,7 +63,7 @@ class TargetRules:
         """
         return cls(tuple(ipaddress.ip_network(network) for network in networks))
 
-    def parse(self, url: str) -> Target:
+    def parse_url(self, url: str) -> Target:
         """Take a URL apart; one whose host is an address is checked at once.
 
         Raises:
@@ -86,9 +86,9 @@ class TargetRules:
             raise UnsafeTarget("url: there is no host in it")
         if port == 0:
             raise UnsafeTarget("url: port 0, wanted 1 to 65535")
-        return Target(url, host, port or {"http": 80, "https": 443}[parts.scheme], self._literal(host))
+        return Target(url, host, port or {"http": 80, "https": 443}[parts.scheme], self._parse_host_address(host))
 
-    def _literal(self, host: str) -> tuple[str, ...]:
+    def _parse_host_address(self, host: str) -> tuple[str, ...]:
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -96,20 +96,20 @@ class TargetRules:
         else:
             if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
                 raise UnsafeTarget(f"url: host {host!r} names an interface of this machine")
-            self.check(host, address)
+            self.check_address(host, address)
             return (str(address),)
         try:
             # What C libraries take for an address too: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
-            odd = ipaddress.IPv4Address(socket.inet_aton(host))
+            disguised = ipaddress.IPv4Address(socket.inet_aton(host))
         except OSError:
             if not _HOST_NAME.fullmatch(host):
                 raise UnsafeTarget(f"url: {host!r} is no name of a host") from None
             return ()
-        if not self._is_allowed(odd):
-            raise UnsafeTarget(f"url: host {host!r} is the address {odd} in disguise; write it as {odd}")
-        return (str(odd),)
+        if not self._is_allowed(disguised):
+            raise UnsafeTarget(f"url: host {host!r} is the address {disguised} in disguise; write it as {disguised}")
+        return (str(disguised),)
 
-    async def resolve(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
+    async def resolve_target(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
         """The addresses to connect to, every one of them checked. Ask anew for every attempt: names move.
 
         Raises:
@@ -118,37 +118,37 @@ class TargetRules:
         """
         if target.addresses:
             return target.addresses
-        found = await resolve(target.host, target.port)
-        for text in found:
+        addresses = await resolve(target.host, target.port)
+        for text in addresses:
             try:
                 address = ipaddress.ip_address(text)
             except ValueError:
                 raise UnsafeTarget(f"host {target.host!r} has the address {text!r}, which is none") from None
-            self.check(target.host, address)
-        return tuple(found)
+            self.check_address(target.host, address)
+        return tuple(addresses)
 
-    def check(self, host: str, address: Address) -> None:
+    def check_address(self, host: str, address: Address) -> None:
         """Refuse an address that is not public and on no list.
 
         Raises:
             UnsafeTarget: with what it is, and what to do.
         """
-        for inner in layers(address):
-            kind = _kind(inner)
+        for inner in unwrap_ipv4(address):
+            kind = _describe_non_public(inner)
             if kind and not self._is_allowed(inner):
                 named = str(inner) if host == str(inner) else f"{host!r} is {inner},"
                 raise UnsafeTarget(
                     f"url: {named} {'which ' if host != str(inner) else ''}is {kind}; nothing is sent there unless the "
-                    f"operator allows its network (allowed_networks, or --registry-allow {_example(inner)})"
+                    f"operator allows its network (allowed_networks, or --registry-allow {_suggest_network(inner)})"
                 )
 
     def _is_allowed(self, address: Address) -> bool:
-        if address in METADATA:
+        if address in METADATA_SERVERS:
             return any(network.num_addresses == 1 and address in network for network in self.allowed)
         return any(network.version == address.version and address in network for network in self.allowed)
 
 
-def layers(address: Address) -> list[Address]:
+def unwrap_ipv4(address: Address) -> list[Address]:
     """The IPv4 address that an IPv6 one stands for, if it does; else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
@@ -159,18 +159,18 @@ def layers(address: Address) -> list[Address]:
     return [inner or address]
 
 
-def danger(address: Address) -> str | None:
+def describe_danger(address: Address) -> str | None:
     """What an address is that no list of networks should open with them, in words; None for all others."""
     is_dangerous = (
-        address in METADATA or address.is_unspecified or address.is_link_local or address.is_multicast
+        address in METADATA_SERVERS or address.is_unspecified or address.is_link_local or address.is_multicast
     ) and not address.is_loopback
-    return _kind(address) if is_dangerous else None
+    return _describe_non_public(address) if is_dangerous else None
 
 
-def _kind(address: Address) -> str | None:
+def _describe_non_public(address: Address) -> str | None:
     """What is wrong with an address; None when it is public."""
     kinds = (
-        (address in METADATA, "the metadata server of a cloud"),
+        (address in METADATA_SERVERS, "the metadata server of a cloud"),
         (address.is_unspecified, "this machine (unspecified)"),
         (address.is_loopback, "this machine (loopback)"),
         (address.is_link_local, "link-local"),
@@ -183,7 +183,7 @@ def _kind(address: Address) -> str | None:
     return next((name for is_so, name in kinds if is_so), None)
 
 
-def _example(address: Address) -> str:
-    if address in METADATA:
+def _suggest_network(address: Address) -> str:
+    if address in METADATA_SERVERS:
         return f"{address}/{address.max_prefixlen}"
     return str(ipaddress.ip_network((address, 24 if address.version == 4 else 64), strict=False))

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 # Another process may hold the lock for as long as one of its transactions takes.
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 # The write-ahead log is cut to so many bytes when it begins anew; it would stay as long as it once was.
 LONGEST_LOG = 16 << 20
 
@@ -54,7 +54,7 @@ def alone(database: Path | None, taken: str) -> Iterator[None]:
         yield
 
 
-def insert(connection: sqlite3.Connection, table: str, **values: Any) -> None:
+def insert_row(connection: sqlite3.Connection, table: str, **values: Any) -> None:
     """Add a row, by the names of its columns."""
     marks = ", ".join(f":{name}" for name in values)
     connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", values)
@@ -80,7 +80,7 @@ class Database:
         self._thread = ThreadPoolExecutor(1, "database")
         try:
             self._connection = self._thread.submit(self._open, list(schema)).result()
-            self._file = self._file_is()
+            self._file = self._identify_file()
         except (sqlite3.Error, OSError) as error:
             self._thread.shutdown()
             raise StoreError(f"database {self._name}: {error}; wanted a SQLite file that can be written") from error
@@ -98,7 +98,7 @@ class Database:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StoreError(f"database {self._name}: its folder cannot be made ({error.strerror})") from error
-        connection = sqlite3.connect(self.path or ":memory:", timeout=LOCK_PATIENCE, isolation_level=None)
+        connection = sqlite3.connect(self.path or ":memory:", timeout=LOCK_TIMEOUT, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -125,7 +125,7 @@ class Database:
             raise
         return connection
 
-    def _file_is(self) -> tuple[int, int] | None:
+    def _identify_file(self) -> tuple[int, int] | None:
         """What tells the file from another one of its name; None when there is none."""
         try:
             status = None if self.path is None else os.stat(self.path)
@@ -133,7 +133,7 @@ class Database:
             return None
         return None if status is None else (status.st_dev, status.st_ino)
 
-    def run_now(
+    def run_blocking(
         self,
         transaction: Callable[Concatenate[sqlite3.Connection, Arguments], Result],
         *arguments: Arguments.args,
@@ -168,7 +168,7 @@ class Database:
 
     def _transact(self, transaction: Callable[..., Result], arguments: tuple, named: dict) -> Result:
         connection = self._connection
-        if self._file_is() != self._file:
+        if self._identify_file() != self._file:
             # What was written would be in a file without a name, which nobody finds after the next start.
             raise StoreError(f"database {self._name}: it was deleted or replaced while it was in use; restart")
         try:

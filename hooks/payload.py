@@ -161,7 +161,7 @@ class WebhookPayload(_Part):
 
     def is_about(self, scope: str) -> bool:
         """Whether it happened within this scope: ``repo`` holds ``repo.content`` and whatever else begins with it."""
-        return within(self.event.scope, (scope,))
+        return is_in_scope(self.event.scope, (scope,))
 
     def new_sha(self, ref: str) -> str | None:
         """The commit that a ref (``refs/heads/main``, or ``main``) moved to; None when it did not move, or is gone."""
@@ -169,9 +169,9 @@ class WebhookPayload(_Part):
         return next((moved.newSha for moved in self.updatedRefs or () if moved.ref in names and moved.newSha), None)
 
 
-def within(scope: str, scopes: Sequence[str]) -> bool:
+def is_in_scope(scope: str, scopes: Sequence[str]) -> bool:
     """Whether a scope is one of these or a narrower part of one."""
-    return any(scope == wider or scope.startswith(f"{wider}.") for wider in scopes)
+    return any(scope == scope_or_parent or scope.startswith(f"{scope_or_parent}.") for scope_or_parent in scopes)
 
 
 Payload = dict[str, Any]
@@ -191,23 +191,23 @@ def _sha(text: str) -> str:
 
 
 def _base(kind: str, repo: str, sha: str, action: str, scope: str) -> Payload:
-    place = f"{PLURAL.get(kind, '')}{repo}"
-    found: Payload = {
+    url = f"{PLURAL.get(kind, '')}{repo}"
+    payload: Payload = {
         "event": {"action": action, "scope": scope},
         "repo": {
             "type": kind,
             "name": repo,
             "id": _id(f"{kind} {repo}"),
             "private": False,
-            "url": {"web": f"{HUB}/{place}", "api": f"{HUB}/api/{PLURAL.get(kind, 'models/')}{repo}"},
+            "url": {"web": f"{HUB}/{url}", "api": f"{HUB}/api/{PLURAL.get(kind, 'models/')}{repo}"},
             "owner": {"id": OWNER},
         },
         "webhook": {"id": WEBHOOK_ID, "version": 3},
     }
     # The head of the main branch: with scopes of `repo`, and never of a bucket, which has no commits.
     if scope.startswith("repo") and kind != "bucket":
-        found["repo"]["headSha"] = sha
-    return found
+        payload["repo"]["headSha"] = sha
+    return payload
 
 
 def _content(kind: str, repo: str, sha: str, ref: str, old: str | None, new: str | None) -> Payload:
@@ -216,34 +216,34 @@ def _content(kind: str, repo: str, sha: str, ref: str, old: str | None, new: str
 
 
 def _discussion(kind: str, repo: str, sha: str, action: str, *, is_pull_request: bool, status: str = "open") -> Payload:
-    found = _base(kind, repo, sha, action, "discussion")
-    web = f"{found['repo']['url']['web']}/discussions/19"
-    found["discussion"] = {
+    payload = _base(kind, repo, sha, action, "discussion")
+    web = f"{payload['repo']['url']['web']}/discussions/19"
+    payload["discussion"] = {
         "id": "6399f58518721fdd27fc9ca9",
         "title": "Update the model card",
-        "url": {"web": web, "api": f"{found['repo']['url']['api']}/discussions/19"},
+        "url": {"web": web, "api": f"{payload['repo']['url']['api']}/discussions/19"},
         "status": status,
         "author": {"id": AUTHOR},
         "num": 19,
         "isPullRequest": is_pull_request,
     }
     if is_pull_request:
-        found["discussion"]["changes"] = {"base": "refs/heads/main"}
-    return found
+        payload["discussion"]["changes"] = {"base": "refs/heads/main"}
+    return payload
 
 
 def _comment(kind: str, repo: str, sha: str, action: str, *, is_hidden: bool = False) -> Payload:
-    found = _discussion(kind, repo, sha, "update", is_pull_request=False)
-    found["event"] = {"action": action, "scope": "discussion.comment"}
-    found["comment"] = {
+    payload = _discussion(kind, repo, sha, "update", is_pull_request=False)
+    payload["event"] = {"action": action, "scope": "discussion.comment"}
+    payload["comment"] = {
         "id": "6399f58518721fdd27fc9caa",
         "author": {"id": AUTHOR},
         "hidden": is_hidden,
-        "url": {"web": f"{found['discussion']['url']['web']}#6399f58518721fdd27fc9caa"},
+        "url": {"web": f"{payload['discussion']['url']['web']}#6399f58518721fdd27fc9caa"},
     }
     if not is_hidden:
-        found["comment"]["content"] = "Please add the number of episodes."
-    return found
+        payload["comment"]["content"] = "Please add the number of episodes."
+    return payload
 
 
 def _move(kind: str, repo: str, sha: str) -> Payload:
@@ -252,13 +252,13 @@ def _move(kind: str, repo: str, sha: str) -> Payload:
 
 
 def _bucket(kind: str, repo: str, sha: str) -> Payload:
-    found = _base("bucket", repo, sha, "update", "repo.content")
-    found["updatedFiles"] = [
+    payload = _base("bucket", repo, sha, "update", "repo.content")
+    payload["updatedFiles"] = [
         {"path": "episodes/000.parquet", "action": "add", "xetHash": hashlib.sha256(b"0").hexdigest(), "size": 1024},
         {"path": "episodes/old.parquet", "action": "delete"},
     ]
-    found["updatedFilesTruncated"] = False
-    return found
+    payload["updatedFilesTruncated"] = False
+    return payload
 
 
 _OLD = _sha("the commit before")

@@ -55,7 +55,7 @@ def check_complete(repo: str, names: set[str]) -> None:
         raise SourceError("incomplete", f"{repo}: {' and '.join(missing)} missing; push all files of the policy")
 
 
-def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) -> BinaryIO:
+def open_regular_file(path: Path, max_bytes: int, roots: Sequence[Path] | None = None) -> BinaryIO:
     """A regular file to read; a pipe or a device is not waited for, and no link leads out of the roots.
 
     Raises:
@@ -66,12 +66,12 @@ def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) 
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
         try:
             status = os.fstat(file.fileno())
-            if status.st_size > largest:
-                raise SourceError("too_large", f"{path.name}: {status.st_size} bytes, allowed are {largest}")
-            place = Path(os.path.realpath(path))
-            is_inside = roots is None or any(root.resolve() in place.parents for root in roots)
+            if status.st_size > max_bytes:
+                raise SourceError("too_large", f"{path.name}: {status.st_size} bytes, allowed are {max_bytes}")
+            resolved = Path(os.path.realpath(path))
+            is_inside = roots is None or any(root.resolve() in resolved.parents for root in roots)
             # The place is of the name, and what is open may be another file by now.
-            if not os.path.samestat(status, place.stat()):
+            if not os.path.samestat(status, resolved.stat()):
                 raise SourceError("changed_meanwhile", f"{path.name}: was replaced while it was opened")
             if stat.S_ISREG(status.st_mode) and is_inside:
                 return file
@@ -82,7 +82,7 @@ def open_regular(path: Path, largest: int, roots: Sequence[Path] | None = None) 
     raise SourceError("denied_file", f"{path.name}: no regular file, or a link out of the folders of policies")
 
 
-def content_sha(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:
+def hash_content(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:
     """What a folder's content is called: 40 hexadecimal digits of its files' names and contents.
 
     As long as a commit's sha, so that both fit into the same places; the same content gives the same everywhere.
@@ -91,7 +91,7 @@ def content_sha(files: Iterable[tuple[str, Path]], content: Callable[[Path], str
         files: name within the folder, and where it is.
         content: SHA-256 of a file, in hexadecimal digits.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, path in sorted(files):
-        whole.update(f"{content(path)}  {name}\n".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()[:40]
+        digest.update(f"{content(path)}  {name}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:40]

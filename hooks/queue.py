@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 # As SQLite has to read it to find the indices of these rows.
 OPEN = "status IN ('waiting', 'running')"
-STORE_PAUSE = 0.5  # seconds between attempts to write while the database cannot be written
-SET_BACK = 1.0  # seconds; less is a clock that is corrected slowly
+STORE_RETRY_INTERVAL = 0.5  # seconds between attempts to write while the database cannot be written
+CLOCK_STEP = 1.0  # seconds; less is a clock that is corrected slowly
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Queue:
     ready: str = "1"
     ordered: str = "1"
 
-    def take(
-        self, connection: sqlite3.Connection, now: float, has_room: Callable[[str], bool]
+    def begin_due_rows(
+        self, connection: sqlite3.Connection, now: float, take_room: Callable[[str], bool]
     ) -> tuple[list[sqlite3.Row], int, float | None]:
         """Mark the rows that begin now.
 
         Args:
-            has_room: whether one more of a group may run; asked once for each that would begin, and it does then.
+            take_room: whether one more of a group may run; asked once for each that would begin, and it does then.
 
         Returns:
             Those rows in order; how many more are due, and wait for others to end; and when the next one is due.
@@ -69,26 +69,26 @@ class Queue:
                 (row["number"],),
             ).fetchone()
             for row in due
-            if row["is_next"] and has_room(row[self.group])
+            if row["is_next"] and take_room(row[self.group])
         ]
-        (later,) = connection.execute(
+        (next_due,) = connection.execute(
             f"SELECT min(due) FROM {self.table} WHERE {OPEN} AND status = 'waiting' AND due > ? AND {self.ready}",
             (now,),
         ).fetchone()
-        return begun, len(due) - len(begun), later
+        return begun, len(due) - len(begun), next_due
 
-    def release(self, connection: sqlite3.Connection) -> int:
+    def release_running(self, connection: sqlite3.Connection) -> int:
         """What runs waits again, because the process that worked on it has ended or ends."""
         return connection.execute(
             f"UPDATE {self.table} SET status = 'waiting' WHERE {OPEN} AND status = 'running'"
         ).rowcount
 
-    def set_back(self, connection: sqlite3.Connection, seconds: float) -> None:
+    def shift_due_times(self, connection: sqlite3.Connection, seconds: float) -> None:
         """The clock was set back by so much: what waits does not wait longer."""
         connection.execute(f"UPDATE {self.table} SET due = due - ? WHERE {OPEN} AND status = 'waiting'", (seconds,))
 
 
-class Runner:
+class QueueRunner:
     """Begins what is due, and waits for the rest.
 
     Attributes:
@@ -117,71 +117,71 @@ class Runner:
         self._work = work
         self._limits = limits
         self._clock = clock or (lambda: time.time())  # looked up when it is called
-        self._ahead = self._clock() - time.monotonic()
-        self._woken = asyncio.Event()
-        self._under_way: dict[asyncio.Task[bool | None], Collection[str]] = {}
-        self._are_left = False  # rows that wait for others to end
-        self._trouble = ""
+        self._clock_offset = self._clock() - time.monotonic()
+        self._wake_event = asyncio.Event()
+        self._running: dict[asyncio.Task[bool | None], Collection[str]] = {}
+        self._has_blocked_rows = False  # rows that wait for others to end
+        self._last_error = ""
 
     def wake(self) -> None:
         """Look at the queue again: something of it was changed."""
-        self._woken.set()
+        self._wake_event.set()
 
     async def run(self) -> None:
         """Work until cancelled; then ``close``."""
         while True:
-            self._woken.clear()
-            later = await self.begin_due()
-            wait = None if later is None else max(later - self._clock(), 0.0)
+            self._wake_event.clear()
+            next_due = await self.begin_due()
+            wait = None if next_due is None else max(next_due - self._clock(), 0.0)
             try:
                 async with asyncio.timeout(wait):
-                    await self._woken.wait()
+                    await self._wake_event.wait()
             except TimeoutError:
                 pass
 
     async def begin_due(self) -> float | None:
         """Begin every row that is due and for which there is room; when the next one is due."""
-        busy = Counter(name for names in self._under_way.values() for name in names)
+        busy = Counter(name for names in self._running.values() for name in names)
 
-        def has_room(group: str) -> bool:
+        def take_room(group: str) -> bool:
             limits = self._limits(group)
-            is_free = all(busy[name] < most for name, most in limits.items())
+            is_free = all(busy[name] < limit for name, limit in limits.items())
             if is_free:
                 busy.update(limits.keys())
             return is_free
 
-        self._are_left = True  # until it is known: what ends meanwhile may be what they wait for
+        self._has_blocked_rows = True  # until it is known: what ends meanwhile may be what they wait for
         try:
-            ahead = self._clock() - time.monotonic()
-            if self._ahead - ahead > SET_BACK:
-                await self._database.run(self._queue.set_back, self._ahead - ahead)
-            self._ahead = ahead
-            rows, left, later = await self._database.run(self._queue.take, self._clock(), has_room)
+            offset = self._clock() - time.monotonic()
+            if self._clock_offset - offset > CLOCK_STEP:
+                await self._database.run(self._queue.shift_due_times, self._clock_offset - offset)
+            self._clock_offset = offset
+            rows, left, next_due = await self._database.run(self._queue.begin_due_rows, self._clock(), take_room)
         except StoreError as error:
-            self._complain(f"what waits cannot begin: {error}")
-            return self._clock() + STORE_PAUSE
-        self._trouble = ""
-        self._are_left = left > 0
+            self._log_error_once(f"what waits cannot begin: {error}")
+            return self._clock() + STORE_RETRY_INTERVAL
+        self._last_error = ""
+        self._has_blocked_rows = left > 0
         for row in rows:
             task = asyncio.ensure_future(self._work(row))
-            self._under_way[task] = self._limits(row[self._queue.group]).keys()
-            task.add_done_callback(self._end)
-        return later
+            self._running[task] = self._limits(row[self._queue.group]).keys()
+            task.add_done_callback(self._on_row_done)
+        return next_due
 
-    def _end(self, task: "asyncio.Task[bool | None]") -> None:
-        self._under_way.pop(task, None)
+    def _on_row_done(self, task: "asyncio.Task[bool | None]") -> None:
+        self._running.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None and not self.is_ending:
             log.critical("what became of a row of %s is unknown until a restart", self._queue.table, exc_info=error)
-        if self._are_left or task.cancelled() or task.exception() is not None or task.result() is not True:
+        if self._has_blocked_rows or task.cancelled() or task.exception() is not None or task.result() is not True:
             self.wake()
 
     async def run_due(self) -> None:
         """Begin what is due and wait until it has ended, until nothing is due any more."""
         while True:
             await self.begin_due()
-            if not self._under_way:
+            if not self._running:
                 return
-            await asyncio.wait(list(self._under_way))
+            await asyncio.wait(list(self._running))
             await asyncio.sleep(0)  # the callbacks that take them off the list
 
     async def write(
@@ -199,24 +199,24 @@ class Runner:
             try:
                 return await self._database.run(transaction, *arguments, **named)
             except StoreError as error:
-                self._complain(f"what became of it cannot be written yet: {error}")
+                self._log_error_once(f"what became of it cannot be written yet: {error}")
                 if self.is_ending:
                     raise
-                await asyncio.sleep(STORE_PAUSE)
+                await asyncio.sleep(STORE_RETRY_INTERVAL)
 
-    def _complain(self, trouble: str) -> None:
+    def _log_error_once(self, text: str) -> None:
         """Once: a disk that is full stays so for long, and a log of it would fill another."""
-        if trouble != self._trouble:
-            log.error("%s: %s", self._queue.table, trouble)
-        self._trouble = trouble
+        if text != self._last_error:
+            log.error("%s: %s", self._queue.table, text)
+        self._last_error = text
 
     async def close(self, seconds: float) -> None:
         """Let what runs end for a while, and cancel the rest, which may refuse that for as long again."""
         self.is_ending = True
-        late = set(self._under_way)
-        if late:
-            _, late = await asyncio.wait(late, timeout=seconds)
-        for task in late:
+        unfinished = set(self._running)
+        if unfinished:
+            _, unfinished = await asyncio.wait(unfinished, timeout=seconds)
+        for task in unfinished:
             task.cancel()
-        if late:
-            await asyncio.wait(late, timeout=seconds)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=seconds)

@@ -19,21 +19,21 @@ STANDARD_PREFIX = "whsec_"
 TOLERANCE = 300.0  # seconds between a signature's time and now, as the standard's libraries allow
 
 
-def is_secret(given: str, secrets: Iterable[str]) -> bool:
+def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
     """Whether the text is one of the secrets; how long it takes does not tell which or how much of it."""
     is_one = False
     for secret in secrets:
-        is_one |= hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+        is_one |= hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())
     return is_one
 
 
 def sign_standard(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
     """``webhook-signature`` of Standard Webhooks: ``v1,`` and base64 of the HMAC-SHA256."""
     signed = b".".join((message_id.encode(), str(timestamp).encode(), body))
-    return "v1," + base64.b64encode(hmac.digest(_key(secret), signed, hashlib.sha256)).decode()
+    return "v1," + base64.b64encode(hmac.digest(_get_key(secret), signed, hashlib.sha256)).decode()
 
 
-def is_standard(
+def is_valid_standard(
     secrets: Iterable[str], message_id: str, timestamp: str, signature: str, body: bytes, *, now: float
 ) -> bool:
     """Whether one of the header's signatures (separated by spaces) is by one of the secrets, and not too old.
@@ -44,12 +44,12 @@ def is_standard(
     if not (timestamp.isascii() and timestamp.isdigit() and len(timestamp) < 16):
         return False
     is_fresh = abs(now - int(timestamp)) <= TOLERANCE
-    given = [part for part in signature.split() if part.startswith("v1,")]
+    header_part = [part for part in signature.split() if part.startswith("v1,")]
     is_signed = False
     for secret in secrets:
-        wanted = sign_standard(secret, message_id, int(timestamp), body)
-        for part in given:
-            is_signed |= hmac.compare_digest(part.encode("utf-8", "surrogateescape"), wanted.encode())
+        expected = sign_standard(secret, message_id, int(timestamp), body)
+        for part in header_part:
+            is_signed |= hmac.compare_digest(part.encode("utf-8", "surrogateescape"), expected.encode())
     return is_fresh and is_signed
 
 
@@ -58,7 +58,7 @@ def sign_github(secret: str, body: bytes) -> str:
     return "sha256=" + hmac.digest(secret.encode(), body, hashlib.sha256).hex()
 
 
-def is_github(secrets: Iterable[str], signature: str, body: bytes) -> bool:
+def is_valid_github(secrets: Iterable[str], signature: str, body: bytes) -> bool:
     """Whether the header is the body's signature by one of the secrets."""
     is_signed = False
     for secret in secrets:
@@ -68,7 +68,7 @@ def is_github(secrets: Iterable[str], signature: str, body: bytes) -> bool:
     return is_signed
 
 
-def _key(secret: str) -> bytes:
+def _get_key(secret: str) -> bytes:
     """The bytes of a secret: base64 after ``whsec_``, else the text itself."""
     if not secret.startswith(STANDARD_PREFIX):
         return secret.encode()

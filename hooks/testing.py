@@ -22,16 +22,16 @@ class Delivery:
 
     Attributes:
         id: its ``Webhook-Id``; the same in every copy.
-        what: the sample it was made of.
+        kind: the sample it was made of.
     """
 
     id: str
-    what: str
+    kind: str
     body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DeliveryOutcome:
     """What came of a delivery.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
         return self.status is not None and 200 <= self.status < 300
 
 
-def deliveries(
+def build_deliveries(
     payloads: Sequence[tuple[str, Payload]], *, copies: int = 1, is_reordered: bool = False, seed: int = 0
 ) -> list[Delivery]:
     """What is sent, in this order.
@@ -60,38 +60,38 @@ def deliveries(
         copies: how often each is sent, with one id.
         is_reordered: shuffled, as ``seed`` says.
     """
-    made = [Delivery(str(uuid.uuid4()), what, json.dumps(payload).encode()) for what, payload in payloads]
-    sent = [delivery for delivery in made for _ in range(copies)]
+    deliveries = [Delivery(str(uuid.uuid4()), what, json.dumps(payload).encode()) for what, payload in payloads]
+    sent = [delivery for delivery in deliveries for _ in range(copies)]
     if is_reordered:
         random.Random(seed).shuffle(sent)
     return sent
 
 
-def headers(
+def build_headers(
     delivery: Delivery, *, secret: str | None, standard_secret: str | None, github_secret: str | None, now: float
 ) -> dict[str, str]:
     """Those of the Hub, and signatures where they are asked for; ``now`` in seconds since 1970."""
-    found = {"Content-Type": "application/json", "User-Agent": USER_AGENT, "Webhook-Id": delivery.id}
+    headers = {"Content-Type": "application/json", "User-Agent": USER_AGENT, "Webhook-Id": delivery.id}
     if secret:
-        found["X-Webhook-Secret"] = secret
+        headers["X-Webhook-Secret"] = secret
     if standard_secret:
-        found["webhook-timestamp"] = str(int(now))
-        found["webhook-signature"] = sign_standard(standard_secret, delivery.id, int(now), delivery.body)
+        headers["webhook-timestamp"] = str(int(now))
+        headers["webhook-signature"] = sign_standard(standard_secret, delivery.id, int(now), delivery.body)
     if github_secret:
-        found["X-Hub-Signature-256"] = sign_github(github_secret, delivery.body)
-    return found
+        headers["X-Hub-Signature-256"] = sign_github(github_secret, delivery.body)
+    return headers
 
 
-async def send(
+async def send_deliveries(
     url: str,
-    sent: Sequence[Delivery],
+    deliveries: Sequence[Delivery],
     *,
     secret: str | None = None,
     standard_secret: str | None = None,
     github_secret: str | None = None,
     at_once: int = 1,
     timeout: float = 30.0,
-) -> AsyncIterator[Outcome]:
+) -> AsyncIterator[DeliveryOutcome]:
     """Send them; each outcome as it comes.
 
     Args:
@@ -101,26 +101,26 @@ async def send(
     limits = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=at_once)) as session:
 
-        async def one(delivery: Delivery) -> Outcome:
-            given = headers(
+        async def one(delivery: Delivery) -> DeliveryOutcome:
+            secrets = build_headers(
                 delivery,
                 secret=secret,
                 standard_secret=standard_secret,
                 github_secret=github_secret,
                 now=time.time(),
             )
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             try:
                 # A redirect would take the secret somewhere else.
-                async with session.post(url, data=delivery.body, headers=given, allow_redirects=False) as answer:
+                async with session.post(url, data=delivery.body, headers=secrets, allow_redirects=False) as answer:
                     text = (await answer.content.read(2000)).decode(errors="replace")
-                    return Outcome(delivery, answer.status, time.perf_counter() - began, text)
+                    return DeliveryOutcome(delivery, answer.status, time.perf_counter() - started_at, text)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                why = str(error) or f"no answer within {timeout:g} s"
-                return Outcome(delivery, None, time.perf_counter() - began, why)
+                reason = str(error) or f"no answer within {timeout:g} s"
+                return DeliveryOutcome(delivery, None, time.perf_counter() - started_at, reason)
 
-        waiting = list(reversed(sent))
-        running: set[asyncio.Task[Outcome]] = set()
+        waiting = list(reversed(deliveries))
+        running: set[asyncio.Task[DeliveryOutcome]] = set()
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:

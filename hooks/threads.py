@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def begin(work: Callable[[], Result]) -> Future[Result]:
+def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
     """Start it in a thread of its own.
 
     A thread of a pool would hold the end of the program, and an address look-up that hangs cannot be ended.
@@ -30,13 +30,13 @@ def begin(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result:
+def run_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
     """Its result, or after the limit the thread is left alone.
 
     Raises:
         TimeoutError: it was not done in time.
     """
-    future = begin(work)
+    future = start_in_thread(work)
     try:
         return future.result(seconds)
     except TimeoutError:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from sanic import Sanic
 
-from hooks.addresses import danger, layers
+from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.registry.delivery import PinnedResolver, resolve
+from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
 from service.api.blueprint import PREFIXES, ROUTES, api, configuration, watch
 from service.api.context import App, Context
@@ -163,7 +163,7 @@ def create_app(
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
-    rules = AddressRules(danger, layers, resolve, PinnedResolver)
+    rules = AddressRules(describe_danger, unwrap_ipv4, resolve_host, PinnedResolver)
     destinations = None if transport else create_destinations(app, rules)
     register_lifespan(
         app,

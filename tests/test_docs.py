@@ -1,4 +1,4 @@
-"""Every snippet of the guides runs as it stands: Python in order and in one namespace, commands beside a server."""
+"""The guides: each is in the site, what they name is there, and the snippets of one run as they stand."""
 
 import json
 import os
@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 
 from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
+from service.api.blueprint import ROUTES
 from tests.testing.compiling import compiling_quickly
 
-GUIDE = Path(__file__).parent.parent / "docs" / "policies" / "transformer2d.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+GUIDE = DOCS / "policies" / "transformer2d.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 USUAL = "http://127.0.0.1:8001"
 UNET: dict[str, Any] = {
@@ -31,6 +35,66 @@ UNET: dict[str, Any] = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
+
+
+README = ROOT / "README.md"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
+NAMED = re.compile(r"\bdocs/[\w/]+\.(?:md|png|svg)")
+SOURCES = ("*.py", "*.md", "*.ipynb", "*.yaml", "Makefile", "Dockerfile", "Caddyfile", "nginx.conf")
+
+
+def paths_in(nav: list[Any]) -> list[str]:
+    """Pages of a part of the navigation, in order."""
+    entries = [next(iter(entry.values())) if isinstance(entry, dict) else entry for entry in nav]
+    return [path for entry in entries for path in (paths_in(entry) if isinstance(entry, list) else [entry])]
+
+
+def test_every_page_is_in_the_site_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    left_out = set(re.findall(r"\S+\.md", config["exclude_docs"]))
+    of_the_root = {"reference/contributing.md", "reference/changelog.md"}
+    expected = {path.relative_to(DOCS).as_posix() for path in PAGES} - {path.lstrip("/") for path in left_out}
+    assert sorted(paths_in(config["nav"])) == sorted(expected | of_the_root)
+
+
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_what_a_page_links_to_is_there(page: Path) -> None:
+    assert [path for path in LINK.findall(page.read_text()) if not (page.parent / path).exists()] == []
+
+
+def test_guides_that_the_repository_names_are_there() -> None:
+    """In errors, help, notebooks and manifests, too."""
+    folders = (
+        "jaxmodels",
+        "service",
+        "hooks",
+        "robojax",
+        "benchmarks",
+        "deploy",
+        "docs",
+        "notebooks",
+        "tests",
+        "tools",
+    )
+    files = [path for folder in folders for pattern in SOURCES for path in (ROOT / folder).rglob(pattern)]
+    files += [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
+    named = {(name, path) for path in files for name in NAMED.findall(path.read_text())}
+    assert [(name, str(path)) for name, path in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_text()
+    (table,) = re.findall(r"^## To change X, open Y\n+((?:\|.*\n)+)", text, re.MULTILINE)
+    assert len(text.splitlines()) <= 150
+    assert len(table.splitlines()) - 2 <= 15
+
+
+def test_the_list_of_routes_is_that_of_the_server() -> None:
+    rows = re.findall(r"^\| ([A-Z]+) \| `(\S+)` \| (\S+) \|", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted((route.method, route.path, str(route.role or "-")) for route in ROUTES)
 
 
 def snippets(language: str) -> list[str]:

@@ -67,7 +67,16 @@ ONE_PLACE = {
 # Modules of extras that are not in dev: where one is not installed, nothing else says whose it is.
 DISTRIBUTIONS = {"rerun": ["rerun-sdk"]}
 # Nobody imports these: commands, plug-ins of pytest, and what is named as a text.
-TOOLS = {"beartype", "jupyterlab", "pip-licenses", "pyright", "pytest-timeout", "pytest-xdist", "ruff"}
+TOOLS = {
+    "beartype",
+    "jupyterlab",
+    "mkdocs-material",
+    "pip-licenses",
+    "pyright",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+}
 
 
 def modules() -> list[Path]:

@@ -121,8 +121,8 @@ FAULTS = (
     Fault(
         "a session that is started without its rooms is running",
         "service/sessions/session.py",
-        "if self.drive.link_trouble is not None:",
-        "if self.drive is None:",
+        "if trouble is not None:",
+        "if self.robot_io is None:",
         _tests("unit/sessions/test_sessions.py", k="link"),
     ),
     Fault(
@@ -143,22 +143,22 @@ FAULTS = (
     Fault(
         "an older picture takes the place of a newer one",
         "service/control/observation_buffer.py",
-        "if newest is not None and seen_at < newest.seen_at:",
-        "if newest is not None and seen_at < newest.seen_at - 60:",
+        "elif newest is not None and seen_at < newest:",
+        "elif newest is not None and seen_at < newest - 60:",
         _tests("unit/control/test_buffer.py"),
     ),
     Fault(
         "a hold has no end",
         "service/control/hold.py",
-        "        self.left -= 1\n        return True",
+        "        self.repeats_left -= 1\n        return True",
         "        return True",
         _tests("unit/control/test_control.py"),
     ),
     Fault(
         "a robot that is held is not told where",
         "service/control/hold.py",
-        "self.left, self._ramp = self._repeats, ramp",
-        "self.left, self._ramp = 0, ramp",
+        "self.repeats_left, self._ramp = self._repeats, ramp",
+        "self.repeats_left, self._ramp = 0, ramp",
         _tests("unit/control/test_control.py"),
     ),
     Fault(
@@ -309,8 +309,8 @@ FAULTS = (
     Fault(
         "a body may be longer than it may be",
         "hooks/receiver/intake.py",
-        "if count > most:",
-        "if count > 64 * most:",
+        "if count > max_bytes:",
+        "if count > 64 * max_bytes:",
         _tests("unit/hooks/receiver/test_receiver.py"),
     ),
     Fault(

@@ -35,8 +35,8 @@ from hooks.client.webhook import (
 )
 from hooks.errors import HubTrouble, InvalidWebhook, UnknownWebhook
 from hooks.payload import sample
-from hooks.registry.delivery import retry_after
-from hooks.threads import begin, within
+from hooks.registry.delivery import parse_retry_after
+from hooks.threads import run_with_timeout, start_in_thread
 
 ROOT = "/api/settings/webhooks"
 TIMEOUT = 30.0  # seconds
@@ -60,7 +60,7 @@ class HubRefused(HubTrouble, HfHubHTTPError):
         self.status = response.status_code
 
 
-class WebhookUnknown(UnknownWebhook, HubRefused):
+class WebhookNotFound(UnknownWebhook, HubRefused):
     """There is no webhook of this id."""
 
 
@@ -162,19 +162,19 @@ class WebhooksClient:
 
     def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
         """All of the account's."""
-        found = self._call("GET", token=token)
-        if not isinstance(found, list):
-            raise HubTrouble(f"{self.endpoint} answered {type(found).__name__} where a list of webhooks was wanted")
-        return [read_webhook(webhook) for webhook in found]
+        answer = self._request_json("GET", token=token)
+        if not isinstance(answer, list):
+            raise HubTrouble(f"{self.endpoint} answered {type(answer).__name__} where a list of webhooks was wanted")
+        return [read_webhook(webhook) for webhook in answer]
 
     def get_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
         """One by its id."""
-        return self._webhook("GET", webhook_id, token=token)
+        return self._request_webhook("GET", webhook_id, token=token)
 
     def create_webhook(self, *, token: Token = None, **fields: Unpack[NewWebhook]) -> WebhookInfo:
         """Make one. It is asked for once only: after a HubTrouble it may be there all the same (see ``ensure``)."""
         body = make_body(**fields, is_new=True, allow_http=self.allow_http)
-        return self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
+        return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
     def update_webhook(self, webhook_id: str, *, token: Token = None, **fields: Unpack[ChangedWebhook]) -> WebhookInfo:
         """Change what is named and keep the rest.
@@ -184,20 +184,20 @@ class WebhooksClient:
         """
         body = make_body(**fields, is_new=False, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):
-            body = _kept(self.get_webhook(webhook_id, token=token)) | body
-        return self._webhook("POST", webhook_id, body=body, token=token)
+            body = _get_current_fields(self.get_webhook(webhook_id, token=token)) | body
+        return self._request_webhook("POST", webhook_id, body=body, token=token)
 
     def enable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
         """Let it deliver (again)."""
-        return self._webhook("POST", webhook_id, "enable", token=token)
+        return self._request_webhook("POST", webhook_id, "enable", token=token)
 
     def disable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
         """Let it deliver nothing until it is enabled."""
-        return self._webhook("POST", webhook_id, "disable", token=token)
+        return self._request_webhook("POST", webhook_id, "disable", token=token)
 
     def delete_webhook(self, webhook_id: str, *, token: Token = None) -> None:
         """Delete it, for good."""
-        self._call("DELETE", webhook_id, token=token)
+        self._request_json("DELETE", webhook_id, token=token)
 
     def replay(self, webhook_id: str, log_id: str, *, token: Token = None) -> int:
         """Deliver something again, to the address and with the secret that the webhook has now.
@@ -208,7 +208,7 @@ class WebhooksClient:
         Returns:
             The HTTP status that its receiver answered.
         """
-        answer = self._call("POST", webhook_id, "replay", log_id, token=token, repeats=False)
+        answer = self._request_json("POST", webhook_id, "replay", log_id, token=token, is_repeatable=False)
         status = answer.get("status") if isinstance(answer, Mapping) else None
         if not isinstance(status, int):
             raise HubTrouble(f"{self.endpoint} did not say what became of the replay: {str(answer)[:100]}")
@@ -239,13 +239,15 @@ class WebhooksClient:
         body = make_body(**fields, is_new=True, allow_http=self.allow_http, shortest_secret=GOOD_SECRET)
         url, job_id = body.get("url"), body.get("jobSourceId")
         tell = tell or (lambda _: None)
-        found, steps = self.get_webhook(webhook_id, token=token) if webhook_id is not None else None, []
+        existing, steps = self.get_webhook(webhook_id, token=token) if webhook_id is not None else None, []
         for attempt in itertools.count(1):
-            found = found or _find(self.list_webhooks(token=token), url, job_id)
-            if found is not None:
+            existing = existing or _find_webhook(self.list_webhooks(token=token), url, job_id)
+            if existing is not None:
                 break
             try:
-                found = self._webhook("POST", body=_with_domains(body), token=token, repeats=False)
+                existing = self._request_webhook(
+                    "POST", body=_add_default_domains(body), token=token, is_repeatable=False
+                )
             except HubTrouble as trouble:
                 wait = wait_before_retry(trouble, attempt, now=time.time())
                 if wait is None or wait > self.timeout:
@@ -253,20 +255,20 @@ class WebhooksClient:
                 time.sleep(wait)
             else:
                 tell("created")
-                return found
-        assert found is not None
+                return existing
+        assert existing is not None
         # Of a job that was named by the webhook's id, nobody tells whether it is this one.
-        is_unsure = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
-        body = {"domains": found.domains} | body
-        if is_unsure or found.url != url or _in_any_order(body) != _in_any_order(_kept(found)):
-            found = self._webhook("POST", found.id, body=body, token=token)
+        must_update = "secret" in body or bool(body.get("secrets")) or (webhook_id is not None and job_id is not None)
+        body = {"domains": existing.domains} | body
+        if must_update or existing.url != url or _as_sets(body) != _as_sets(_get_current_fields(existing)):
+            existing = self._request_webhook("POST", existing.id, body=body, token=token)
             steps.append("updated")
-        if enable and found.status != "enabled":
-            found = self.enable_webhook(found.id, token=token)
+        if enable and existing.status != "enabled":
+            existing = self.enable_webhook(existing.id, token=token)
             steps.append("enabled")
         for step in steps or ["unchanged"]:
             tell(step)
-        return found
+        return existing
 
     def heal(
         self,
@@ -283,48 +285,48 @@ class WebhooksClient:
             try_first: send a test payload to the address from here, and enable only if it is taken.
             secret: for the test; otherwise the one that the Hub tells, if it does.
         """
-        one = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
-        found = []
-        for webhook in self.list_webhooks(token=token) if one is None else [one]:
+        named = None if webhook_id is None else self.get_webhook(webhook_id, token=token)
+        results = []
+        for webhook in self.list_webhooks(token=token) if named is None else [named]:
             if webhook.status == "suspended":
-                is_good, reason = self_test(webhook, secret or webhook.secret) if try_first else (True, "")
-                now = self.enable_webhook(webhook.id, token=token) if is_good else webhook
-                found.append(Healing(now, is_good, reason))
-            elif one is not None:
-                found.append(Healing(one, False, f"it is not suspended but {one.status}"))
-        return found
+                is_reachable, reason = self_test(webhook, secret or webhook.secret) if try_first else (True, "")
+                now = self.enable_webhook(webhook.id, token=token) if is_reachable else webhook
+                results.append(Healing(now, is_reachable, reason))
+            elif named is not None:
+                results.append(Healing(named, False, f"it is not suspended but {named.status}"))
+        return results
 
-    def _webhook(self, method: str, *path: str, **more: Any) -> WebhookInfo:
-        answer = self._call(method, *path, **more)
+    def _request_webhook(self, method: str, *path: str, **more: Any) -> WebhookInfo:
+        answer = self._request_json(method, *path, **more)
         return read_webhook(answer.get("webhook") if isinstance(answer, Mapping) else answer)
 
-    def _call(
-        self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, repeats: bool = True
+    def _request_json(
+        self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, is_repeatable: bool = True
     ) -> Any:
         """The JSON of the answer, None where it has no body.
 
         Args:
             names: the path after ``ROOT``.
-            repeats: whether doing it twice is doing it once.
+            is_repeatable: whether doing it twice is doing it once.
         """
         path = "".join(f"/{check_webhook_id(name)}" for name in names)
-        headers = self._headers(token)
-        end = time.monotonic() + self.timeout
-        is_maybe_done, attempt = False, 0
+        headers = self._build_headers(token)
+        deadline = time.monotonic() + self.timeout
+        may_have_succeeded, attempt = False, 0
         while True:
             attempt += 1
             try:
-                return self._read(self._send(method, path, body, headers, end), path, body or {})
+                return self._read_answer(self._send(method, path, body, headers, deadline), path, body or {})
             except HubTrouble as trouble:
-                if method == "DELETE" and is_maybe_done and trouble.status == 404:
+                if method == "DELETE" and may_have_succeeded and trouble.status == 404:
                     return None  # an attempt before this one did it
-                is_maybe_done |= trouble.was_sent and (trouble.status is None or trouble.status >= 500)
-                wait = wait_before_retry(trouble, attempt, now=time.time()) if repeats else None
-                if wait is None or time.monotonic() + wait >= end:
+                may_have_succeeded |= trouble.was_sent and (trouble.status is None or trouble.status >= 500)
+                wait = wait_before_retry(trouble, attempt, now=time.time()) if is_repeatable else None
+                if wait is None or time.monotonic() + wait >= deadline:
                     raise
             time.sleep(wait)
 
-    def _headers(self, token: Token) -> dict[str, str]:
+    def _build_headers(self, token: Token) -> dict[str, str]:
         known = {name: getattr(self.api, name) for name in ("library_name", "library_version", "user_agent", "headers")}
         try:
             headers = build_hf_headers(token=self.api.token if token is None else token, **known)
@@ -336,10 +338,10 @@ class WebhooksClient:
         return headers
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, headers: dict[str, str], end: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, headers: dict[str, str], deadline: float
     ) -> httpx2.Response:
-        began, is_sent = time.monotonic(), False
-        seconds = max(end - began, 0.001)
+        started_at, is_sent = time.monotonic(), False
+        seconds = max(deadline - started_at, 0.001)
         content = None
         if body is not None:
             encoded = json.dumps(body).encode()
@@ -347,10 +349,10 @@ class WebhooksClient:
             content = iter((encoded,))
             headers = {**headers, "content-type": "application/json", "content-length": str(len(encoded))}
 
-        def follow(event: str, details: object) -> None:
+        def on_trace_event(event: str, details: object) -> None:
             nonlocal is_sent
             if event.endswith("send_request_headers.started"):
-                if time.monotonic() > end:  # nothing is sent after the limit
+                if time.monotonic() > deadline:  # nothing is sent after the limit
                     raise httpx2.WriteTimeout("the limit is over")
                 is_sent = True
 
@@ -361,16 +363,16 @@ class WebhooksClient:
                 headers=headers,
                 content=content,
                 timeout=httpx2.Timeout(seconds, connect=min(CONNECT, seconds)),
-                extensions={"trace": follow},
+                extensions={"trace": on_trace_event},
             )
 
         try:
             # The client's timeouts are for each piece it waits for, and an address look-up has none.
-            return within(seconds, send)
+            return run_with_timeout(seconds, send)
         except (httpx2.TimeoutException, TimeoutError):
             what = f"did not answer {method} {ROOT}{path}" if is_sent else "could not be connected to"
             raise HubSilent(
-                f"{self.endpoint} {what} in {time.monotonic() - began:.1f} s (timeout {self.timeout:g} s); "
+                f"{self.endpoint} {what} in {time.monotonic() - started_at:.1f} s (timeout {self.timeout:g} s); "
                 "try again later, or give a longer timeout",
                 was_sent=is_sent,
             ) from None
@@ -385,8 +387,8 @@ class WebhooksClient:
                 was_sent=is_sent,
             ) from None
 
-    def _read(self, response: httpx2.Response, path: str, body: Mapping[str, Any]) -> Any:
-        asked = f"{response.request.method} {ROOT}{path}"
+    def _read_answer(self, response: httpx2.Response, path: str, body: Mapping[str, Any]) -> Any:
+        request_line = f"{response.request.method} {ROOT}{path}"
         try:
             hf_raise_for_status(response)
             return response.json() if response.content.strip() and response.request.method != "DELETE" else None
@@ -394,7 +396,7 @@ class WebhooksClient:
             message = error.server_message or response.reason_phrase
         except ValueError:
             raise HubTrouble(
-                f"{self.endpoint} answered {response.status_code} with no JSON to {asked}; is it a Hub?",
+                f"{self.endpoint} answered {response.status_code} with no JSON to {request_line}; is it a Hub?",
                 response.status_code,
             ) from None
         for secret in filter(None, (body.get("secret"), *body.get("secrets", {}).values())):
@@ -404,14 +406,14 @@ class WebhooksClient:
             _, webhook_id, *rest = path.split("/")
             what = f"webhook {webhook_id!r}" + (f" with a delivery {rest[1]!r}" if rest[:1] == ["replay"] else "")
             text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() tells which there are"
-            raise WebhookUnknown(text, response=response, server_message=message)
-        wait = asked_to_wait(response.headers, now=time.time())
+            raise WebhookNotFound(text, response=response, server_message=message)
+        wait = read_retry_after(response.headers, now=time.time())
         advice = {
             401: "; log in with `hf auth login`, or set HF_TOKEN",
             403: "; the token may not manage webhooks: wanted one with write access of the account they belong to",
             429: "; try again later" if wait is None else f"; it asks to wait {wait:.0f} s",
         }.get(status, "")
-        text = f"{self.endpoint} refused {asked} with {status}: {message[:500]}{advice}"
+        text = f"{self.endpoint} refused {request_line} with {status}: {message[:500]}{advice}"
         raise HubRefused(text, response=response, server_message=message)
 
 
@@ -424,37 +426,37 @@ def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float
     """
     if attempt >= ATTEMPTS or not isinstance(trouble, HubRefused | HubSilent | HubUnreachable):
         return None
-    asked = None
+    retry_after = None
     if isinstance(trouble, HubRefused):
         if trouble.response.status_code < 500 and trouble.response.status_code != 429:
             return None
-        asked = asked_to_wait(trouble.response.headers, now=now)
-    return FIRST_WAIT * 2 ** (attempt - 1) if asked is None else asked
+        retry_after = read_retry_after(trouble.response.headers, now=now)
+    return FIRST_WAIT * 2 ** (attempt - 1) if retry_after is None else retry_after
 
 
-def asked_to_wait(headers: Mapping[str, str], *, now: float) -> float | None:
+def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
     """Seconds that an answer asks to wait, by ``RateLimit`` or by ``Retry-After`` (seconds or a date)."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
-    return retry_after(httpx2.Headers(headers).get("retry-after"), now)
+    return parse_retry_after(httpx2.Headers(headers).get("retry-after"), now)
 
 
-def _kept(webhook: WebhookInfo) -> dict[str, Any]:
+def _get_current_fields(webhook: WebhookInfo) -> dict[str, Any]:
     """What an update would change if it were left out of it."""
     return {"watched": [asdict(item) for item in webhook.watched], "domains": webhook.domains}
 
 
-def _with_domains(body: dict[str, Any]) -> dict[str, Any]:
+def _add_default_domains(body: dict[str, Any]) -> dict[str, Any]:
     """A new webhook's, which are both of the Hub's where none are named."""
     return {"domains": list(HUB_DOMAINS)} | body
 
 
-def _in_any_order(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
+def _as_sets(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
     return {(item["type"], item["name"]) for item in body["watched"]}, set(body["domains"])
 
 
-def _find(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
+def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
     """The one with exactly this address, or made from this job.
 
     Raises:
@@ -462,19 +464,19 @@ def _find(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None
     """
     jobs = {webhook.id: _job_ids(webhook) for webhook in webhooks if webhook.job is not None}
     if url is not None:
-        found = [webhook for webhook in webhooks if webhook.url == url]
+        matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
-        found = [webhook for webhook in webhooks if job_id in jobs.get(webhook.id, ())]
-        if not found and (unknown := [webhook_id for webhook_id, ids in jobs.items() if not ids]):
+        matching = [webhook for webhook in webhooks if job_id in jobs.get(webhook.id, ())]
+        if not matching and (unknown := [webhook_id for webhook_id, ids in jobs.items() if not ids]):
             raise HubTrouble(
                 f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "
                 "name it with webhook_id, or delete them"
             )
-    if len(found) > 1:
+    if len(matching) > 1:
         what = f"start job {job_id}" if url is None else f"send to {mask_url(url)}"
-        names = ", ".join(webhook.id for webhook in found)
-        raise HubTrouble(f"{len(found)} webhooks {what}: {names}; delete all but one of them")
-    return found[0] if found else None
+        names = ", ".join(webhook.id for webhook in matching)
+        raise HubTrouble(f"{len(matching)} webhooks {what}: {names}; delete all but one of them")
+    return matching[0] if matching else None
 
 
 def _job_ids(webhook: WebhookInfo) -> set[str]:
@@ -504,17 +506,17 @@ def self_test(webhook: WebhookInfo, secret: str | None) -> tuple[bool, str]:
         with httpx2.Client(timeout=TEST_TIMEOUT) as client:
             return client.post(url, json=payload, headers=headers).status_code
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     try:
-        status = within(TEST_TIMEOUT, send)
+        status = run_with_timeout(TEST_TIMEOUT, send)
     except (httpx2.TimeoutException, TimeoutError):
         return False, f"its address did not answer in {TEST_TIMEOUT:g} s"
     except (httpx2.RequestError, httpx2.InvalidURL) as error:
         return False, f"its address cannot be reached: {error}"
-    found = f"its address answered {status} in {1000 * (time.monotonic() - began):.0f} ms"
+    outcome = f"its address answered {status} in {1000 * (time.monotonic() - started_at):.0f} ms"
     if status in (401, 403) and secret is None:
-        return True, f"{found}: it asks for the secret, which was not given to the self-test"
-    return 200 <= status < 300, found
+        return True, f"{outcome}: it asks for the secret, which was not given to the self-test"
+    return 200 <= status < 300, outcome
 
 
 def _in_thread(
@@ -522,7 +524,7 @@ def _in_thread(
 ) -> Callable[Concatenate["AsyncWebhooksClient", Arguments], Coroutine[Any, Any, Result]]:
     @functools.wraps(method)
     async def call(self: "AsyncWebhooksClient", *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        return await asyncio.wrap_future(begin(lambda: method(self.client, *arguments, **named)))
+        return await asyncio.wrap_future(start_in_thread(lambda: method(self.client, *arguments, **named)))
 
     return call
 
@@ -561,7 +563,7 @@ class AsyncWebhooksClient:
     heal = _in_thread(WebhooksClient.heal)
 
 
-def _function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -> Callable[..., Result]:
+def _make_function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -> Callable[..., Result]:
     @functools.wraps(method)
     def call(*arguments: Any, token: Token = None, endpoint: str | None = None, **named: Any) -> Result:
         return method(WebhooksClient(endpoint, token), *arguments, **named)
@@ -571,13 +573,13 @@ def _function(method: Callable[Concatenate[WebhooksClient, ...], Result]) -> Cal
 
 
 # The operations as functions, by huggingface_hub's names; each takes ``token=`` and ``endpoint=``.
-list_webhooks = _function(WebhooksClient.list_webhooks)
-get_webhook = _function(WebhooksClient.get_webhook)
-create_webhook = _function(WebhooksClient.create_webhook)
-update_webhook = _function(WebhooksClient.update_webhook)
-enable_webhook = _function(WebhooksClient.enable_webhook)
-disable_webhook = _function(WebhooksClient.disable_webhook)
-delete_webhook = _function(WebhooksClient.delete_webhook)
+list_webhooks = _make_function(WebhooksClient.list_webhooks)
+get_webhook = _make_function(WebhooksClient.get_webhook)
+create_webhook = _make_function(WebhooksClient.create_webhook)
+update_webhook = _make_function(WebhooksClient.update_webhook)
+enable_webhook = _make_function(WebhooksClient.enable_webhook)
+disable_webhook = _make_function(WebhooksClient.disable_webhook)
+delete_webhook = _make_function(WebhooksClient.delete_webhook)
 
 
 def _version() -> str | None:

@@ -235,13 +235,15 @@ def _may_be_http(host: str, allowed: Collection[str]) -> bool:
 
 
 def _check_secret(secret: str, shortest: int) -> None:
-    wanted = f"wanted at least {GOOD_SECRET} visible ASCII characters, as generate_secret() makes them"
+    expected = f"wanted at least {GOOD_SECRET} visible ASCII characters, as generate_secret() makes them"
     if not all("!" <= character <= "~" for character in secret):
-        raise InvalidWebhook(f"the secret has characters that are not visible ASCII (it travels in a header); {wanted}")
+        raise InvalidWebhook(
+            f"the secret has characters that are not visible ASCII (it travels in a header); {expected}"
+        )
     if len(secret) < shortest:
-        raise InvalidWebhook(f"the secret has {len(secret)} characters; {wanted}")
+        raise InvalidWebhook(f"the secret has {len(secret)} characters; {expected}")
     if len(secret) < GOOD_SECRET:
-        log.warning("the webhook's secret has %d characters and can be guessed; %s", len(secret), wanted)
+        log.warning("the webhook's secret has %d characters and can be guessed; %s", len(secret), expected)
 
 
 def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 2) -> list[WebhookWatchedItem]:
@@ -344,17 +346,17 @@ def find_secret(
     if generate and file is None:
         raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
     if variable is not None:
-        found = (os.environ if environment is None else environment).get(variable)
-        if not found:
+        secrets_by_source = (os.environ if environment is None else environment).get(variable)
+        if not secrets_by_source:
             raise InvalidWebhook(f"environment variable {variable} has no secret: it is empty or not set")
-        return found
+        return secrets_by_source
     if file is None:
         return given
     shown = f"secret file {os.fspath(file)!r}"
     try:
         if generate:
             _make_secret_file(file)
-        found = Path(file).read_text("ascii").strip()
+        secrets_by_source = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
             f"{shown} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
@@ -362,9 +364,9 @@ def find_secret(
         ) from None
     except UnicodeDecodeError:
         raise InvalidWebhook(f"{shown} is not ASCII text; wanted the secret alone in it") from None
-    if not found:
+    if not secrets_by_source:
         raise InvalidWebhook(f"{shown} is empty; wanted the secret alone in it")
-    return found
+    return secrets_by_source
 
 
 def _make_secret_file(path: str | Path) -> None:

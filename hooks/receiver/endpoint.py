@@ -19,51 +19,51 @@ from pydantic import BaseModel
 from sanic import HTTPResponse
 
 from hooks.errors import InvalidWebhook, RetryableError
-from hooks.payload import WebhookPayload, within
+from hooks.payload import WebhookPayload, is_in_scope
 from hooks.receiver.events import Answer, Event, Status
 from hooks.receiver.filters import Facts
-from hooks.signatures import is_github, is_secret, is_standard, sign_standard
+from hooks.signatures import is_valid_github, is_valid_secret, is_valid_standard, sign_standard
 
 log = logging.getLogger(__name__)
 
 # What a handler passes on of another server's answer does not say how this one is sent.
-OF_THE_WIRE = ("content-type", "content-length", "transfer-encoding", "connection")
-MOST_STORED = 1 << 20  # bytes of an answer that are kept for duplicates
+CONNECTION_HEADERS = ("content-type", "content-length", "transfer-encoding", "connection")
+MAX_STORED_ANSWER = 1 << 20  # bytes of an answer that are kept for duplicates
 
 
-def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
     """A JSON answer."""
     return Answer(status, json.dumps(body, separators=(",", ":")).encode(), headers=headers or {})
 
 
-def refusal(status: int, error: str, **more: object) -> Answer:
+def build_error(status: int, error: str, **more: object) -> Answer:
     """A JSON answer that says what is wrong."""
-    return answer({"error": error, **more}, status)
+    return build_answer({"error": error, **more}, status)
 
 
-def busy(error: str, retry_after: float) -> Answer:
+def build_busy_answer(error: str, retry_after: float) -> Answer:
     """Not now: the sender is to send it again."""
     headers = {"retry-after": str(max(1, round(retry_after)))}
-    return answer({"error": error}, 503, headers)
+    return build_answer({"error": error}, 503, headers)
 
 
-def accepted(event_id: str) -> Answer:
+def build_accepted_answer(event_id: str) -> Answer:
     """It is kept, and will be handled."""
-    return answer({"status": "accepted", "event_id": event_id}, 202)
+    return build_answer({"status": "accepted", "event_id": event_id}, 202)
 
 
-def failed(event_id: str) -> Answer:
+def build_failure_answer(event_id: str) -> Answer:
     """The handler failed and the sender is to send it again; what it raised is in the log and the inbox alone."""
-    return answer({"error": "The handler of this webhook failed.", "event_id": event_id}, 500)
+    return build_answer({"error": "The handler of this webhook failed.", "event_id": event_id}, 500)
 
 
-def value_of(handler: str, value: object) -> Answer:
+def convert_value(handler: str, value: object) -> Answer:
     """A handler's value: an HTTPResponse as it is, anything else as JSON.
 
     A value that has no JSON is told as null: the handler has run, and an error would make the sender send again.
     """
     if isinstance(value, HTTPResponse):
-        headers = {name: text for name, text in value.headers.items() if name.lower() not in OF_THE_WIRE}
+        headers = {name: text for name, text in value.headers.items() if name.lower() not in CONNECTION_HEADERS}
         return Answer(value.status, value.body or b"", value.content_type or "text/plain", headers)
     try:
         return Answer(200, pydantic_core.to_json(value, by_alias=True, inf_nan_mode="null"))
@@ -72,25 +72,25 @@ def value_of(handler: str, value: object) -> Answer:
         return Answer(200, b"null")
 
 
-def stored(told: Answer) -> Answer:
+def shorten_answer(answer: Answer) -> Answer:
     """What is kept of an answer."""
-    return told if len(told.body) <= MOST_STORED else answer({"status": "done"})
+    return answer if len(answer.body) <= MAX_STORED_ANSWER else build_answer({"status": "done"})
 
 
-def duplicate(event: Event) -> Answer:
+def build_duplicate_answer(event: Event) -> Answer:
     """Of an event that was accepted before."""
-    marked = {"x-webhook-duplicate": "true"}
+    headers = {"x-webhook-duplicate": "true"}
     if event.answer is not None and event.status is Status.DONE:
-        told = event.answer
-        return Answer(told.status, told.body, told.content_type, {**told.headers, **marked})
+        answer = event.answer
+        return Answer(answer.status, answer.body, answer.content_type, {**answer.headers, **headers})
     if event.status in (Status.WAITING, Status.RUNNING):
-        return Answer(202, accepted(event.id).body, headers=marked)
-    return answer({"status": str(event.status), "event_id": event.id}, 200, marked)
+        return Answer(202, build_accepted_answer(event.id).body, headers=headers)
+    return build_answer({"status": str(event.status), "event_id": event.id}, 200, headers)
 
 
-def respond(told: Answer) -> HTTPResponse:
+def to_response(answer: Answer) -> HTTPResponse:
     """As Sanic sends it."""
-    return HTTPResponse(told.body, told.status, dict(told.headers), told.content_type)
+    return HTTPResponse(answer.body, answer.status, dict(answer.headers), answer.content_type)
 
 
 DAY = 86_400.0
@@ -186,74 +186,74 @@ class Handler:
     """A callable and what it takes.
 
     Attributes:
-        wants: name of each parameter that gets something, what that is, and whether only its position counts.
+        arguments: name of each parameter that gets something, what that is, and whether only its position counts.
         model: class of the payload; None for a dict.
     """
 
     function: Callable[..., Any]
     name: str
     is_async: bool
-    wants: tuple[tuple[str, str, bool], ...]
+    arguments: tuple[tuple[str, str, bool], ...]
     model: type[BaseModel] | None
 
-    def takes(self, what: str) -> bool:
+    def takes(self, kind: str) -> bool:
         """Whether it wants ``payload``, ``request`` or ``event``."""
-        return any(kind == what for _, kind, _ in self.wants)
+        return any(argument[1] == kind for argument in self.arguments)
 
     def bind(self, payload: Any, request: Any, event: Event) -> Callable[[], Any]:
         """The call with what it wants."""
-        given = {PAYLOAD: payload, REQUEST: request, EVENT: event}
-        places = [given[kind] for _, kind, is_place in self.wants if is_place]
-        names = {name: given[kind] for name, kind, is_place in self.wants if not is_place}
-        return functools.partial(self.function, *places, **names)
+        values = {PAYLOAD: payload, REQUEST: request, EVENT: event}
+        positional = [values[kind] for _, kind, is_place in self.arguments if is_place]
+        named = {name: values[kind] for name, kind, is_place in self.arguments if not is_place}
+        return functools.partial(self.function, *positional, **named)
 
 
-def handler_of(function: Callable[..., Any]) -> Handler:
+def read_handler(function: Callable[..., Any]) -> Handler:
     """Read a callable's parameters: by annotation first, by name where there is none.
 
     Raises:
         InvalidWebhook: it cannot be called, or a parameter wants something that there is not.
     """
-    name = name_of(function)
+    name = get_handler_name(function)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise InvalidWebhook(f"handler {name}: found {type(function).__name__}, wanted a function") from None
-    hints, bound = _hints(function), _bound(function)
-    wants: list[tuple[str, str, bool]] = []
+    hints, bound = _get_type_hints(function), _get_bound_names(function)
+    arguments: list[tuple[str, str, bool]] = []
     model: type[BaseModel] | None = None
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in bound:
             continue
-        found = _meaning(parameter.name, hints.get(parameter.name, parameter.annotation))
-        if found is None and parameter.default is not parameter.empty:
+        meaning = _classify_parameter(parameter.name, hints.get(parameter.name, parameter.annotation))
+        if meaning is None and parameter.default is not parameter.empty:
             continue
-        if found is None:
+        if meaning is None:
             raise InvalidWebhook(
                 f"handler {name}: nothing is known for its parameter {parameter.name!r}; annotate it as a pydantic "
                 "model or dict (the payload), Request or Event, call it payload, request or event, or give it a default"
             )
-        kind, found_model = found
+        kind, argument_model = meaning
         if kind is PAYLOAD:
-            model = found_model
-        wants.append((parameter.name, kind, parameter.kind is parameter.POSITIONAL_ONLY))
-    called = inspect.unwrap(function) if inspect.isfunction(function) else function
+            model = argument_model
+        arguments.append((parameter.name, kind, parameter.kind is parameter.POSITIONAL_ONLY))
+    unwrapped = inspect.unwrap(function) if inspect.isfunction(function) else function
     # For an object with __call__, that is what would have to be async.
-    ways = (function, called, type(called).__call__)
-    if any(inspect.isasyncgenfunction(one) for one in ways):
+    callables = (function, unwrapped, type(unwrapped).__call__)
+    if any(inspect.isasyncgenfunction(one) for one in callables):
         raise InvalidWebhook(f"handler {name}: found an async generator, whose body would not run; return, not yield")
-    is_async = any(inspect.iscoroutinefunction(one) for one in ways)
-    return Handler(function, name, is_async, tuple(wants), model)
+    is_async = any(inspect.iscoroutinefunction(one) for one in callables)
+    return Handler(function, name, is_async, tuple(arguments), model)
 
 
-def name_of(function: Any) -> str:
+def get_handler_name(function: Any) -> str:
     """Its name, for a path: that of the function behind a partial, or of an object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _hints(function: Any) -> Mapping[str, Any]:
+def _get_type_hints(function: Any) -> Mapping[str, Any]:
     while isinstance(function, functools.partial):
         function = function.func
     if not (inspect.isroutine(function) or inspect.isclass(function)):
@@ -264,7 +264,7 @@ def _hints(function: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _bound(function: Any) -> set[str]:
+def _get_bound_names(function: Any) -> set[str]:
     names: set[str] = set()
     while isinstance(function, functools.partial):
         names |= set(function.keywords)
@@ -272,12 +272,12 @@ def _bound(function: Any) -> set[str]:
     return names
 
 
-def _meaning(name: str, annotation: Any) -> tuple[str, type[BaseModel] | None] | None:
+def _classify_parameter(name: str, annotation: Any) -> tuple[str, type[BaseModel] | None] | None:
     if isinstance(annotation, str):
-        return _by_text(name, annotation)
+        return _classify_by_text(name, annotation)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        parts = [_meaning("", part) for part in typing.get_args(annotation) if part is not type(None)]
+        parts = [_classify_parameter("", part) for part in typing.get_args(annotation) if part is not type(None)]
         return parts[0] if len(parts) == 1 else None
     kind = origin or annotation
     if isinstance(kind, type):
@@ -291,18 +291,18 @@ def _meaning(name: str, annotation: Any) -> tuple[str, type[BaseModel] | None] |
         if any(parent.__name__ == "Request" for parent in kind.__mro__):
             return REQUEST, None
     if annotation in (inspect.Parameter.empty, Any):
-        return _by_name(name)
+        return _classify_by_name(name)
     return None
 
 
-def _by_text(name: str, annotation: str) -> tuple[str, type[BaseModel] | None] | None:
+def _classify_by_text(name: str, annotation: str) -> tuple[str, type[BaseModel] | None] | None:
     """An annotation that could not be looked up, as for a class of an enclosing function."""
     last = annotation.split("[")[0].split("|")[0].strip().split(".")[-1]
     known = {"dict": (PAYLOAD, None), "Request": (REQUEST, None), "Event": (EVENT, None)}
-    return known.get(last) or ((PAYLOAD, WebhookPayload) if last == "WebhookPayload" else _by_name(name))
+    return known.get(last) or ((PAYLOAD, WebhookPayload) if last == "WebhookPayload" else _classify_by_name(name))
 
 
-def _by_name(name: str) -> tuple[str, type[BaseModel] | None] | None:
+def _classify_by_name(name: str) -> tuple[str, type[BaseModel] | None] | None:
     if name == PAYLOAD:
         return PAYLOAD, WebhookPayload
     return (name, None) if name in (REQUEST, EVENT) else None
@@ -318,11 +318,11 @@ SECRET_HEADERS = (
     "x-hub-signature",
     "x-hub-signature-256",
 )
-WRONG = "Invalid webhook secret."
+WRONG_SECRET = "Invalid webhook secret."
 
 
 @dataclass(frozen=True)
-class Proofs:
+class AcceptedSecrets:
     """What an endpoint accepts as proof; nothing at all leaves it open.
 
     Attributes:
@@ -340,48 +340,52 @@ class Proofs:
         """Whether anybody may send."""
         return not (self.shared or self.standard or self.github)
 
-    def refuse_by_head(self, headers: Mapping[str, str]) -> Answer | None:
+    def check_headers(self, headers: Mapping[str, str]) -> Answer | None:
         """What can be told before the body is read: None when the body decides, or everything is well."""
         if self.is_open or self._has_secret(headers):
             return None
         if (self.standard and "webhook-signature" in headers) or (self.github and "x-hub-signature-256" in headers):
             return None
-        return self._refusal(headers)
+        return self._build_refusal(headers)
 
-    def refuse(self, headers: Mapping[str, str], body: bytes, *, now: float) -> Answer | None:
+    def check_delivery(self, headers: Mapping[str, str], body: bytes, *, now: float) -> Answer | None:
         """401 without any proof, 403 when none of those given is right, None when one is.
 
         Args:
             now: seconds since 1970, for signatures with a time.
         """
         # Each is worked out: the time taken does not tell which one was right.
-        is_given = (self._has_secret(headers), self._has_standard(headers, body, now), self._has_github(headers, body))
-        return None if self.is_open or any(is_given) else self._refusal(headers)
+        is_valid = (
+            self._has_secret(headers),
+            self._has_standard_signature(headers, body, now),
+            self._has_github_signature(headers, body),
+        )
+        return None if self.is_open or any(is_valid) else self._build_refusal(headers)
 
     def _has_secret(self, headers: Mapping[str, str]) -> bool:
-        return is_secret(headers.get("x-webhook-secret", ""), self.shared)
+        return is_valid_secret(headers.get("x-webhook-secret", ""), self.shared)
 
-    def _has_standard(self, headers: Mapping[str, str], body: bytes, now: float) -> bool:
+    def _has_standard_signature(self, headers: Mapping[str, str], body: bytes, now: float) -> bool:
         names = ("webhook-id", "webhook-timestamp", "webhook-signature")
         message_id, timestamp, signature = (headers.get(name, "") for name in names)
         # A header's odd bytes come as lone surrogates, which nobody has signed.
         if not message_id.isprintable():
             return False
-        return bool(message_id) and is_standard(self.standard, message_id, timestamp, signature, body, now=now)
+        return bool(message_id) and is_valid_standard(self.standard, message_id, timestamp, signature, body, now=now)
 
-    def _has_github(self, headers: Mapping[str, str], body: bytes) -> bool:
-        return is_github(self.github, headers.get("x-hub-signature-256", ""), body)
+    def _has_github_signature(self, headers: Mapping[str, str], body: bytes) -> bool:
+        return is_valid_github(self.github, headers.get("x-hub-signature-256", ""), body)
 
-    def _refusal(self, headers: Mapping[str, str]) -> Answer:
+    def _build_refusal(self, headers: Mapping[str, str]) -> Answer:
         known = {
             "x-webhook-secret": self.shared,
             "webhook-signature": self.standard,
             "x-hub-signature-256": self.github,
         }
-        wanted = [name for name, secrets in known.items() if secrets]
-        if any(name in headers for name in wanted):
-            return refusal(403, WRONG)
-        return refusal(401, f"{wanted[0]} header not set.")
+        expected = [name for name, secrets in known.items() if secrets]
+        if any(name in headers for name in expected):
+            return build_error(403, WRONG_SECRET)
+        return build_error(401, f"{expected[0]} header not set.")
 
 
 Names = str | Iterable[str] | None
@@ -409,7 +413,7 @@ class Filter:
     refs: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, **names: Names) -> Self:
+    def build(cls, **names: Names) -> Self:
         """From one name or several of each."""
         return cls(
             **{
@@ -418,25 +422,25 @@ class Filter:
             }
         )
 
-    def wants(self, facts: Facts) -> bool:
+    def matches(self, facts: Facts) -> bool:
         """Whether this delivery passes; one that does not say what is asked for does not."""
         scope, action = facts.scope or "", facts.action or ""
         return (
-            (not self.events or any(_is_event(event, scope, action) for event in self.events))
+            (not self.events or any(_matches_event(event, scope, action) for event in self.events))
             and (not self.repos or any(fnmatchcase(facts.repo or "", pattern) for pattern in self.repos))
             and (not self.repo_types or facts.repo_type in self.repo_types)
-            and (not self.scopes or within(scope, self.scopes))
+            and (not self.scopes or is_in_scope(scope, self.scopes))
             and (not self.actions or action in self.actions)
-            and (not self.refs or any(_is_ref(ref, pattern) for ref in facts.refs for pattern in self.refs))
+            and (not self.refs or any(_matches_ref(ref, pattern) for ref in facts.refs for pattern in self.refs))
         )
 
 
-def _is_event(event: str, scope: str, action: str) -> bool:
-    wanted_scope, _, wanted_action = event.partition(":")
-    return within(scope, (wanted_scope,)) and wanted_action in ("", action)
+def _matches_event(event: str, scope: str, action: str) -> bool:
+    filter_scope, _, filter_action = event.partition(":")
+    return is_in_scope(scope, (filter_scope,)) and filter_action in ("", action)
 
 
-def _is_ref(ref: str, pattern: str) -> bool:
+def _matches_ref(ref: str, pattern: str) -> bool:
     if pattern.startswith("refs/"):
         return fnmatchcase(ref, pattern)
     return any(fnmatchcase(ref, f"refs/{kind}/{pattern}") for kind in ("heads", "tags"))
@@ -463,7 +467,7 @@ class Endpoint:
     path: str
     handler: Handler
     filter: Filter
-    proofs: Proofs
+    accepted_secrets: AcceptedSecrets
     mode: Mode
     retry: Retry
     concurrency: int | None
@@ -471,7 +475,7 @@ class Endpoint:
     answer_within: float
     is_coalesced: bool
 
-    def delay(self, error: BaseException, failures: int, settings: ReceiverSettings) -> float | None:
+    def get_retry_delay(self, error: BaseException, failures: int, settings: ReceiverSettings) -> float | None:
         """Seconds until another attempt after so many that failed; None for none."""
         if self.retry == "never" or (self.retry == "retryable" and not isinstance(error, RetryableError)):
             return None

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
-NEEDED = ("event", "repo", "webhook")
+REQUIRED_PARTS = ("event", "repo", "webhook")
 SHOWN = 5
 LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
 AT_ONCE = 500
@@ -28,7 +28,7 @@ _FILES = TypeAdapter(list[WebhookPayloadUpdatedFile])
 _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
-class Unusable(Exception):
+class InvalidPayload(Exception):
     """A body that is no payload.
 
     Attributes:
@@ -53,60 +53,60 @@ class Facts:
     refs: tuple[str, ...] = ()
 
 
-def parse(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """The JSON of a body. One with many values takes a while, in which other threads have their turns.
 
     Raises:
-        Unusable: it is none, or has more than ``VALUES``.
+        InvalidPayload: it is none, or has more than ``VALUES``.
     """
-    if _values(body) > VALUES or body.count(b"\\") > VALUES:
-        raise Unusable("the body has too many values")
+    if _count_values(body) > VALUES or body.count(b"\\") > VALUES:
+        raise InvalidPayload("the body has too many values")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick(body) else _parse_slowly(body)
+        return pydantic_core.from_json(body, allow_inf_nan=False) if is_quick_to_parse(body) else _parse_slowly(body)
     except (ValueError, RecursionError):
-        raise Unusable("the body is no JSON") from None
+        raise InvalidPayload("the body is no JSON") from None
 
 
-def is_quick(body: bytes) -> bool:
+def is_quick_to_parse(body: bytes) -> bool:
     """Whether all that is done with a body before it is accepted can be done on the event loop."""
-    return len(body) <= QUICK and _values(body) <= QUICK_VALUES
+    return len(body) <= QUICK and _count_values(body) <= QUICK_VALUES
 
 
-def _values(body: bytes) -> int:
+def _count_values(body: bytes) -> int:
     # Each value but the first stands behind one of these.
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
-def facts_of(data: object) -> Facts:
+def read_facts(data: object) -> Facts:
     """From any JSON; it need not be a payload of the Hub."""
-    event, repo, webhook = (_part(data, name) for name in NEEDED)
+    event, repo, webhook = (_get_object(data, name) for name in REQUIRED_PARTS)
     refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
     refs = refs[:REFS] if isinstance(refs, list) else None
     return Facts(
-        webhook_id=_text(webhook, "id"),
-        repo_id=_text(repo, "id"),
-        repo=_text(repo, "name"),
-        repo_type=_text(repo, "type"),
-        scope=_text(event, "scope") or _text(data, "type"),  # a type: of a registry's events of sessions
-        action=_text(event, "action"),
-        refs=tuple(ref for moved in refs if isinstance(ref := _text(moved, "ref"), str))
+        webhook_id=_get_text(webhook, "id"),
+        repo_id=_get_text(repo, "id"),
+        repo=_get_text(repo, "name"),
+        repo_type=_get_text(repo, "type"),
+        scope=_get_text(event, "scope") or _get_text(data, "type"),  # a type: of a registry's events of sessions
+        action=_get_text(event, "action"),
+        refs=tuple(ref for moved in refs if isinstance(ref := _get_text(moved, "ref"), str))
         if isinstance(refs, list)
         else (),
     )
 
 
-def check(model: type[BaseModel] | None, data: object) -> None:
-    """Whether ``payload_of`` will have what it needs; of the Hub's own payload, only that is looked at.
+def check_payload(model: type[BaseModel] | None, data: object) -> None:
+    """Whether ``build_payload`` will have what it needs; of the Hub's own payload, only that is looked at.
 
     Raises:
-        Unusable: it will not.
+        InvalidPayload: it will not.
     """
     if model is not None and model.__module__ in _PLAIN and isinstance(data, dict):
-        model, data = WebhookPayload, {name: data[name] for name in NEEDED if name in data}
-    payload_of(model, data)
+        model, data = WebhookPayload, {name: data[name] for name in REQUIRED_PARTS if name in data}
+    build_payload(model, data)
 
 
-def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
+def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
     """What a handler gets: the JSON object itself without a model, else an instance of it.
 
     A model with the Hub's three parts (ours, or huggingface_hub's) is read leniently: parts beside those three that are
@@ -114,50 +114,54 @@ def payload_of(model: type[BaseModel] | None, data: Any) -> Any:
     handler gets our ``WebhookPayload``, whose attributes have the same names.
 
     Raises:
-        Unusable: it is no object, or not what the model needs.
+        InvalidPayload: it is no object, or not what the model needs.
     """
     if not isinstance(data, dict):
-        raise Unusable("the body is no JSON object")
+        raise InvalidPayload("the body is no JSON object")
     if model is None:
         return data
-    if _is_hubs(model):
+    if _is_hub_model(model):
         files = data.get("updatedFiles")
         if isinstance(files, list) and len(files) > AT_ONCE:
-            payload = _hub_payload(model, {name: value for name, value in data.items() if name != "updatedFiles"})
-            return _with_files(payload, files)
-        return _hub_payload(model, data)
+            payload = _build_hub_payload(model, {name: value for name, value in data.items() if name != "updatedFiles"})
+            return _add_files(payload, files)
+        return _build_hub_payload(model, data)
     try:
         return model.model_validate(data)
     except ValidationError as error:
         known = {*model.model_fields, *(field.alias for field in model.model_fields.values())}
         names = (str(one["loc"][0]) for one in error.errors(include_input=False) if one["loc"])
-        raise Unusable("the payload is not as the endpoint needs it", _few(n for n in names if n in known)) from None
+        raise InvalidPayload(
+            "the payload is not as the endpoint needs it", _join_first(n for n in names if n in known)
+        ) from None
 
 
-def _hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseModel:
+def _build_hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseModel:
     try:
         return model.model_validate(data)
     except ValidationError as error:
         if issubclass(model, WebhookPayload):
             refused = error
         else:
-            return _hub_payload(WebhookPayload, data)
+            return _build_hub_payload(WebhookPayload, data)
     wrong = {str(one["loc"][0]) for one in refused.errors(include_input=False) if one["loc"]}
-    unusable = [one["loc"] for one in refused.errors(include_input=False) if one["loc"] and one["loc"][0] in NEEDED]
+    unusable = [
+        one["loc"] for one in refused.errors(include_input=False) if one["loc"] and one["loc"][0] in REQUIRED_PARTS
+    ]
     if not unusable:
         try:
             return model.model_validate({name: value for name, value in data.items() if name not in wrong})
         except ValidationError as error:
             # A subclass may need more than the three parts.
             unusable = [one["loc"] for one in error.errors(include_input=False)]
-    raise Unusable("the payload is not usable", _few(".".join(map(str, place)) for place in unusable))
+    raise InvalidPayload("the payload is not usable", _join_first(".".join(map(str, place)) for place in unusable))
 
 
-def _is_hubs(model: type[BaseModel]) -> bool:
-    return issubclass(model, WebhookPayload) or all(name in model.model_fields for name in NEEDED)
+def _is_hub_model(model: type[BaseModel]) -> bool:
+    return issubclass(model, WebhookPayload) or all(name in model.model_fields for name in REQUIRED_PARTS)
 
 
-def _with_files(payload: BaseModel, files: list[Any]) -> BaseModel:
+def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
     """With 10,000 files of a bucket: read a few at a time, because no other thread runs while pydantic reads."""
     if not isinstance(payload, WebhookPayload):
         return payload
@@ -188,14 +192,14 @@ def _parse_slowly(body: bytes) -> Any:
     return decoder.decode(body.decode())
 
 
-def _few(names: Any) -> tuple[str, ...]:
+def _join_first(names: Any) -> tuple[str, ...]:
     return tuple(sorted(set(names)))[:SHOWN]
 
 
-def _part(data: object, name: str) -> object:
+def _get_object(data: object, name: str) -> object:
     return data.get(name) if isinstance(data, Mapping) else None
 
 
-def _text(data: object, name: str) -> str | None:
-    found = _part(data, name)
+def _get_text(data: object, name: str) -> str | None:
+    found = _get_object(data, name)
     return found[:LONGEST] if isinstance(found, str) else None

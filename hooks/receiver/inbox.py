@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hooks.database import Database, alone, insert
+from hooks.database import Database, alone, insert_row
 from hooks.errors import UnknownEvent
 from hooks.queue import OPEN, Queue
 from hooks.receiver.events import Answer, Effect, Event, Status
@@ -63,7 +63,7 @@ ENDED = (Status.DONE, Status.IGNORED, Status.SUPERSEDED)
 DEAD = (Status.DEAD, Status.FAILED)
 
 
-def get(connection: sqlite3.Connection, event_id: str) -> Event:
+def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
     """One event, whole.
 
     Raises:
@@ -72,10 +72,10 @@ def get(connection: sqlite3.Connection, event_id: str) -> Event:
     row = connection.execute("SELECT * FROM events WHERE id=?", (event_id,)).fetchone()
     if row is None:
         raise UnknownEvent(f"there is no event {event_id!r}; it may have been pruned")
-    return event_of(row)
+    return read_event(row)
 
 
-def newest(
+def list_events(
     connection: sqlite3.Connection, *, status: str | None, path: str | None, limit: int, before: int | None
 ) -> list[Event]:
     """Newest first, without headers, bodies and answers."""
@@ -84,39 +84,45 @@ def newest(
         if value is not None:
             clauses.append(clause)
             values.append(value)
-    found = connection.execute(
+    rows = connection.execute(
         f"SELECT {BRIEF} FROM events WHERE {' AND '.join(clauses)} ORDER BY number DESC LIMIT ?", (*values, limit)
     )
-    return [event_of(row) for row in found]
+    return [read_event(row) for row in rows]
 
 
-def counts(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
+def count_deliveries(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
     """Deliveries by webhook id."""
-    found = connection.execute(
+    rows = connection.execute(
         "SELECT webhook_id, count(*) AS count FROM events WHERE webhook_id<>'' AND received_at>? GROUP BY webhook_id",
         (since,),
     )
-    return {row["webhook_id"]: row["count"] for row in found}
+    return {row["webhook_id"]: row["count"] for row in rows}
 
 
-def prune(
-    connection: sqlite3.Connection, *, now: float, kept: float, kept_dead: float, kept_bytes: int, at_once: int = 500
+def prune_events(
+    connection: sqlite3.Connection,
+    *,
+    now: float,
+    max_age: float,
+    max_dead_age: float,
+    max_bytes: int,
+    batch_size: int = 500,
 ) -> int:
     """Forget what ended long ago, or the oldest of it where bodies take too much; how many events that were."""
     count = 0
-    for statuses, age in ((ENDED, kept), (DEAD, kept_dead)):
+    for statuses, age in ((ENDED, max_age), (DEAD, max_dead_age)):
         marks = ",".join("?" * len(statuses))
         count += connection.execute(
             "DELETE FROM events WHERE number IN"
             f" (SELECT number FROM events WHERE finished_at<=? AND status IN ({marks}) LIMIT ?)",
-            (now - age, *statuses, at_once),
+            (now - age, *statuses, batch_size),
         ).rowcount
     marks = ",".join("?" * len(ENDED))
-    held = connection.execute(f"SELECT total(size) AS size FROM events WHERE status IN ({marks})", ENDED).fetchone()
-    excess = held["size"] - kept_bytes
+    total = connection.execute(f"SELECT total(size) AS size FROM events WHERE status IN ({marks})", ENDED).fetchone()
+    excess = total["size"] - max_bytes
     if excess > 0:
         for row in connection.execute(
-            f"SELECT number, size FROM events WHERE status IN ({marks}) ORDER BY number LIMIT ?", (*ENDED, at_once)
+            f"SELECT number, size FROM events WHERE status IN ({marks}) ORDER BY number LIMIT ?", (*ENDED, batch_size)
         ).fetchall():
             if excess <= 0:
                 break
@@ -126,23 +132,23 @@ def prune(
     return count
 
 
-def event_of(row: sqlite3.Row) -> Event:
+def read_event(row: sqlite3.Row) -> Event:
     """A whole row, or a brief one of a listing."""
-    told: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
-    told |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
+    fields: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
+    fields |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
     if "body" in row.keys():  # noqa: SIM118 (a Row is no dict)
-        told |= {"headers": json.loads(row["headers"]), "body": row["body"]}
+        fields |= {"headers": json.loads(row["headers"]), "body": row["body"]}
         if row["answer_status"] is not None:
             answer = row["answer_status"], row["answer_body"], row["answer_type"], json.loads(row["answer_headers"])
-            told["answer"] = Answer(*answer)
-    return Event(**told)
+            fields["answer"] = Answer(*answer)
+    return Event(**fields)
 
 
-class Verdict(Enum):
+class Acceptance(Enum):
     """What became of a delivery."""
 
     NEW = auto()
-    AGAIN = auto()  # it failed while its sender waited, and the sender sends it again
+    RETRIED = auto()  # it failed while its sender waited, and the sender sends it again
     DUPLICATE = auto()
     FULL = auto()
 
@@ -152,7 +158,7 @@ class EffectFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class IncomingEvent:
     """A delivery that passed every check.
 
     Attributes:
@@ -175,16 +181,16 @@ class Arrival:
     status: Status
 
 
-def accept(
+def accept_event(
     connection: sqlite3.Connection,
-    arrival: Arrival,
+    incoming: IncomingEvent,
     *,
     now: float,
     window: float,
     coalesce: bool,
     max_waiting: int,
     paths: Collection[str],
-) -> tuple[Verdict, Event, list[str]]:
+) -> tuple[Acceptance, Event, list[str]]:
     """Tell duplicates from new deliveries and keep a new one, in one transaction.
 
     Args:
@@ -197,60 +203,64 @@ def accept(
         f"SELECT count(*) FROM events WHERE {OPEN} AND path IN ({', '.join('?' * len(paths))})", tuple(paths)
     ).fetchone()
     is_full = count >= max_waiting
-    known = _known(connection, arrival, now - window, now + window)
+    known = _find_duplicate(connection, incoming, now - window, now + window)
     if known is not None:
         status = Status(known["status"])
         if status is Status.FAILED:
             if is_full:
-                return Verdict.FULL, event_of(known), []
+                return Acceptance.FULL, read_event(known), []
             connection.execute(
                 "UPDATE events SET status=?, due=?, finished_at=NULL, is_acknowledged=0 WHERE number=?",
                 (Status.WAITING, now, known["number"]),
             )
-            return Verdict.AGAIN, event_of(known), []
+            return Acceptance.RETRIED, read_event(known), []
         if status in (Status.WAITING, Status.RUNNING):
             # The sender is told that it is accepted: a failure may not be handed back to it any more.
             connection.execute("UPDATE events SET is_acknowledged=1 WHERE number=?", (known["number"],))
-        return Verdict.DUPLICATE, event_of(known), []
-    is_ignored = arrival.status is Status.IGNORED
+        return Acceptance.DUPLICATE, read_event(known), []
+    is_ignored = incoming.status is Status.IGNORED
     if is_full and not is_ignored:
-        return Verdict.FULL, Event(arrival.id, 0, arrival.path, arrival.status, 0, now), []
+        return Acceptance.FULL, Event(incoming.id, 0, incoming.path, incoming.status, 0, now), []
     superseded = []
-    if coalesce and arrival.lane and not is_ignored:
+    if coalesce and incoming.lane and not is_ignored:
         superseded = connection.execute(
             "UPDATE events SET status=?, finished_at=? WHERE path=? AND lane=? AND status=? RETURNING id",
-            (Status.SUPERSEDED, now, arrival.path, arrival.lane, Status.WAITING),
+            (Status.SUPERSEDED, now, incoming.path, incoming.lane, Status.WAITING),
         ).fetchall()
-    identity = f"id:{arrival.delivery_id}" if arrival.delivery_id is not None else f"{arrival.identity}:{arrival.id}"
-    insert(
+    identity = (
+        f"id:{incoming.delivery_id}" if incoming.delivery_id is not None else f"{incoming.identity}:{incoming.id}"
+    )
+    insert_row(
         connection,
         "events",
-        **vars(arrival) | {"identity": identity},
+        **vars(incoming) | {"identity": identity},
         due=now,
         received_at=now,
         finished_at=now if is_ignored else None,
-        size=len(arrival.body),
+        size=len(incoming.body),
     )
-    return Verdict.NEW, get(connection, arrival.id), [row["id"] for row in superseded]
+    return Acceptance.NEW, get_event(connection, incoming.id), [row["id"] for row in superseded]
 
 
-def _known(connection: sqlite3.Connection, arrival: Arrival, since: float, until: float) -> sqlite3.Row | None:
-    place = (arrival.path, arrival.webhook_id)
-    if arrival.delivery_id is not None:
+def _find_duplicate(
+    connection: sqlite3.Connection, incoming: IncomingEvent, since: float, until: float
+) -> sqlite3.Row | None:
+    key = (incoming.path, incoming.webhook_id)
+    if incoming.delivery_id is not None:
         return connection.execute(
-            "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity=?", (*place, f"id:{arrival.delivery_id}")
+            "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity=?", (*key, f"id:{incoming.delivery_id}")
         ).fetchone()
-    if not arrival.identity:
+    if not incoming.identity:
         return None
     # Not of the time to come: after a clock was set back by an hour, nothing of that hour would be new.
     return connection.execute(
         "SELECT * FROM events WHERE path=? AND webhook_id=? AND identity>=? AND identity<? AND received_at>?"
         " AND received_at<=? ORDER BY number DESC LIMIT 1",
-        (*place, f"{arrival.identity}:", f"{arrival.identity};", since, until),
+        (*key, f"{incoming.identity}:", f"{incoming.identity};", since, until),
     ).fetchone()
 
 
-def finish(
+def finish_event(
     connection: sqlite3.Connection, event_id: str, answer: Answer, effects: Sequence[Effect], *, now: float
 ) -> None:
     """An event that is done, and what its handler wanted written with that.
@@ -264,7 +274,7 @@ def finish(
         (Status.DONE, now, answer.status, answer.content_type, json.dumps(dict(answer.headers)), answer.body, event_id),
     )
     for effect in effects:
-        with _undivided(connection):
+        with _deny_commits(connection):
             try:
                 effect(connection)
             except Exception as error:
@@ -272,20 +282,20 @@ def finish(
 
 
 @contextmanager
-def _undivided(connection: sqlite3.Connection) -> Iterator[None]:
+def _deny_commits(connection: sqlite3.Connection) -> Iterator[None]:
     """An effect that commits (``with connection:``, ``executescript``) would be written without its event's end."""
 
-    def judge(action: int, *_: object) -> int:
+    def authorize(action: int, *_: object) -> int:
         return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
 
-    connection.set_authorizer(judge)
+    connection.set_authorizer(authorize)
     try:
         yield
     finally:
         connection.set_authorizer(None)
 
 
-def fail(
+def fail_event(
     connection: sqlite3.Connection,
     event_id: str,
     error: str,
@@ -321,13 +331,13 @@ def fail(
     return status
 
 
-def again(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
+def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
     """An event whose end could not be written runs again."""
     connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
     return Status.WAITING
 
 
-def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> dict[str, int]:
+def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: int) -> dict[str, int]:
     """After a start, what ran when the process ended waits again, or is dead where that happened too often.
 
     Returns:
@@ -337,30 +347,30 @@ def resume(connection: sqlite3.Connection, *, now: float, crashes: int) -> dict[
         "UPDATE events SET crashes=crashes+1, status=CASE WHEN crashes+1>? THEN ? ELSE ? END,"
         " finished_at=CASE WHEN crashes+1>? THEN ? END,"
         " error='the process ended while it ran' WHERE status=?",
-        (crashes, Status.DEAD, Status.WAITING, crashes, now, Status.RUNNING),
+        (max_crashes, Status.DEAD, Status.WAITING, max_crashes, now, Status.RUNNING),
     )
-    found = connection.execute(f"SELECT path, count(*) AS count FROM events WHERE {OPEN} GROUP BY path")
-    return {row["path"]: row["count"] for row in found}
+    rows = connection.execute(f"SELECT path, count(*) AS count FROM events WHERE {OPEN} GROUP BY path")
+    return {row["path"]: row["count"] for row in rows}
 
 
-def version(connection: sqlite3.Connection) -> int:
+def get_data_version(connection: sqlite3.Connection) -> int:
     """A number that is another one after another process has written."""
     return connection.execute("PRAGMA data_version").fetchone()[0]
 
 
-def replay(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
+def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
     """Have an event run again, whatever became of it before; one that waits runs now.
 
     Raises:
         UnknownEvent: there is none of this id.
     """
-    event = get(connection, event_id)
+    event = get_event(connection, event_id)
     if event.status is not Status.RUNNING:
         connection.execute(
             "UPDATE events SET status=?, failures=0, crashes=0, is_acknowledged=1, due=?, finished_at=NULL WHERE id=?",
             (Status.WAITING, now, event_id),
         )
-    return get(connection, event_id)
+    return get_event(connection, event_id)
 
 
 class Inbox:
@@ -375,16 +385,16 @@ class Inbox:
     def __init__(self, path: str | Path | None):
         self.path = None if path is None else Path(path)
         self.database = Database(path, SCHEMA)
-        self._owned = ExitStack()
+        self._lock = ExitStack()
 
-    def own(self) -> None:
+    def lock(self) -> None:
         """Be the one receiver of this file, until it is closed or the process ends.
 
         Raises:
             StoreError: another one has it: both would run the same events.
         """
-        taken = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
-        self._owned.enter_context(alone(self.path, taken + "worker process"))
+        advice = "another receiver works on it; end that one, give this one a file of its own, and serve with one "
+        self._lock.enter_context(alone(self.path, advice + "worker process"))
 
     def list(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
@@ -395,7 +405,7 @@ class Inbox:
             status: one of ``Status``; ``dead`` lists the dead letters.
             before: the ``number`` of the last one of the page before.
         """
-        return self.database.run_now(newest, status=status, path=path, limit=limit, before=before)
+        return self.database.run_blocking(list_events, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
         """One event, whole.
@@ -403,7 +413,7 @@ class Inbox:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return self.database.run_now(get, event_id)
+        return self.database.run_blocking(get_event, event_id)
 
     def replay(self, event_id: str) -> Event:
         """Have it run again; a running receiver begins within a second, else the next one that starts.
@@ -411,12 +421,12 @@ class Inbox:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return self.database.run_now(replay, event_id, now=time.time())
+        return self.database.run_blocking(replay_event, event_id, now=time.time())
 
     def close(self) -> None:
         """Let go of the file."""
         self.database.close()
-        self._owned.close()
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self

@@ -12,15 +12,15 @@ from sanic.constants import HTTP_METHODS
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiver import inbox
 from hooks.receiver.endpoint import (
+    AcceptedSecrets,
     Endpoint,
     Filter,
     Mode,
     Names,
-    Proofs,
     ReceiverSettings,
     Retry,
     check_secrets,
-    handler_of,
+    read_handler,
 )
 from hooks.receiver.events import Event
 from hooks.receiver.intake import Intake
@@ -97,8 +97,8 @@ class Receiver:
         """
         if self._is_built:
             raise HooksError(f"handler {handler!r}: add it before the server is made; its routes are fixed then")
-        found = handler_of(handler)
-        whole = self._path(found.name if path is None else path)
+        read = read_handler(handler)
+        whole = self._resolve_path(read.name if path is None else path)
         _check("mode", mode, ("reply", "queue"))
         _check("retry", retry, ("any", "retryable", "never"))
         _check("coalesce", coalesce, (None, "latest"))
@@ -107,11 +107,11 @@ class Receiver:
                 raise InvalidWebhook(f"{name} is {number}; wanted more than 0")
         self._endpoints[whole] = Endpoint(
             path=whole,
-            handler=found,
-            filter=Filter.of(
+            handler=read,
+            filter=Filter.build(
                 events=events, repos=repos, repo_types=repo_types, scopes=scopes, actions=actions, refs=refs
             ),
-            proofs=self._proofs(secret),
+            accepted_secrets=self._get_accepted_secrets(secret),
             mode=mode,
             retry=retry,
             concurrency=concurrency,
@@ -121,7 +121,7 @@ class Receiver:
         )
         return whole
 
-    def _path(self, path: str) -> str:
+    def _resolve_path(self, path: str) -> str:
         name = path.strip("/")
         if not name or not re.fullmatch(r"[^\s<>?#%\x00-\x1f]+", name):
             raise InvalidWebhook(f"webhook path {path!r}: wanted a path without spaces, <, >, ?, # and %; give it one")
@@ -130,12 +130,12 @@ class Receiver:
             raise InvalidWebhook(f"Webhook {whole} already exists.")
         return whole
 
-    def _proofs(self, secret: str | tuple[str, ...] | None) -> Proofs:
+    def _get_accepted_secrets(self, secret: str | tuple[str, ...] | None) -> AcceptedSecrets:
         if secret is None:
-            return Proofs(self.settings.secrets, self.settings.standard_secrets, self.settings.github_secrets)
+            return AcceptedSecrets(self.settings.secrets, self.settings.standard_secrets, self.settings.github_secrets)
         own = (secret,) if isinstance(secret, str) else tuple(secret)
         check_secrets("secret", own)
-        return Proofs(own)
+        return AcceptedSecrets(own)
 
     def blueprint(self) -> Blueprint:
         """The routes; with the server's start the inbox opens and what was pending goes on, with its stop they end."""
@@ -143,7 +143,7 @@ class Receiver:
         blueprint = Blueprint(f"webhooks{re.sub(r'[^0-9A-Za-z]', '_', self.prefix)}")
         for number, endpoint in enumerate(self._endpoints.values()):
             blueprint.add_route(
-                self._route(endpoint),
+                self._make_route(endpoint),
                 endpoint.path,
                 # All methods, so that a wrong one is answered as JSON in whatever app this is.
                 methods=list(HTTP_METHODS),
@@ -156,7 +156,7 @@ class Receiver:
         # Functions, because Sanic's blueprints register them by their names.
         @blueprint.before_server_start
         async def start_webhooks(app: Sanic) -> None:
-            is_open = [path for path, endpoint in self._endpoints.items() if endpoint.proofs.is_open]
+            is_open = [path for path, endpoint in self._endpoints.items() if endpoint.accepted_secrets.is_open]
             for path in is_open if not self._is_guarded else ():
                 log.warning("no webhook secret is set: whoever reaches %s may deliver to it", path)
             self._intake = await Intake.open(self.settings, self._endpoints, app)
@@ -169,9 +169,9 @@ class Receiver:
 
         return blueprint
 
-    def _route(self, endpoint: Endpoint) -> Callable[..., Any]:
+    def _make_route(self, endpoint: Endpoint) -> Callable[..., Any]:
         async def receive(request: Request) -> HTTPResponse:
-            return await Intake.answer(self._intake, self.settings, endpoint, request)
+            return await Intake.handle_request(self._intake, self.settings, endpoint, request)
 
         return receive
 
@@ -185,7 +185,7 @@ class Receiver:
             before: the ``number`` of the last one of the page before.
         """
         return await self._running.inbox.database.run(
-            inbox.newest, status=status, path=path, limit=limit, before=before
+            inbox.list_events, status=status, path=path, limit=limit, before=before
         )
 
     async def event(self, event_id: str) -> Event:
@@ -194,7 +194,7 @@ class Receiver:
         Raises:
             UnknownEvent: there is none of this id.
         """
-        return await self._running.inbox.database.run(inbox.get, event_id)
+        return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
         """Have an event run again, whatever became of it.
@@ -204,7 +204,7 @@ class Receiver:
         """
         return await self._running.replay(event_id)
 
-    async def recent(self, limit: int = 10) -> list[Event]:
+    async def list_recent(self, limit: int = 10) -> list[Event]:
         """The newest few, for a page; nothing of them is secret but names of repos. Empty while no server runs."""
         return [] if self._intake is None else await self.events(limit=limit)
 
@@ -215,6 +215,6 @@ class Receiver:
         return self._intake
 
 
-def _check(name: str, found: object, wanted: tuple[object, ...]) -> None:
-    if found not in wanted:
-        raise InvalidWebhook(f"{name} is {found!r}; wanted one of {', '.join(map(repr, wanted))}")
+def _check(name: str, value: object, expected: tuple[object, ...]) -> None:
+    if value not in expected:
+        raise InvalidWebhook(f"{name} is {value!r}; wanted one of {', '.join(map(repr, expected))}")

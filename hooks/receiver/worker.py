@@ -21,44 +21,44 @@ from hooks.receiver import endpoint as answers
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import Endpoint, ReceiverSettings, backoff
 from hooks.receiver.events import Answer, Event, Status
-from hooks.receiver.filters import Unusable, parse, payload_of
+from hooks.receiver.filters import InvalidPayload, build_payload, parse_json
 from hooks.receiver.inbox import EffectFailed, Inbox
 
 
 class Reply:
     """Between the request, which waits, and the run, which tells.
 
-    A failure that is handed back to the sender is written as such first, so from ``decide`` on the request waits for
-    that instead of saying 202: an event must not be both accepted and handed back.
+    A failure that is handed back to the sender is written as such first, so from ``hold_sender`` on the request waits
+    for that instead of saying 202: an event must not be both accepted and handed back.
     """
 
     def __init__(self) -> None:
-        self._told: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._is_waited = True
-        self._is_decided = False
+        self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._has_waiter = True
+        self._is_held = False
 
-    def tell(self, told: Answer) -> None:
+    def set_answer(self, answer: Answer) -> None:
         """The first one counts."""
-        if not self._told.done():
-            self._told.set_result(told)
+        if not self._answer.done():
+            self._answer.set_result(answer)
 
-    def decide(self) -> bool:
+    def hold_sender(self) -> bool:
         """Keep the sender waiting until it is told; False when it does not wait any more."""
-        self._is_decided = self._is_waited and not self._told.done()
-        return self._is_decided
+        self._is_held = self._has_waiter and not self._answer.done()
+        return self._is_held
 
     async def wait(self, seconds: float) -> Answer | None:
         """What was told in this time; None when nothing was."""
         try:
-            done, _ = await asyncio.wait({self._told}, timeout=seconds)
-            if not done and self._is_decided:
-                await asyncio.wait({self._told})
+            done, _ = await asyncio.wait({self._answer}, timeout=seconds)
+            if not done and self._is_held:
+                await asyncio.wait({self._answer})
         finally:
-            self._is_waited = False
-        return self._told.result() if self._told.done() else None
+            self._has_waiter = False
+        return self._answer.result() if self._answer.done() else None
 
 
-class Threads:
+class DaemonThreadPool:
     """At most so many threads, started as they are needed. They are daemons, unlike those of an executor."""
 
     def __init__(self, count: int):
@@ -86,7 +86,7 @@ class Threads:
             except BaseException as raised:  # an exit of this thread is no exit of the process
                 error = RuntimeError(f"{type(raised).__name__} in a handler")
             with suppress(RuntimeError):  # the loop has ended, and whoever waited with it
-                loop.call_soon_threadsafe(_tell, outcome, result, error)
+                loop.call_soon_threadsafe(_set_outcome, outcome, result, error)
 
         self._calls.put(work)
         if self._started < self._count:
@@ -104,7 +104,7 @@ class Threads:
             work()
 
 
-def _tell(outcome: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+def _set_outcome(outcome: asyncio.Future[Any], result: object, error: Exception | None) -> None:
     if outcome.done():
         return
     if error is None:
@@ -115,14 +115,14 @@ def _tell(outcome: asyncio.Future[Any], result: object, error: Exception | None)
 
 log = logging.getLogger(__name__)
 
-LARGE = 1 << 18  # bytes of a body that is not read on the event loop
+LARGE_BODY = 1 << 18  # bytes of a body that is not read on the event loop
 
 
-class StillRuns(Exception):
+class HandlerTimeout(Exception):
     """A sync handler took longer than it may; its thread goes on."""
 
 
-class Runs:
+class HandlerRunner:
     """Calls handlers.
 
     Args:
@@ -134,13 +134,13 @@ class Runs:
         self._write = write
         self._settings = settings
         self._app = app
-        self._threads = Threads(settings.threads)
+        self._threads = DaemonThreadPool(settings.threads)
 
     def close(self) -> None:
         """Let the threads end after what they do now."""
         self._threads.close()
 
-    async def attempt(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
+    async def run_handler(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
         """One attempt; whether the event is done.
 
         Args:
@@ -148,38 +148,40 @@ class Runs:
             request: of the sender, if it still waits.
         """
         try:
-            value = await self._call(endpoint, event, request)
-            told = answers.value_of(endpoint.handler.name, value)
-            if told.status >= 500:
-                await self._fail(endpoint, event, RuntimeError(f"it answered {told.status}"), reply, told)
+            value = await self._call_handler(endpoint, event, request)
+            answer = answers.convert_value(endpoint.handler.name, value)
+            if answer.status >= 500:
+                await self._record_failure(endpoint, event, RuntimeError(f"it answered {answer.status}"), reply, answer)
                 return False
-            await self._write(ledger.finish, event.id, answers.stored(told), tuple(event.effects), now=time.time())
+            await self._write(
+                ledger.finish_event, event.id, answers.shorten_answer(answer), tuple(event.effects), now=time.time()
+            )
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # The handler's own; the lane goes on.
-            await self._fail(endpoint, event, error, reply)
+            await self._record_failure(endpoint, event, error, reply)
         except EffectFailed as error:
-            await self._fail(endpoint, event, error.__cause__ or error, reply)
+            await self._record_failure(endpoint, event, error.__cause__ or error, reply)
         except GeneratorExit:
             raise  # of this coroutine, when its loop has ended
         except BaseException as error:  # an exit or a panic of a library must not end the server, nor the lane
-            await self._fail(endpoint, event, error, reply)
+            await self._record_failure(endpoint, event, error, reply)
         else:
             if reply is not None:
-                reply.tell(told)
+                reply.set_answer(answer)
             return True
         return False
 
-    async def _call(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
+    async def _call_handler(self, endpoint: Endpoint, event: Event, request: Request | None) -> object:
         handler = endpoint.handler
         payload = None
         if handler.takes("payload"):
-            read = functools.partial(_read, handler.model, event.body)
-            payload = read() if event.size < LARGE else await asyncio.to_thread(read)
+            read = functools.partial(_parse_payload, handler.model, event.body)
+            payload = read() if event.size < LARGE_BODY else await asyncio.to_thread(read)
         if handler.takes("request") and request is None:
-            request = _request_of(event, self._app)
+            request = _rebuild_request(event, self._app)
         call = handler.bind(payload, request, event)
         if handler.is_async:
             async with asyncio.timeout(endpoint.timeout):
@@ -188,27 +190,27 @@ class Runs:
         outcome = self._threads.run(call)
         done, _ = await asyncio.wait({outcome}, timeout=endpoint.timeout)
         if not done:
-            raise StillRuns(f"it took longer than {endpoint.timeout:g} s; its thread goes on")
+            raise HandlerTimeout(f"it took longer than {endpoint.timeout:g} s; its thread goes on")
         value = outcome.result()
         return await value if inspect.isawaitable(value) else value
 
-    async def _fail(
-        self, endpoint: Endpoint, event: Event, error: BaseException, reply: Reply | None, told: Answer | None = None
+    async def _record_failure(
+        self, endpoint: Endpoint, event: Event, error: BaseException, reply: Reply | None, answer: Answer | None = None
     ) -> None:
         log.error("event %s: handler %s failed", event.id, endpoint.handler.name, exc_info=error)
         now = time.time()
         # To run it again would be beside itself, or in vain.
-        is_final = isinstance(error, StillRuns | Unusable)
-        delay = None if is_final else endpoint.delay(error, event.failures + 1, self._settings)
-        is_ours = isinstance(error, RetryableError) and delay is not None
+        is_final = isinstance(error, HandlerTimeout | InvalidPayload)
+        delay = None if is_final else endpoint.get_retry_delay(error, event.failures + 1, self._settings)
+        is_retried_here = isinstance(error, RetryableError) and delay is not None
         # Once this is decided, the sender waits until it is written whether the event is handed back to it.
-        to_sender = reply is not None and not is_final and not is_ours and reply.decide()
+        to_sender = reply is not None and not is_final and not is_retried_here and reply.hold_sender()
         write = self._inbox.database.run if to_sender else self._write
         try:
             status = await write(
-                ledger.fail,
+                ledger.fail_event,
                 event.id,
-                _reason(error),
+                _describe_error(error),
                 now=now,
                 attempts=self._settings.attempts,
                 retry_at=None if delay is None else now + delay,
@@ -218,16 +220,22 @@ class Runs:
             # Nobody knows that it was handed back, so it runs again here, whatever its sender does.
             log.error("event %s: its end cannot be written, it runs again: %s", event.id, trouble)
             if reply is not None:
-                reply.tell(answers.busy("The event could not be written.", self._settings.retry_after))
-            status = await self._write(ledger.again, event.id, due=now + backoff(1, self._settings))
+                reply.set_answer(
+                    answers.build_busy_answer("The event could not be written.", self._settings.retry_after)
+                )
+            status = await self._write(ledger.requeue_event, event.id, due=now + backoff(1, self._settings))
         if reply is not None:
             is_accepted = status is Status.WAITING
-            reply.tell(answers.accepted(event.id) if is_accepted else told or answers.failed(event.id))
+            reply.set_answer(
+                answers.build_accepted_answer(event.id)
+                if is_accepted
+                else answer or answers.build_failure_answer(event.id)
+            )
         if status is Status.DEAD:
             log.error("event %s of %s is a dead letter after %d attempts", event.id, event.path, event.attempt)
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """In words that a database takes: a name of a file may hold bytes that are no text, and an error may have none."""
     try:
         text = f"{type(error).__name__}: {error}"
@@ -236,12 +244,12 @@ def _reason(error: BaseException) -> str:
     return text[:2000].encode("utf-8", "replace").decode()
 
 
-def _request_of(event: Event, app: Sanic | None) -> Request:
+def _rebuild_request(event: Event, app: Sanic | None) -> Request:
     """What is kept of the request of an event whose sender was answered before."""
     request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), cast(Any, app))
     request.body = event.body
     return request
 
 
-def _read(model: type[BaseModel] | None, body: bytes) -> Any:
-    return payload_of(model, parse(body))
+def _parse_payload(model: type[BaseModel] | None, body: bytes) -> Any:
+    return build_payload(model, parse_json(body))

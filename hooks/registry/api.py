@@ -34,8 +34,8 @@ from hooks.registry import delivery_queue
 from hooks.registry.delivery import Outcome
 from hooks.registry.jobs import Job
 from hooks.registry.sender import Sender
-from hooks.registry.store import Webhook, WebhookStore, WebhookUpdate, wish_of
-from hooks.signatures import is_secret
+from hooks.registry.store import Webhook, WebhookStore, WebhookUpdate, read_update
+from hooks.signatures import is_valid_secret
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Management:
 
     async def list(self) -> list[Webhook]:
         """All of them, oldest first."""
-        return await self._database.run(self._store.all)
+        return await self._database.run(self._store.list_webhooks)
 
     async def get(self, webhook_id: str) -> Webhook:
         """One of them."""
@@ -72,8 +72,8 @@ class Management:
             InvalidWebhook, UnsafeTarget: it cannot be.
             UnknownWebhook: there is no such job.
         """
-        wish = await self._checked(wish_of(body, is_new=True))
-        return await self._database.run(self._store.create, wish, self._clock())
+        fields = await self._check_target(read_update(body, is_new=True))
+        return await self._database.run(self._store.create, fields, self._clock())
 
     async def update(self, webhook_id: str, body: object) -> Webhook:
         """Change what the body names.
@@ -83,25 +83,25 @@ class Management:
             InvalidWebhook, UnsafeTarget: it cannot be.
         """
         before = await self.get(webhook_id)
-        wish = await self._checked(wish_of(body, is_new=False), before.job)
-        return await self._database.run(self._store.update, webhook_id, wish, self._clock())
+        changes = await self._check_target(read_update(body, is_new=False), before.job)
+        return await self._database.run(self._store.update, webhook_id, changes, self._clock())
 
-    async def _checked(self, wish: WebhookUpdate, job_before: str | None = None) -> WebhookUpdate:
-        if wish.url:
-            target = self._rules.parse(wish.url)
+    async def _check_target(self, changes: WebhookUpdate, old_job: str | None = None) -> WebhookUpdate:
+        if changes.url:
+            target = self._rules.parse_url(changes.url)
             # A name that nobody knows yet is not unsafe; it is looked up and checked anew for every attempt.
             with suppress(OSError):
-                await self._rules.resolve(target, self._resolve)
-        if wish.job and wish.job not in self._jobs:
+                await self._rules.resolve_target(target, self._resolve)
+        if changes.job and changes.job not in self._jobs:
             known = ", ".join(sorted(self._jobs)) or "none"
-            raise UnknownWebhook(f"there is no job {wish.job[:100]!r}; registered by the operator: {known}", 404)
-        job = self._jobs.get(wish.job or (job_before or "" if not wish.url else ""))
-        unknown = sorted(set(wish.secrets or ()) - set(job.secrets if job else ()))
+            raise UnknownWebhook(f"there is no job {changes.job[:100]!r}; registered by the operator: {known}", 404)
+        job = self._jobs.get(changes.job or (old_job or "" if not changes.url else ""))
+        unknown = sorted(set(changes.secrets or ()) - set(job.secrets if job else ()))
         if unknown and job:
             raise InvalidWebhook(
                 f"secrets: job {job.id!r} takes no {', '.join(unknown)}; it takes: {', '.join(job.secrets) or 'none'}"
             )
-        return wish
+        return changes
 
     async def enable(self, webhook_id: str) -> Webhook:
         """Let it have events again."""
@@ -120,7 +120,7 @@ class Management:
     async def deliveries(self, webhook_id: str, limit: int, before: str | None) -> "list[dict[str, Any]]":
         """Its delivery log, newest first."""
         await self.get(webhook_id)
-        return await self._database.run(delivery_queue.entries, webhook_id, limit, before)
+        return await self._database.run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
         """Send one of the log again, now. A job is only started, as it may take long; the log has how it ended.
@@ -150,7 +150,7 @@ WRONG_TOKEN = "Invalid credentials in Authorization header"
 Handler = Callable[..., Coroutine[Any, Any, HTTPResponse]]
 
 
-def refusal(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> HTTPResponse:
+def build_error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> HTTPResponse:
     """An error as the Hub gives it, for ``HfHubHTTPError`` to show."""
     in_header = message.encode("ascii", "replace").decode().replace("\n", " ").replace("\r", " ")[:2000]
     return in_json({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": in_header, **(headers or {})})
@@ -170,40 +170,40 @@ def add_routes(
         management: the registry that answers, while the server runs.
     """
 
-    def guarded(*, is_write: bool) -> Callable[[Handler], Handler]:
+    def require_token(*, is_write: bool) -> Callable[[Handler], Handler]:
         """Ask for a token before anything else, and answer what goes wrong."""
 
         def decorate(handler: Handler) -> Handler:
             @wraps(handler)
             async def guard(request: Request, **arguments: str) -> HTTPResponse:
-                given = _bearer(request)
-                may_write, may_read = is_secret(given, tokens), is_secret(given, read_tokens)
-                if not given:
+                token = _get_bearer_token(request)
+                may_write, may_read = is_valid_secret(token, tokens), is_valid_secret(token, read_tokens)
+                if not token:
                     text = f"{NO_TOKEN} A token of this registry is needed: Authorization: Bearer ... (HF_TOKEN)"
-                    return refusal(401, "Unauthorized", text, {"WWW-Authenticate": "Bearer"})
+                    return build_error(401, "Unauthorized", text, {"WWW-Authenticate": "Bearer"})
                 if not may_write and not may_read:
-                    return refusal(401, "Unauthorized", WRONG_TOKEN, {"WWW-Authenticate": "Bearer"})
+                    return build_error(401, "Unauthorized", WRONG_TOKEN, {"WWW-Authenticate": "Bearer"})
                 if is_write and not may_write:
-                    return refusal(403, "Forbidden", "This token may only read webhooks")
+                    return build_error(403, "Forbidden", "This token may only read webhooks")
                 try:
                     return await handler(request, **arguments)
                 except (InvalidWebhook, UnsafeTarget) as error:
-                    return refusal(400, "BadRequest", str(error))
+                    return build_error(400, "BadRequest", str(error))
                 except HubTrouble as error:
-                    return refusal(404, "NotFound", str(error))
+                    return build_error(404, "NotFound", str(error))
                 except DeliveryRefused as error:
-                    return refusal(error.status, "ReplayFailed", str(error))
+                    return build_error(error.status, "ReplayFailed", str(error))
                 except StoreError:
-                    return refusal(503, "Unavailable", "the registry cannot write its database; its log says why")
+                    return build_error(503, "Unavailable", "the registry cannot write its database; its log says why")
                 except HooksError as error:
-                    return refusal(503, "Unavailable", str(error))
+                    return build_error(503, "Unavailable", str(error))
 
             return guard
 
         return decorate
 
     async def whoami(request: Request) -> HTTPResponse:
-        role = "write" if is_secret(_bearer(request), tokens) else "read"
+        role = "write" if is_valid_secret(_get_bearer_token(request), tokens) else "read"
         token = {"displayName": "robojax", "role": role}
         return in_json(
             {
@@ -218,65 +218,67 @@ def add_routes(
             }
         )
 
-    async def harnesses(request: Request) -> HTTPResponse:
+    async def list_harnesses(request: Request) -> HTTPResponse:
         # The ``hf`` command asks for this before anything else, and without a token.
         return in_json({"standardEnvVars": [], "harnesses": {}})
 
-    async def listed(request: Request) -> HTTPResponse:
-        return in_json([webhook.wire() for webhook in await management().list()])
+    async def list_webhooks(request: Request) -> HTTPResponse:
+        return in_json([webhook.to_json() for webhook in await management().list()])
 
-    async def created(request: Request) -> HTTPResponse:
-        return in_json({"webhook": (await management().create(_body(request))).wire()})
+    async def create_webhook(request: Request) -> HTTPResponse:
+        return in_json({"webhook": (await management().create(_read_body(request))).to_json()})
 
-    async def got(request: Request, webhook_id: str) -> HTTPResponse:
-        return in_json({"webhook": (await management().get(webhook_id)).wire()})
+    async def get_webhook(request: Request, webhook_id: str) -> HTTPResponse:
+        return in_json({"webhook": (await management().get(webhook_id)).to_json()})
 
-    async def updated(request: Request, webhook_id: str) -> HTTPResponse:
-        return in_json({"webhook": (await management().update(webhook_id, _body(request))).wire()})
+    async def update_webhook(request: Request, webhook_id: str) -> HTTPResponse:
+        return in_json({"webhook": (await management().update(webhook_id, _read_body(request))).to_json()})
 
-    async def enabled(request: Request, webhook_id: str) -> HTTPResponse:
-        return in_json({"webhook": (await management().enable(webhook_id)).wire()})
+    async def enable_webhook(request: Request, webhook_id: str) -> HTTPResponse:
+        return in_json({"webhook": (await management().enable(webhook_id)).to_json()})
 
-    async def disabled(request: Request, webhook_id: str) -> HTTPResponse:
-        return in_json({"webhook": (await management().disable(webhook_id)).wire()})
+    async def disable_webhook(request: Request, webhook_id: str) -> HTTPResponse:
+        return in_json({"webhook": (await management().disable(webhook_id)).to_json()})
 
-    async def deleted(request: Request, webhook_id: str) -> HTTPResponse:
+    async def delete_webhook(request: Request, webhook_id: str) -> HTTPResponse:
         await management().delete(webhook_id)
         return in_json({})
 
-    async def replayed(request: Request, webhook_id: str, delivery_id: str) -> HTTPResponse:
+    async def replay_delivery(request: Request, webhook_id: str, delivery_id: str) -> HTTPResponse:
         return in_json({"status": (await management().replay(webhook_id, delivery_id)).status})
 
-    async def deliveries(request: Request, webhook_id: str) -> HTTPResponse:
+    async def list_deliveries(request: Request, webhook_id: str) -> HTTPResponse:
         limit = request.args.get("limit", "50")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
             raise InvalidWebhook(f"limit: {limit[:20]!r}, wanted 1 to {MAX_LISTED}")
-        found = await management().deliveries(webhook_id, int(limit), request.args.get("before"))
-        return in_json({"deliveries": found})
+        deliveries = await management().deliveries(webhook_id, int(limit), request.args.get("before"))
+        return in_json({"deliveries": deliveries})
 
     one = f"{PREFIX}/<webhook_id:str>"
     for handler, path, method in (
         (whoami, "/api/whoami-v2", "GET"),
-        (listed, PREFIX, "GET"),
-        (created, PREFIX, "POST"),
-        (got, one, "GET"),
-        (updated, one, "POST"),
-        (deleted, one, "DELETE"),
-        (enabled, f"{one}/enable", "POST"),
-        (disabled, f"{one}/disable", "POST"),
-        (replayed, f"{one}/replay/<delivery_id:str>", "POST"),
-        (deliveries, f"{one}/deliveries", "GET"),
+        (list_webhooks, PREFIX, "GET"),
+        (create_webhook, PREFIX, "POST"),
+        (get_webhook, one, "GET"),
+        (update_webhook, one, "POST"),
+        (delete_webhook, one, "DELETE"),
+        (enable_webhook, f"{one}/enable", "POST"),
+        (disable_webhook, f"{one}/disable", "POST"),
+        (replay_delivery, f"{one}/replay/<delivery_id:str>", "POST"),
+        (list_deliveries, f"{one}/deliveries", "GET"),
     ):
-        blueprint.add_route(guarded(is_write=method != "GET")(handler), path, methods=[method], name=handler.__name__)
-    blueprint.add_route(harnesses, "/api/agent-harnesses", methods=["GET"], name="harnesses")
+        blueprint.add_route(
+            require_token(is_write=method != "GET")(handler), path, methods=[method], name=handler.__name__
+        )
+    blueprint.add_route(list_harnesses, "/api/agent-harnesses", methods=["GET"], name="harnesses")
 
 
-def _bearer(request: Request) -> str:
+def _get_bearer_token(request: Request) -> str:
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
-def _body(request: Request) -> Any:
+def _read_body(request: Request) -> Any:
     if len(request.body) > MAX_BODY:
         raise InvalidWebhook(f"body: {len(request.body)} bytes, wanted at most {MAX_BODY}")
     # Each value but the first stands behind one of these.

@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from hooks.addresses import Resolve, TargetRules
 from hooks.errors import UnsafeTarget
 from hooks.signatures import sign_standard
-from hooks.threads import begin
+from hooks.threads import start_in_thread
 
 MAX_EXCERPT = 1024  # bytes of an answer or of a job's output that are kept
 MAX_SECRET = 512
@@ -72,7 +72,7 @@ class Outcome:
         exit_status: of a job; negative for a signal.
         error: why it failed without a status, for people.
         excerpt: the beginning of the answer, or the end of a job's output.
-        asked: seconds by ``Retry-After``.
+        retry_after: seconds by ``Retry-After``.
         seconds: that it took.
         is_interrupted: it was ended because the server stops: no attempt, it is made again at the next start.
     """
@@ -81,7 +81,7 @@ class Outcome:
     exit_status: int | None = None
     error: str | None = None
     excerpt: str = ""
-    asked: float | None = None
+    retry_after: float | None = None
     seconds: float = 0.0
     is_interrupted: bool = False
 
@@ -108,35 +108,35 @@ class Outcome:
 class Deliverer(Protocol):
     """Makes one attempt."""
 
-    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
         """Deliver; what goes wrong is in the outcome."""
         ...
 
 
-def excerpt(
+def make_excerpt(
     data: bytes,
     secrets: Iterable[str | None] = (),
     *,
-    of_end: bool = False,
-    most: int = MAX_EXCERPT,
-    longest: int = MAX_SECRET,
+    is_end: bool = False,
+    max_bytes: int = MAX_EXCERPT,
+    longest_secret: int = MAX_SECRET,
 ) -> str:
     """The beginning (or end) as text, with secrets that the other side repeated struck out.
 
     Args:
         data: at most ``most + longest`` bytes; as many mean that there was more.
-        most: bytes of the text.
-        longest: bytes of the longest secret there may be.
+        max_bytes: bytes of the text.
+        longest_secret: bytes of the longest secret there may be.
     """
     text = data.decode("utf-8", "replace")
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
     # NUL would end the text where it is read by C.
-    kept = text.replace("\0", "\ufffd").encode()
-    if len(data) >= most + longest:
+    shown = text.replace("\0", "\ufffd").encode()
+    if len(data) >= max_bytes + longest_secret:
         # A secret may have been cut in two where reading ended.
-        kept = kept[longest:] if of_end else kept[: max(len(kept) - longest, 0)]
-    return (kept[-most:] if of_end else kept[:most]).decode("utf-8", "ignore")
+        shown = shown[longest_secret:] if is_end else shown[: max(len(shown) - longest_secret, 0)]
+    return (shown[-max_bytes:] if is_end else shown[:max_bytes]).decode("utf-8", "ignore")
 
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -152,12 +152,12 @@ class Schedule:
         waits: seconds before the first attempt, before the second, ...; as many attempts as there are waits.
         jitter: part of a wait by which it is randomly longer or shorter, so that targets that came back are not all
             met at once.
-        longest_asked: seconds; a ``Retry-After`` above it counts as this much.
+        max_retry_after: seconds; a ``Retry-After`` above it counts as this much.
     """
 
     waits: tuple[float, ...] = (0.0, 5.0, 5 * MINUTE, 30 * MINUTE, 2 * HOUR, 5 * HOUR, 10 * HOUR)
     jitter: float = 0.2
-    longest_asked: float = 10 * HOUR
+    max_retry_after: float = 10 * HOUR
 
     def __post_init__(self) -> None:
         if not self.waits or any(not 0 <= wait < math.inf for wait in self.waits):
@@ -165,21 +165,23 @@ class Schedule:
         if not 0 <= self.jitter < 1:
             raise ValueError(f"jitter: {self.jitter!r}, wanted 0 up to below 1")
 
-    def wait(self, failed: int, random: Callable[[], float], asked: float | None = None) -> float | None:
+    def get_wait(
+        self, failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
+    ) -> float | None:
         """Seconds until the next attempt, or None when there is none left.
 
         Args:
-            failed: attempts that failed up to now.
+            failed_attempts: attempts that failed up to now.
             random: a number of [0, 1).
-            asked: seconds by the target's ``Retry-After``: never sooner than that.
+            retry_after: seconds by the target's ``Retry-After``: never sooner than that.
         """
-        if failed >= len(self.waits):
+        if failed_attempts >= len(self.waits):
             return None
-        wait = self.waits[failed] * (1 + self.jitter * (2 * random() - 1))
-        return wait if asked is None else max(wait, min(asked, self.longest_asked))
+        wait = self.waits[failed_attempts] * (1 + self.jitter * (2 * random() - 1))
+        return wait if retry_after is None else max(wait, min(retry_after, self.max_retry_after))
 
 
-def retry_after(header: str | None, now: float) -> float | None:
+def parse_retry_after(header: str | None, now: float) -> float | None:
     """Seconds of a ``Retry-After`` header: a number, or a date; None when it is missing or neither.
 
     Args:
@@ -198,17 +200,17 @@ def retry_after(header: str | None, now: float) -> float | None:
     return max((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now, 0.0)
 
 
-def iso(seconds: float | None) -> str | None:
+def format_time(seconds: float | None) -> str | None:
     """Seconds since 1970 as RFC 3339 in UTC, as the Hub writes times."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-RESOLVE_WITHIN = 5.0
+RESOLVE_TIMEOUT = 5.0
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
+async def resolve_host(host: str, port: int) -> Sequence[str]:
     """The addresses of a host.
 
     The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
@@ -218,11 +220,13 @@ async def resolve(host: str, port: int) -> Sequence[str]:
         OSError: there is no such host, or nobody said so in time (``TimeoutError``).
     """
     try:
-        async with asyncio.timeout(RESOLVE_WITHIN):
-            found = await asyncio.wrap_future(begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+        async with asyncio.timeout(RESOLVE_TIMEOUT):
+            infos = await asyncio.wrap_future(
+                start_in_thread(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            )
     except UnicodeError:
         raise OSError(f"{host!r} is no name of a host") from None
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
 class PinnedResolver(AbstractResolver):
@@ -256,7 +260,7 @@ class PinnedResolver(AbstractResolver):
 
 TIMEOUT = 12.0
 # The status is the answer; what else the target has to say is only for the log.
-BODY_PATIENCE = 2.0
+BODY_TIMEOUT = 2.0
 
 
 class HttpDeliverer:
@@ -266,36 +270,36 @@ class HttpDeliverer:
         timeout: seconds for one attempt, with the name looked up and the connection made.
     """
 
-    def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve):
+    def __init__(self, rules: TargetRules, *, timeout: float = TIMEOUT, resolve: Resolve = resolve_host):
         self.timeout = timeout
         self._rules = rules
         self._resolve = resolve
 
-    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
         """Post it; what goes wrong is in the outcome."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout):
-                status, asked, kept = await self._post(destination, parcel, now)
+                status, retry_after_header, body_start = await self._post(destination, request, now)
         except TimeoutError:
-            return Outcome(error=f"no answer within {self.timeout:g} s", seconds=time.monotonic() - began)
+            return Outcome(error=f"no answer within {self.timeout:g} s", seconds=time.monotonic() - started_at)
         except UnsafeTarget as error:
-            return Outcome(error=str(error), seconds=time.monotonic() - began)
+            return Outcome(error=str(error), seconds=time.monotonic() - started_at)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Outcome(error=_reason(error), seconds=time.monotonic() - began)
+            return Outcome(error=_describe_error(error), seconds=time.monotonic() - started_at)
         return Outcome(
             status=status,
-            excerpt=excerpt(kept, (destination.secret,)),
-            asked=retry_after(asked, now),
-            seconds=time.monotonic() - began,
+            excerpt=make_excerpt(body_start, (destination.secret,)),
+            retry_after=parse_retry_after(retry_after_header, now),
+            seconds=time.monotonic() - started_at,
         )
 
     async def _post(
-        self, destination: Destination, parcel: DeliveryRequest, now: float
+        self, destination: Destination, request: DeliveryRequest, now: float
     ) -> tuple[int, str | None, bytes]:
         assert destination.url is not None
-        target = self._rules.parse(destination.url)
-        addresses = await self._rules.resolve(target, self._resolve)
+        target = self._rules.parse_url(destination.url)
+        addresses = await self._rules.resolve_target(target, self._resolve)
         # A connection of its own, and none kept: the next attempt looks the name up again and is checked again.
         connector = aiohttp.TCPConnector(
             resolver=PinnedResolver(target.host, addresses), use_dns_cache=False, force_close=True
@@ -309,38 +313,40 @@ class HttpDeliverer:
                 timeout=aiohttp.ClientTimeout(total=None),
             ) as session,
             session.post(
-                target.url, data=parcel.body, headers=headers(destination, parcel, now), allow_redirects=False
+                target.url, data=request.body, headers=build_headers(destination, request, now), allow_redirects=False
             ) as answer,
         ):
-            kept = b""
+            body_start = b""
             try:
-                async with asyncio.timeout(BODY_PATIENCE):
-                    while len(kept) < MAX_READ and (more := await answer.content.read(MAX_READ - len(kept))):
-                        kept += more
+                async with asyncio.timeout(BODY_TIMEOUT):
+                    while len(body_start) < MAX_READ and (
+                        chunk := await answer.content.read(MAX_READ - len(body_start))
+                    ):
+                        body_start += chunk
             except (TimeoutError, aiohttp.ClientError):
-                pass  # it answered; see BODY_PATIENCE
-            return answer.status, answer.headers.get("Retry-After"), kept
+                pass  # it answered; see BODY_TIMEOUT
+            return answer.status, answer.headers.get("Retry-After"), body_start
 
 
-def headers(destination: Destination, parcel: DeliveryRequest, now: float) -> dict[str, str]:
+def build_headers(destination: Destination, request: DeliveryRequest, now: float) -> dict[str, str]:
     """What goes with a body: the Hub's ``X-Webhook-Secret``, and a signature of Standard Webhooks.
 
     Args:
         now: seconds since 1970; each attempt is signed anew, as receivers refuse old ones.
     """
-    given = {
+    headers = {
         "Content-Type": "application/json",
         "User-Agent": "robojax-webhooks",
-        "Webhook-Id": parcel.id,
+        "Webhook-Id": request.id,
         "Webhook-Timestamp": str(int(now)),
     }
     if destination.secret:
-        given["Webhook-Signature"] = sign_standard(destination.secret, parcel.id, int(now), parcel.body)
-        given["X-Webhook-Secret"] = destination.secret
-    return given
+        headers["Webhook-Signature"] = sign_standard(destination.secret, request.id, int(now), request.body)
+        headers["X-Webhook-Secret"] = destination.secret
+    return headers
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """In words that name neither a file nor a piece of code."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
         return "the target's certificate cannot be verified"

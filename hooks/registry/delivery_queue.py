@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hooks.queue import OPEN, Queue
-from hooks.registry.delivery import DeliveryRequest, Outcome, iso
+from hooks.registry.delivery import DeliveryRequest, Outcome, format_time
 
 # delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
 STATES = ("waiting", "delivered", "failed", "dropped")
 
 
-def forget(connection: sqlite3.Connection, webhook_id: str) -> None:
+def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
     """A webhook is gone, and its log with it."""
     connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,))
     connection.execute("DELETE FROM deliveries WHERE webhook_id = ?", (webhook_id,))
-    _drop_messages(connection)
+    _delete_unused_messages(connection)
 
 
-def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
+def prune_log(connection: sqlite3.Connection, before: float, max_finished: int) -> int:
     """Forget what was finished before then, and above so many also what is newer; how many.
 
     What waits for a webhook that is not enabled is forgotten too when it is older.
@@ -33,20 +33,20 @@ def prune(connection: sqlite3.Connection, before: float, most: int) -> int:
         "DELETE FROM deliveries WHERE finished_at < ? OR number IN (SELECT number FROM deliveries "
         "WHERE finished_at IS NOT NULL ORDER BY finished_at DESC, number DESC LIMIT -1 OFFSET ?) "
         "OR (status = 'waiting' AND created_at < ? AND webhook_id IN (SELECT * FROM held))",
-        (before, most, before),
+        (before, max_finished, before),
     ).rowcount
     if count:
-        _drop_messages(connection)
+        _delete_unused_messages(connection)
     return count
 
 
-def _drop_messages(connection: sqlite3.Connection) -> None:
+def _delete_unused_messages(connection: sqlite3.Connection) -> None:
     connection.execute(
         "DELETE FROM messages WHERE NOT EXISTS (SELECT 1 FROM deliveries WHERE message_id = messages.id)"
     )
 
 
-def entries(
+def list_deliveries(
     connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None
 ) -> list[dict[str, Any]]:
     """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
@@ -62,20 +62,21 @@ def entries(
     ).fetchall()
     attempts: dict[str, list[dict[str, Any]]] = {row["id"]: [] for row in rows}
     for attempt in connection.execute(
-        f"SELECT * FROM attempts WHERE delivery_id IN ({marks(rows)}) ORDER BY rowid", [row["id"] for row in rows]
+        f"SELECT * FROM attempts WHERE delivery_id IN ({make_placeholders(rows)}) ORDER BY rowid",
+        [row["id"] for row in rows],
     ):
-        attempts[attempt["delivery_id"]].append(_attempt(attempt))
+        attempts[attempt["delivery_id"]].append(_format_attempt(attempt))
     return [
         {
             "id": row["id"],
             "webhookDeliveryId": f"msg_{row['id']}",
             "type": row["type"],
             "subject": row["lane"],
-            "status": public_status(row["status"]),
-            "createdAt": iso(row["created_at"]),
-            "finishedAt": iso(row["finished_at"]),
-            "nextAttemptAt": iso(row["due"])
-            if public_status(row["status"]) == "waiting" and not row["is_behind"]
+            "status": get_public_status(row["status"]),
+            "createdAt": format_time(row["created_at"]),
+            "finishedAt": format_time(row["finished_at"]),
+            "nextAttemptAt": format_time(row["due"])
+            if get_public_status(row["status"]) == "waiting" and not row["is_behind"]
             else None,
             "attempts": attempts[row["id"]],
         }
@@ -83,9 +84,9 @@ def entries(
     ]
 
 
-def _attempt(row: sqlite3.Row) -> dict[str, Any]:
+def _format_attempt(row: sqlite3.Row) -> dict[str, Any]:
     return {
-        "at": iso(row["at"]),
+        "at": format_time(row["at"]),
         "seconds": round(row["seconds"], 3),
         "status": row["status"],
         "exitStatus": row["exit_status"],
@@ -95,15 +96,15 @@ def _attempt(row: sqlite3.Row) -> dict[str, Any]:
     }
 
 
-def counts(connection: sqlite3.Connection) -> dict[str, int]:
+def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
     """How many deliveries of each status there are."""
-    found: dict[str, int] = dict.fromkeys(STATES, 0)
+    counts: dict[str, int] = dict.fromkeys(STATES, 0)
     for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
-        found[public_status(status)] += count
-    return found
+        counts[get_public_status(status)] += count
+    return counts
 
 
-def public_status(status: str) -> str:
+def get_public_status(status: str) -> str:
     """The status as people see it: what is under way waits for its outcome."""
     return "waiting" if status == "running" else status
 
@@ -184,21 +185,21 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Due:
+class DueDelivery:
     """A delivery that is to be made."""
 
     id: str
     webhook_id: str
-    failed: int
-    parcel: DeliveryRequest
+    failed_attempts: int
+    request: DeliveryRequest
 
 
-def new_id() -> str:
+def generate_id() -> str:
     """24 hexadecimal digits, as the Hub's ids are."""
     return secrets.token_hex(12)
 
 
-def put(
+def queue_message(
     connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str], now: float, max_waiting: int
 ) -> tuple[int, dict[str, int]]:
     """Queue an event for these webhooks.
@@ -220,14 +221,14 @@ def put(
         connection.execute(
             "INSERT INTO deliveries (id, webhook_id, message_id, lane, status, due, created_at) "
             "VALUES (?, ?, ?, ?, 'waiting', ?, ?)",
-            (new_id(), webhook_id, message.id, message.subject, now, now),
+            (generate_id(), webhook_id, message.id, message.subject, now, now),
         )
-        if count := _drop(connection, webhook_id, now, max_waiting):
+        if count := _drop_oldest(connection, webhook_id, now, max_waiting):
             dropped[webhook_id] = count
     return len(webhook_ids), dropped
 
 
-def _drop(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
+def _drop_oldest(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
     """Give up the oldest ones above the limit."""
     return connection.execute(
         "UPDATE deliveries SET status = 'dropped', due = NULL, finished_at = ? WHERE number IN (SELECT number "
@@ -237,12 +238,12 @@ def _drop(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiti
     ).rowcount
 
 
-def marks(values: Collection[object]) -> str:
+def make_placeholders(values: Collection[object]) -> str:
     """Placeholders for them in SQL."""
     return ", ".join("?" * len(values))
 
 
-def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Due | None:
+def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> DueDelivery | None:
     """A delivery of the log, whatever its status."""
     row = connection.execute(
         "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
@@ -256,7 +257,7 @@ def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Du
         # As text: a payload may have megabytes, and while JSON is read or written no other thread runs.
         webhook = json.dumps({"id": webhook_id, "version": 3}, separators=(",", ":"))
         body = f'{body.removesuffix("}")},"webhook":{webhook}}}'
-    return Due(
+    return DueDelivery(
         delivery_id,
         webhook_id,
         row["failed"],
@@ -264,9 +265,9 @@ def one(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> Du
     )
 
 
-def record(
+def record_attempt(
     connection: sqlite3.Connection,
-    delivery: Due,
+    delivery: DueDelivery,
     outcome: Outcome,
     at: float,
     now: float,
@@ -299,20 +300,20 @@ def record(
         status, due = "failed", None
     else:
         status, due = "waiting", now + wait
-    changed = connection.execute(
+    new_status = connection.execute(
         "UPDATE deliveries SET status = ?, due = ?, failed = failed + ?, finished_at = ? "
         f"WHERE id = ? AND ({OPEN} OR ? = 'delivered')",
         (status, due, not outcome.is_delivered, None if status == "waiting" else now, delivery.id, status),
     ).rowcount
-    return bool(changed) and status == "failed"
+    return bool(new_status) and status == "failed"
 
 
-def hold(connection: sqlite3.Connection, webhook_id: str) -> None:
-    """Send nothing more to a webhook until ``release``; what waits goes on waiting."""
+def hold_webhook(connection: sqlite3.Connection, webhook_id: str) -> None:
+    """Send nothing more to a webhook until ``release_webhook``; what waits goes on waiting."""
     connection.execute("INSERT OR IGNORE INTO held VALUES (?)", (webhook_id,))
 
 
-def release(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
+def release_webhook(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
     """Send again, and what has waited at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from hooks.errors import InvalidSettings
-from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, Outcome, excerpt
+from hooks.registry.delivery import MAX_JOB_SECRET, DeliveryRequest, Destination, Outcome, make_excerpt
 
-MOST_OUTPUT = 1 << 20
+MAX_OUTPUT = 1 << 20
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _KEYS = {"argv", "cwd", "env", "secrets", "timeout", "max_output"}
@@ -76,14 +76,14 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
     if not isinstance(table, dict) or set(content) - {"jobs"}:
         wrong.append(f"wanted only tables [jobs.ID], found {', '.join(sorted(content))}")
         table = {}
-    jobs = {name: _job(name, given, path.resolve().parent, wrong) for name, given in table.items()}
+    jobs = {name: _read_job(name, jobs_by_id, path.resolve().parent, wrong) for name, jobs_by_id in table.items()}
     if wrong:
         raise InvalidSettings(f"jobs file {str(path)!r}: " + "; ".join(wrong))
     return {name: job for name, job in jobs.items() if job is not None}
 
 
-def _job(name: str, given: object, folder: Path, wrong: list[str]) -> Job | None:
-    if not isinstance(given, dict):
+def _read_job(name: str, fields: object, folder: Path, wrong: list[str]) -> Job | None:
+    if not isinstance(fields, dict):
         wrong.append(f"{name}: wanted a table")
         return None
     before = len(wrong)
@@ -92,10 +92,16 @@ def _job(name: str, given: object, folder: Path, wrong: list[str]) -> Job | None
         if not is_right:
             wrong.append(f"{name}: {text}")
 
-    argv, cwd, env = given.get("argv", []), given.get("cwd", "."), given.get("env", {})
-    secrets, timeout, most = given.get("secrets", []), given.get("timeout", 600), given.get("max_output", 16 << 10)
+    argv, cwd, env = fields.get("argv", []), fields.get("cwd", "."), fields.get("env", {})
+    secrets, timeout, max_output = (
+        fields.get("secrets", []),
+        fields.get("timeout", 600),
+        fields.get("max_output", 16 << 10),
+    )
     check(bool(_ID.fullmatch(name)), "an id is of letters, digits, dots, dashes and underscores")
-    check(not set(given) - _KEYS, f"unknown {', '.join(sorted(set(given) - _KEYS))}; known: {', '.join(sorted(_KEYS))}")
+    check(
+        not set(fields) - _KEYS, f"unknown {', '.join(sorted(set(fields) - _KEYS))}; known: {', '.join(sorted(_KEYS))}"
+    )
     check(_is_texts(argv) and bool(argv), "argv: wanted a list of the program and its arguments (no shell reads it)")
     check(isinstance(cwd, str), "cwd: wanted a folder")
     is_env = isinstance(env, dict) and _is_texts(list(env.values())) and all(map(_VARIABLE.fullmatch, env))
@@ -106,12 +112,12 @@ def _job(name: str, given: object, folder: Path, wrong: list[str]) -> Job | None
     )
     check(_is_number(timeout) and timeout > 0, "timeout: wanted seconds above 0")
     check(
-        _is_number(most) and isinstance(most, int) and 0 < most <= MOST_OUTPUT,
-        f"max_output: wanted 1 to {MOST_OUTPUT} bytes",
+        _is_number(max_output) and isinstance(max_output, int) and 0 < max_output <= MAX_OUTPUT,
+        f"max_output: wanted 1 to {MAX_OUTPUT} bytes",
     )
     if len(wrong) > before:
         return None
-    return Job(name, tuple(argv), folder / cwd, env, tuple(secrets), float(timeout), most)
+    return Job(name, tuple(argv), folder / cwd, env, tuple(secrets), float(timeout), max_output)
 
 
 def _is_texts(value: Any) -> bool:
@@ -127,14 +133,14 @@ def _is_ours(variable: str) -> bool:
 
 
 # How often a running job is looked at.
-STEP = 0.05
+POLL_INTERVAL = 0.05
 # From the polite signal to the other one: after its time is over, and when the server stops.
 GRACE = 2.0
 GRACE_AT_STOP = 0.5
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """How a job ended.
 
     Attributes:
@@ -156,15 +162,15 @@ def run_process(
     timeout: float,
     max_output: int,
     stop: threading.Event,
-    note: Path | None = None,
-) -> Ended:
+    pid_file: Path | None = None,
+) -> JobResult:
     """Run it, in the calling thread; nothing of its process group is left when this returns.
 
     Args:
         timeout: seconds.
         max_output: bytes to keep, the last ones.
         stop: set it to end the job.
-        note: file to write the process into, for ``end_left_behind``.
+        pid_file: file to write the process into, for ``end_orphaned_job``.
     """
     try:
         process = subprocess.Popen(
@@ -178,47 +184,49 @@ def run_process(
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        return Ended(None, f"the job does not start: {reason or type(error).__name__}", b"")
-    if note is not None:
-        note.write_text(f"{process.pid} {_born(process.pid)}")
+        return JobResult(None, f"the job does not start: {reason or type(error).__name__}", b"")
+    if pid_file is not None:
+        pid_file.write_text(f"{process.pid} {_get_start_time(process.pid)}")
     assert process.stdout is not None
     with process.stdout:
         output = _Tail(process.stdout.fileno(), max_output)
         try:
-            error = _wait(process, output, timeout, stop)
+            error = _wait_for_exit(process, output, timeout, stop)
         finally:
-            _signal(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
             process.wait()
-            _part_from(process.pid)
+            _wait_for_group(process.pid)
         output.read_rest()
-    return Ended(process.returncode, error, bytes(output.kept))
+    return JobResult(process.returncode, error, bytes(output.content))
 
 
-def _wait(process: "subprocess.Popen[bytes]", output: "_Tail", timeout: float, stop: threading.Event) -> str | None:
+def _wait_for_exit(
+    process: "subprocess.Popen[bytes]", output: "_Tail", timeout: float, stop: threading.Event
+) -> str | None:
     """Wait for its end, or bring it about; then the reason."""
     until = time.monotonic() + timeout
     error, kill_at = None, None
     while process.poll() is None:
-        output.read(STEP)
+        output.read(POLL_INTERVAL)
         now = time.monotonic()
         if kill_at is None and (stop.is_set() or now >= until):
             error = "the server stopped" if stop.is_set() else f"ended after its {timeout:g} s"
             kill_at = now + (GRACE_AT_STOP if stop.is_set() else GRACE)
-            _signal(process.pid, signal.SIGTERM)
+            _signal_group(process.pid, signal.SIGTERM)
         elif kill_at is not None and stop.is_set():
             kill_at = min(kill_at, now + GRACE_AT_STOP)
         if kill_at is not None and now >= kill_at:
-            _signal(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
     return error
 
 
 class _Tail:
     """The last bytes of a pipe."""
 
-    def __init__(self, file: int, most: int):
-        self.kept = bytearray()
+    def __init__(self, file: int, max_bytes: int):
+        self.content = bytearray()
         self._file = file
-        self._most = most
+        self._max_bytes = max_bytes
         self._is_open = True
         os.set_blocking(file, False)
 
@@ -234,8 +242,8 @@ class _Tail:
         except BlockingIOError:
             return False
         self._is_open = bool(data)
-        self.kept += data
-        del self.kept[: -self._most]
+        self.content += data
+        del self.content[: -self._max_bytes]
         return self._is_open
 
     def read_rest(self) -> None:
@@ -245,14 +253,14 @@ class _Tail:
             pass
 
 
-def _part_from(group: int) -> None:
+def _wait_for_group(group: int) -> None:
     """Wait until what was killed is gone, which takes the kernel a moment."""
     until = time.monotonic() + GRACE_AT_STOP / 2
-    while _signal(group, 0) and time.monotonic() < until:
-        time.sleep(STEP / 10)
+    while _signal_group(group, 0) and time.monotonic() < until:
+        time.sleep(POLL_INTERVAL / 10)
 
 
-def _signal(group: int, number: int) -> bool:
+def _signal_group(group: int, number: int) -> bool:
     """Whether there is such a group."""
     try:
         os.killpg(group, number)
@@ -261,7 +269,7 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _born(process: int) -> str:
+def _get_start_time(process: int) -> str:
     """When a process began, in the kernel's ticks: a number and this together are never given twice.
 
     What psutil tells follows the system's clock, and is another number for the same process once that was set.
@@ -272,12 +280,12 @@ def _born(process: int) -> str:
         return ""
 
 
-def end_left_behind(note: Path) -> bool:
+def end_orphaned_job(pid_file: Path) -> bool:
     """End the job that a killed server has left running; whether it still ran."""
-    number, _, born = note.read_text().partition(" ")
-    if not number.isdigit() or not born or _born(int(number)) != born:
+    number, _, started_at = pid_file.read_text().partition(" ")
+    if not number.isdigit() or not started_at or _get_start_time(int(number)) != started_at:
         return False
-    _signal(int(number), signal.SIGKILL)
+    _signal_group(int(number), signal.SIGKILL)
     return True
 
 
@@ -291,7 +299,7 @@ INHERITED = ("PATH", "HOME", "LANG")
 class JobDeliverer:
     """Runs jobs in threads, so many at once; ``close`` ends them."""
 
-    def __init__(self, jobs: Mapping[str, Job], folder: Path | None, at_once: int):
+    def __init__(self, jobs: Mapping[str, Job], folder: Path | None, max_jobs: int):
         """Make one; jobs that a killed server left behind are ended.
 
         Args:
@@ -299,78 +307,80 @@ class JobDeliverer:
         """
         self._jobs = jobs
         self._stop = threading.Event()
-        self._threads = ThreadPoolExecutor(at_once, "webhook-job")
+        self._threads = ThreadPoolExecutor(max_jobs, "webhook-job")
         self._running: set[Future[Outcome]] = set()
         if folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="robojax-jobs-"))
             return
         self._folder = folder
-        for note in folder.glob("*/process"):
-            if end_left_behind(note):
+        for pid_file in folder.glob("*/process"):
+            if end_orphaned_job(pid_file):
                 logger.warning("a job that an earlier server left running was ended")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
 
-    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
         """Run the job to its end."""
         job = self._jobs.get(destination.job or "")
         if job is None:
             return Outcome(error=f"job {destination.job!r} is not in the operator's file any more")
         if self._stop.is_set():
             return Outcome(is_interrupted=True)
-        began = time.monotonic()
-        running = self._threads.submit(self._run, job, destination, parcel)
+        started_at = time.monotonic()
+        running = self._threads.submit(self._run_job, job, destination, request)
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         outcome = await asyncio.wrap_future(running)
-        return replace(outcome, seconds=time.monotonic() - began)
+        return replace(outcome, seconds=time.monotonic() - started_at)
 
-    def _run(self, job: Job, destination: Destination, parcel: DeliveryRequest) -> Outcome:
+    def _run_job(self, job: Job, destination: Destination, request: DeliveryRequest) -> Outcome:
         if self._stop.is_set():
             return Outcome(is_interrupted=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{parcel.id}-", dir=self._folder))
+        folder = Path(tempfile.mkdtemp(prefix=f"{request.id}-", dir=self._folder))
         try:
             payload = folder / "payload.json"
             payload.touch(mode=0o600)
-            payload.write_bytes(parcel.body)
-            ended = run_process(
+            payload.write_bytes(request.body)
+            result = run_process(
                 job.argv,
                 job.cwd,
-                environment(job, destination, parcel, payload),
+                build_environment(job, destination, request, payload),
                 timeout=job.timeout,
                 max_output=job.max_output + MAX_JOB_SECRET,
                 stop=self._stop,
-                note=folder / "process",
+                pid_file=folder / "process",
             )
         except OSError as error:
             return Outcome(error=f"the payload cannot be written: {error.strerror}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if self._stop.is_set() and ended.error is not None:
+        if self._stop.is_set() and result.error is not None:
             return Outcome(is_interrupted=True)
         secrets = (destination.secret, *destination.secrets.values())
-        said = excerpt(ended.output, secrets, of_end=True, most=job.max_output, longest=MAX_JOB_SECRET)
-        return Outcome(exit_status=ended.status, error=ended.error, excerpt=said)
+        output = make_excerpt(
+            result.output, secrets, is_end=True, max_bytes=job.max_output, longest_secret=MAX_JOB_SECRET
+        )
+        return Outcome(exit_status=result.status, error=result.error, excerpt=output)
 
     async def close(self) -> None:
         """End what runs, and take no more."""
         self._stop.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if running := [asyncio.wrap_future(job) for job in self._running]:
-            await asyncio.wait(running, timeout=2 * GRACE_AT_STOP + 4 * STEP)
+            await asyncio.wait(running, timeout=2 * GRACE_AT_STOP + 4 * POLL_INTERVAL)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def environment(job: Job, destination: Destination, parcel: DeliveryRequest, payload: Path) -> dict[str, str]:
+def build_environment(job: Job, destination: Destination, request: DeliveryRequest, payload: Path) -> dict[str, str]:
     """All that a job gets to know; nothing of the server's own environment but ``INHERITED``."""
-    given = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    given |= job.env
-    given |= {name: value for name, value in destination.secrets.items() if name in job.secrets}
-    given |= {"WEBHOOK_ID": parcel.id, "WEBHOOK_PAYLOAD_FILE": str(payload)}
-    if len("WEBHOOK_PAYLOAD=") + len(parcel.body) + 1 <= MAX_VARIABLE:
-        given["WEBHOOK_PAYLOAD"] = parcel.body.decode()
-    if (repo := parcel.repo) is not None:
-        given["WEBHOOK_REPO_ID"], given["WEBHOOK_REPO_TYPE"] = repo
+    variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    variables |= job.env
+    variables |= {name: value for name, value in destination.secrets.items() if name in job.secrets}
+    variables |= {"WEBHOOK_ID": request.id, "WEBHOOK_PAYLOAD_FILE": str(payload)}
+    if len("WEBHOOK_PAYLOAD=") + len(request.body) + 1 <= MAX_VARIABLE:
+        variables["WEBHOOK_PAYLOAD"] = request.body.decode()
+    if (repo := request.repo) is not None:
+        variables["WEBHOOK_REPO_ID"], variables["WEBHOOK_REPO_TYPE"] = repo
     if destination.secret:
-        given["WEBHOOK_SECRET"] = destination.secret
-    return given
+        variables["WEBHOOK_SECRET"] = destination.secret
+    return variables

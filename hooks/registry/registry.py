@@ -21,13 +21,13 @@ from hooks.errors import HooksError, InvalidSettings, StoreError
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import Management, add_routes
-from hooks.registry.delivery import TIMEOUT, HttpDeliverer, iso
-from hooks.registry.delivery import resolve as ask_name_server
-from hooks.registry.delivery_queue import Message, new_id
+from hooks.registry.delivery import TIMEOUT, HttpDeliverer, format_time
+from hooks.registry.delivery import resolve_host as ask_name_server
+from hooks.registry.delivery_queue import Message, generate_id
 from hooks.registry.folder_watcher import FolderWatcher
 from hooks.registry.jobs import JobDeliverer, load_jobs
 from hooks.registry.sender import Sender, SenderSettings
-from hooks.registry.store import SCHEMA, WebhookStore, note_content
+from hooks.registry.store import SCHEMA, WebhookStore, record_content
 
 MIN_TOKEN = 16
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
@@ -97,13 +97,13 @@ class RegistrySettings:
     @property
     def rules(self) -> TargetRules:
         """Which addresses may be sent to."""
-        return TargetRules.of(self.allowed_networks)
+        return TargetRules.from_networks(self.allowed_networks)
 
 
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 
 
-def repo_message(
+def build_repo_message(
     name: str, new_sha: str, old_sha: str | None, *, repo_type: str = "model", ref: str = "refs/heads/main"
 ) -> Message:
     """The content of a repo of ours is another one."""
@@ -123,10 +123,10 @@ def repo_message(
         "repo": repo,
         "updatedRefs": [{"ref": ref, "oldSha": old_sha, "newSha": new_sha}],
     }
-    return Message(new_id(), "repo.content", str(repo["id"]), body, is_hub=True)
+    return Message(generate_id(), "repo.content", str(repo["id"]), body, is_hub=True)
 
 
-def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
+def build_relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
     """A verified event of the Hub, to be sent on as it is, and the webhook that it came by.
 
     Args:
@@ -135,15 +135,15 @@ def relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str |
     Raises:
         ValueError: it is no payload of the Hub.
     """
-    checked = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
-    body = checked.model_dump(mode="json", exclude_unset=True)
+    payload_model = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
+    body = payload_model.model_dump(mode="json", exclude_unset=True)
     del body["webhook"]
-    message_id = new_id() if event_id is None else f"relay:{checked.webhook.id}:{event_id}"
-    subject = f"{checked.repo.type}:{checked.repo.id}"
-    return Message(message_id, checked.event.scope, subject, body, is_hub=True), checked.webhook.id
+    message_id = generate_id() if event_id is None else f"relay:{payload_model.webhook.id}:{event_id}"
+    subject = f"{payload_model.repo.type}:{payload_model.repo.id}"
+    return Message(message_id, payload_model.event.scope, subject, body, is_hub=True), payload_model.webhook.id
 
 
-def session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
+def build_session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
     """Something happened to a session, or to the server.
 
     Args:
@@ -156,25 +156,25 @@ def session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
     """
     if not _TYPE.fullmatch(kind):
         raise ValueError(f"event type {kind!r}: wanted words with dots between, e.g. session.started")
-    plain = _plain(data)
-    body = {"type": kind, "timestamp": iso(now), "data": plain}
-    return Message(new_id(), kind, f"session:{plain.get('session_id', '')}", body, is_hub=False)
+    plain = _to_json_value(data)
+    body = {"type": kind, "timestamp": format_time(now), "data": plain}
+    return Message(generate_id(), kind, f"session:{plain.get('session_id', '')}", body, is_hub=False)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """As JSON has it: a figure that is not finite is null, and what has no form of its own is its text."""
     if isinstance(value, Mapping):
-        return {_text(key): _plain(part) for key, part in value.items()}
+        return {_replace_surrogates(key): _to_json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(part) for part in value]
+        return [_to_json_value(part) for part in value]
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return _text(value)
+    return _replace_surrogates(value)
 
 
-def _text(value: object) -> str:
+def _replace_surrogates(value: object) -> str:
     """Without lone surrogates, as names of files may have and no database takes."""
     return str(value).encode("utf-8", "replace").decode()
 
@@ -261,34 +261,36 @@ class Registry:
         """
         settings = self.settings
         # Two senders on one queue would send everything twice.
-        taken = "another process sends from it; end that, run one process, or give this one another file"
-        with alone(settings.database, taken), closing(Database(settings.database, SCHEMA)) as database:
-            aside = settings.database and settings.database.with_name(settings.database.name + ".jobs")
-            posts = HttpDeliverer(self._rules, timeout=settings.timeout, resolve=self._resolve)
-            jobs = JobDeliverer(self._jobs, aside, settings.jobs_at_once)
+        advice = "another process sends from it; end that, run one process, or give this one another file"
+        with alone(settings.database, advice), closing(Database(settings.database, SCHEMA)) as database:
+            jobs_folder = settings.database and settings.database.with_name(settings.database.name + ".jobs")
+            http_deliverer = HttpDeliverer(self._rules, timeout=settings.timeout, resolve=self._resolve)
+            job_deliverer = JobDeliverer(self._jobs, jobs_folder, settings.jobs_at_once)
             sender = Sender(
                 database,
                 self._store,
-                lambda destination: posts if destination.job is None else jobs,
+                lambda destination: http_deliverer if destination.job is None else job_deliverer,
                 settings.sender,
                 clock=self._clock,
             )
             management = Management(database, self._store, sender, self._rules, self._jobs, self._resolve, self._clock)
-            watcher = FolderWatcher(settings.folders, self._settled, quiet=settings.quiet, poll=settings.poll)
+            watcher = FolderWatcher(
+                settings.folders, self._emit_folder_change, quiet=settings.quiet, poll=settings.poll
+            )
             self._open = database, sender, management
             tasks = [
                 asyncio.create_task(sender.run(), name="webhooks sender"),
                 asyncio.create_task(watcher.run(), name="webhooks watcher"),
             ]
             for task in tasks:
-                task.add_done_callback(_tell_of_defect)
+                task.add_done_callback(_log_task_error)
             try:
                 yield self
             finally:
                 for task in tasks:
                     task.cancel()
                 # Together: a sender that waits for a job ends with it.
-                await asyncio.gather(*tasks, jobs.close(), return_exceptions=True)
+                await asyncio.gather(*tasks, job_deliverer.close(), return_exceptions=True)
                 self._open = None
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
@@ -302,9 +304,10 @@ class Registry:
         Raises:
             ValueError: the type is none.
         """
-        message = session_message(type, data, self._clock())
-        return await self.sender.put(
-            message, lambda connection: [one.id for one in self._store.all(connection) if one.wants_sessions]
+        message = build_session_message(type, data, self._clock())
+        return await self.sender.queue_message(
+            message,
+            lambda connection: [one.id for one in self._store.list_webhooks(connection) if one.is_watching_sessions],
         )
 
     async def emit_repo(
@@ -317,7 +320,7 @@ class Registry:
         ref: str = "refs/heads/main",
     ) -> int:
         """Tell that the content of a repo of ours is another one. For how many webhooks."""
-        return await self._emit(repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
+        return await self._emit(build_repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
 
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Send a verified event of the Hub on to the webhooks here that watch its repo. For how many.
@@ -330,58 +333,67 @@ class Registry:
         Raises:
             ValueError: it is no payload of the Hub.
         """
-        return await self._emit(*relayed_message(payload, event_id))
+        return await self._emit(*build_relayed_message(payload, event_id))
 
-    async def _emit(self, message: Message, came_by: str | None = None) -> int:
-        return await self.sender.put(message, lambda connection: self._wanting(connection, message, came_by))
+    async def _emit(self, message: Message, source_webhook: str | None = None) -> int:
+        return await self.sender.queue_message(
+            message, lambda connection: self._find_subscribers(connection, message, source_webhook)
+        )
 
-    def _wanting(self, connection: sqlite3.Connection, message: Message, came_by: str | None = None) -> list[str]:
-        webhooks = self._store.all(connection)
-        if any(one.id == came_by for one in webhooks):
+    def _find_subscribers(
+        self, connection: sqlite3.Connection, message: Message, source_webhook: str | None = None
+    ) -> list[str]:
+        webhooks = self._store.list_webhooks(connection)
+        if any(one.id == source_webhook for one in webhooks):
             return []
         repo, scope = message.body["repo"], message.body["event"]["scope"]
-        return [one.id for one in webhooks if one.wants(scope, repo["type"], repo["name"])]
+        return [one.id for one in webhooks if one.matches(scope, repo["type"], repo["name"])]
 
-    async def _settled(self, name: str, sha: str) -> None:
+    async def _emit_folder_change(self, name: str, sha: str) -> None:
         """A watched folder is whole, with this content."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> tuple[str, int, dict[str, int]] | None:
-            is_change, old = note_content(connection, name, sha, self._clock())
+            is_change, old = record_content(connection, name, sha, self._clock())
             if not is_change:
                 return None
-            message = repo_message(name, sha, old)
-            return old or "", *sender.put_within(connection, message, self._wanting(connection, message))
+            message = build_repo_message(name, sha, old)
+            return old or "", *sender.queue_in_transaction(
+                connection, message, self._find_subscribers(connection, message)
+            )
 
         while True:
             try:
-                done = await database.run(transaction)
+                result = await database.run(transaction)
             except StoreError as error:
                 logger.error("folder %s: its change cannot be written down (%s); tried again", name, error)
                 await asyncio.sleep(self.settings.poll)
                 continue
-            if done is not None:
-                old, count, dropped = done
+            if result is not None:
+                old, count, dropped = result
                 logger.info("folder %s: %s -> %s, told to %d webhooks", name, old[:8], sha[:8], count)
-                sender.queued(count, dropped)
+                sender.on_queued(count, dropped)
             return
 
-    async def facts(self) -> dict[str, int]:
+    async def get_stats(self) -> dict[str, int]:
         """Figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> dict[str, int]:
-            webhooks = self._store.all(connection)
+            webhooks = self._store.list_webhooks(connection)
             return {
                 "webhooks": len(webhooks),
                 "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
                 "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
-                **{f"deliveries_{status}": count for status, count in delivery_queue.counts(connection).items()},
+                **{
+                    f"deliveries_{status}": count
+                    for status, count in delivery_queue.count_by_status(connection).items()
+                },
             }
 
         return await database.run(transaction) | {"deliveries_dropped_since_start": sender.dropped}
 
 
-def _tell_of_defect(task: "asyncio.Task[None]") -> None:
+def _log_task_error(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("%s ended", task.get_name(), exc_info=task.exception())

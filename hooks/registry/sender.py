@@ -12,16 +12,16 @@ from typing import Protocol
 
 from hooks.database import Database
 from hooks.errors import StoreError
-from hooks.queue import Runner
+from hooks.queue import QueueRunner
 from hooks.registry import delivery_queue
 from hooks.registry.delivery import Deliverer, Destination, Outcome, Schedule
-from hooks.registry.delivery_queue import Due, Message
+from hooks.registry.delivery_queue import DueDelivery, Message
 
 logger = logging.getLogger(__name__)
 
-PRUNE_EVERY = 600.0
+PRUNE_INTERVAL = 600.0
 # An answer that comes this soon after the end is still written down, and not asked for twice.
-STOP_PATIENCE = 0.5
+STOP_TIMEOUT = 0.5
 
 
 class Subscribers(Protocol):
@@ -31,7 +31,7 @@ class Subscribers(Protocol):
         """Where a webhook's events go now, or None when it is gone."""
         ...
 
-    def heard(self, connection: sqlite3.Connection, webhook_id: str, what: str, now: float) -> None:
+    def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
         """How a webhook does: ``delivered``, ``exhausted`` (a delivery was given up), or ``gone`` (it said 410)."""
         ...
 
@@ -42,17 +42,17 @@ class SenderSettings:
 
     Attributes:
         schedule: when a failed delivery is tried again.
-        per_webhook: deliveries of one webhook under way at once; of one repo it is always one.
+        max_parallel: deliveries of one webhook under way at once; of one repo it is always one.
         max_waiting: deliveries of one webhook that may wait; above, the oldest are dropped.
-        kept: seconds that finished deliveries stay in the log.
-        most_kept: how many stay, over all webhooks.
+        retention: seconds that finished deliveries stay in the log.
+        max_retained: how many stay, over all webhooks.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
-    per_webhook: int = 4
+    max_parallel: int = 4
     max_waiting: int = 1000
-    kept: float = 14 * 24 * 3600.0
-    most_kept: int = 10_000
+    retention: float = 14 * 24 * 3600.0
+    max_retained: int = 10_000
 
 
 class Sender:
@@ -67,30 +67,30 @@ class Sender:
         self,
         database: Database,
         subscribers: Subscribers,
-        courier: Callable[[Destination], Deliverer],
+        find_deliverer: Callable[[Destination], Deliverer],
         settings: SenderSettings | None = None,
         *,
         clock: Callable[[], float] = time.time,
-        chance: Callable[[], float] = random.random,
+        random: Callable[[], float] = random.random,
     ):
         """Make one; nothing is sent before ``run``.
 
         Args:
-            courier: who delivers to a destination.
+            find_deliverer: who delivers to a destination.
             clock: seconds since 1970.
-            chance: a number of [0, 1), for the jitter.
+            random: a number of [0, 1), for the jitter.
         """
         self.dropped = 0
         self._database = database
         self._subscribers = subscribers
-        self._courier = courier
+        self._find_deliverer = find_deliverer
         self._settings = settings or SenderSettings()
         self._clock = clock
-        self._chance = chance
+        self._random = random
         self._replays: set[asyncio.Task[object]] = set()
-        self.runner = Runner(database, delivery_queue.QUEUE, self._deliver, self._limits, clock=clock)
+        self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
 
-    async def put(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
+    async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
         """Queue an event; when this returns it is on the disk. For how many webhooks.
 
         Args:
@@ -98,26 +98,26 @@ class Sender:
         """
 
         def transaction(connection: sqlite3.Connection) -> tuple[int, dict[str, int]]:
-            return self.put_within(connection, message, webhooks(connection))
+            return self.queue_in_transaction(connection, message, webhooks(connection))
 
-        return self.queued(*await self._database.run(transaction))
+        return self.on_queued(*await self._database.run(transaction))
 
-    def put_within(
+    def queue_in_transaction(
         self, connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str]
     ) -> tuple[int, dict[str, int]]:
-        """Queue an event as a part of somebody's transaction; give the result to ``queued`` when it is done."""
-        return delivery_queue.put(connection, message, webhook_ids, self._clock(), self._settings.max_waiting)
+        """Queue an event as a part of somebody's transaction; give the result to ``on_queued`` when it is done."""
+        return delivery_queue.queue_message(connection, message, webhook_ids, self._clock(), self._settings.max_waiting)
 
-    def queued(self, count: int, dropped: dict[str, int]) -> int:
+    def on_queued(self, count: int, dropped: dict[str, int]) -> int:
         """Look at the queue again, and say what had to be dropped."""
-        for webhook_id, lost in dropped.items():
-            self.dropped += lost
+        for webhook_id, count_dropped in dropped.items():
+            self.dropped += count_dropped
             logger.warning(
                 "webhook %s: more than %d deliveries wait, the oldest %d dropped (%d since the start); "
                 "see its delivery log for why they are not taken",
                 webhook_id,
                 self._settings.max_waiting,
-                lost,
+                count_dropped,
                 self.dropped,
             )
         self.wake()
@@ -131,46 +131,46 @@ class Sender:
         """Send until cancelled. What is under way then is sent again at the next start, with the same id."""
         pruning = asyncio.create_task(self._prune(), name="webhooks prune")
         try:
-            await self.runner.write(delivery_queue.QUEUE.release)  # of a process that was killed
+            await self.runner.write(delivery_queue.QUEUE.release_running)  # of a process that was killed
             await self.runner.run()
         finally:
             pruning.cancel()
-            await asyncio.gather(self.runner.close(STOP_PATIENCE), pruning, return_exceptions=True)
+            await asyncio.gather(self.runner.close(STOP_TIMEOUT), pruning, return_exceptions=True)
             for task in self._replays:
                 task.cancel()
             await asyncio.gather(*self._replays, return_exceptions=True)
             with suppress(StoreError):  # they are released at the next start anyway
-                await self._database.run(delivery_queue.QUEUE.release)
+                await self._database.run(delivery_queue.QUEUE.release_running)
 
-    def _limits(self, webhook_id: str) -> Mapping[str, int]:
-        return {webhook_id: self._settings.per_webhook}
+    def _get_limits(self, webhook_id: str) -> Mapping[str, int]:
+        return {webhook_id: self._settings.max_parallel}
 
     async def _deliver(self, row: sqlite3.Row) -> None:
-        delivery = await self.runner.write(delivery_queue.one, row["webhook_id"], row["id"])
+        delivery = await self.runner.write(delivery_queue.get_delivery, row["webhook_id"], row["id"])
         if delivery is not None:
-            await self._attempt(delivery)
+            await self._attempt_delivery(delivery)
 
-    async def _attempt(self, delivery: Due, *, is_replay: bool = False) -> Outcome | None:
+    async def _attempt_delivery(self, delivery: DueDelivery, *, is_replay: bool = False) -> Outcome | None:
         destination = await self.runner.write(self._subscribers.destination, delivery.webhook_id)
         if destination is None:
             return None
-        at = self._clock()
+        started_at = self._clock()
         try:
-            outcome = await self._courier(destination).deliver(destination, delivery.parcel, at)
+            outcome = await self._find_deliverer(destination).deliver(destination, delivery.request, started_at)
         except Exception as error:
             # A defect of ours in one delivery must not end the others, nor be repeated without a pause.
             logger.exception("delivery %s failed within", delivery.id)
             outcome = Outcome(error=f"this server failed to send it ({type(error).__name__}); its log says more")
         if outcome.is_interrupted:
             return outcome
-        wait = self._settings.schedule.wait(delivery.failed + 1, self._chance, outcome.asked)
-        await self.runner.write(self._record, delivery, outcome, at, self._clock(), wait, is_replay)
+        wait = self._settings.schedule.get_wait(delivery.failed_attempts + 1, self._random, outcome.retry_after)
+        await self.runner.write(self._record_attempt, delivery, outcome, started_at, self._clock(), wait, is_replay)
         if not outcome.is_delivered:
             logger.warning(
                 "webhook %s, delivery %s, attempt %d: %s; %s",
                 delivery.webhook_id,
                 delivery.id,
-                delivery.failed + 1,
+                delivery.failed_attempts + 1,
                 outcome.text,
                 "it was a replay" if is_replay else "given up" if wait is None else f"next in {wait:.0f} s",
             )
@@ -178,23 +178,25 @@ class Sender:
             self.wake()  # what waits behind it may begin, if it was taken
         return outcome
 
-    def _record(
+    def _record_attempt(
         self,
         connection: sqlite3.Connection,
-        delivery: Due,
+        delivery: DueDelivery,
         outcome: Outcome,
-        at: float,
+        started_at: float,
         now: float,
         wait: float | None,
         is_replay: bool,
     ) -> None:
-        is_given_up = delivery_queue.record(connection, delivery, outcome, at, now, wait, is_replay=is_replay)
+        is_given_up = delivery_queue.record_attempt(
+            connection, delivery, outcome, started_at, now, wait, is_replay=is_replay
+        )
         if outcome.is_gone:
-            self._subscribers.heard(connection, delivery.webhook_id, "gone", now)
+            self._subscribers.record_result(connection, delivery.webhook_id, "gone", now)
         elif outcome.is_delivered:
-            self._subscribers.heard(connection, delivery.webhook_id, "delivered", now)
+            self._subscribers.record_result(connection, delivery.webhook_id, "delivered", now)
         elif is_given_up:
-            self._subscribers.heard(connection, delivery.webhook_id, "exhausted", now)
+            self._subscribers.record_result(connection, delivery.webhook_id, "exhausted", now)
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
         """Send a delivery of the log once more, now, with its id, to where the webhook points now.
@@ -205,12 +207,12 @@ class Sender:
         Returns:
             what came of it, or None when there is no such webhook or delivery.
         """
-        delivery = await self._database.run(delivery_queue.one, webhook_id, delivery_id)
+        delivery = await self._database.run(delivery_queue.get_delivery, webhook_id, delivery_id)
         if delivery is None:
             return None
         if is_awaited:
-            return await self._attempt(delivery, is_replay=True)
-        task = asyncio.ensure_future(self._attempt(delivery, is_replay=True))
+            return await self._attempt_delivery(delivery, is_replay=True)
+        task = asyncio.ensure_future(self._attempt_delivery(delivery, is_replay=True))
         self._replays.add(task)
         task.add_done_callback(self._replays.discard)
         return Outcome(status=202)
@@ -219,8 +221,8 @@ class Sender:
         while True:
             try:
                 await self._database.run(
-                    delivery_queue.prune, self._clock() - self._settings.kept, self._settings.most_kept
+                    delivery_queue.prune_log, self._clock() - self._settings.retention, self._settings.max_retained
                 )
             except StoreError as error:
                 logger.error("the delivery log cannot be shortened: %s", error)
-            await asyncio.sleep(PRUNE_EVERY)
+            await asyncio.sleep(PRUNE_INTERVAL)

@@ -10,7 +10,7 @@ from typing import Any
 from hooks.addresses import MAX_URL
 from hooks.errors import InvalidWebhook, UnknownWebhook
 from hooks.registry import delivery_queue
-from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, iso
+from hooks.registry.delivery import MAX_JOB_SECRET, MAX_SECRET, Destination, format_time
 from hooks.signatures import sign_standard
 
 WATCHABLE = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
@@ -54,7 +54,7 @@ class Webhook:
     created_at: float = 0.0
     updated_at: float = 0.0
 
-    def wire(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As the Hub gives it; the secrets are never in it."""
         given: dict[str, Any] = {
             "id": self.id,
@@ -62,15 +62,15 @@ class Webhook:
             "domains": list(self.domains),
             "hasSecret": bool(self.secret),
             "disabled": SUSPENDED if self.disabled == SUSPENDED else bool(self.disabled),
-            "createdAt": iso(self.created_at),
-            "updatedAt": iso(self.updated_at),
+            "createdAt": format_time(self.created_at),
+            "updatedAt": format_time(self.updated_at),
         }
         if self.url is not None:
             return given | {"url": self.url}
         # huggingface_hub makes a JobSpec of ``job``; what the job runs is the operator's business and stays here.
         return given | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
 
-    def wants(self, scope: str, repo_type: str, repo_name: str) -> bool:
+    def matches(self, scope: str, repo_type: str, repo_name: str) -> bool:
         """Whether it gets a Hub event of this scope and repo."""
         domain = "discussion" if scope.split(".")[0] == "discussion" else "repo"
         if self.disabled or domain not in self.domains:
@@ -84,7 +84,7 @@ class Webhook:
         )
 
     @property
-    def wants_sessions(self) -> bool:
+    def is_watching_sessions(self) -> bool:
         """Whether it gets the events of sessions."""
         return not self.disabled and "session" in self.domains
 
@@ -106,7 +106,7 @@ class WebhookUpdate:
     secrets: Mapping[str, str] | None = field(default=None, repr=False)
 
 
-def wish_of(body: object, *, is_new: bool) -> WebhookUpdate:
+def read_update(body: object, *, is_new: bool) -> WebhookUpdate:
     """Read the JSON of a create (``is_new``) or update.
 
     An update's empty ``watched`` counts as not named: huggingface_hub sends that whenever the caller gives none.
@@ -117,43 +117,45 @@ def wish_of(body: object, *, is_new: bool) -> WebhookUpdate:
     if not isinstance(body, dict):
         raise InvalidWebhook(f"body: {type(body).__name__}, wanted a JSON object")
     wrong: list[str] = []
-    url, job = (_text(body, name, MAX_URL, wrong) for name in ("url", "jobSourceId"))
+    url, job = (_read_text(body, name, MAX_URL, wrong) for name in ("url", "jobSourceId"))
     if body.get("job") is not None:
         wrong.append("job: jobs are registered by the operator here; give the id of one as jobSourceId")
     elif url and job:
         wrong.append("url and jobSourceId: both are given, wanted one of them")
     elif is_new and not url and not job:
         wrong.append("url or jobSourceId: wanted one of them")
-    domains = _domains(body.get("domains"), wrong)
+    domains = _read_domains(body.get("domains"), wrong)
     if domains is None and is_new:
         domains = HUB_DOMAINS
-    watched = _watched(body.get("watched"), wrong)
+    watched = _read_watched(body.get("watched"), wrong)
     if not watched:
         if is_new and not wrong and domains != ("session",):
             wrong.append("watched: wanted at least one item, e.g. {'type': 'model', 'name': 'owner/name'}")
         watched = () if is_new else None
-    wish = WebhookUpdate(url or None, job or None, watched, domains, _secret(body, wrong), _secrets(body, wrong))
-    if wish.secrets and (wish.url or (is_new and not wish.job)):
+    update = WebhookUpdate(
+        url or None, job or None, watched, domains, _read_secret(body, wrong), _read_secrets(body, wrong)
+    )
+    if update.secrets and (update.url or (is_new and not update.job)):
         wrong.append("secrets: they are for jobs; wanted with jobSourceId only")
     if wrong:
         raise InvalidWebhook("; ".join(wrong))
-    return wish
+    return update
 
 
-def _text(body: Mapping[str, Any], name: str, most: int, wrong: list[str]) -> str | None:
+def _read_text(body: Mapping[str, Any], name: str, max_length: int, wrong: list[str]) -> str | None:
     value = body.get(name)
     if value is None:
         return None
     if not isinstance(value, str):
         wrong.append(f"{name}: {type(value).__name__}, wanted text")
-    elif len(value) > most:
-        wrong.append(f"{name}: {len(value)} characters, wanted at most {most}")
+    elif len(value) > max_length:
+        wrong.append(f"{name}: {len(value)} characters, wanted at most {max_length}")
     else:
         return value
     return None
 
 
-def _domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
+def _read_domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not value:
@@ -167,7 +169,7 @@ def _domains(value: object, wrong: list[str]) -> tuple[str, ...] | None:
     return named
 
 
-def _watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
+def _read_watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_WATCHED:
@@ -187,8 +189,8 @@ def _watched(value: object, wrong: list[str]) -> tuple[Watched, ...]:
     return tuple(dict.fromkeys(items))
 
 
-def _secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
-    secret = _text(body, "secret", MAX_SECRET, wrong)
+def _read_secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
+    secret = _read_text(body, "secret", MAX_SECRET, wrong)
     if secret is None:
         return None
     if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
@@ -201,7 +203,7 @@ def _secret(body: Mapping[str, Any], wrong: list[str]) -> str | None:
     return secret
 
 
-def _secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | None:
+def _read_secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | None:
     value = body.get("secrets")
     if value is None:
         return None
@@ -216,7 +218,7 @@ def _secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str] | N
     return value
 
 
-def note_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
+def record_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
     """Write the content down; whether it is a change, and what it was before.
 
     The first content that is ever seen of a folder is no change.
@@ -272,18 +274,18 @@ class WebhookStore:
     max_webhooks: int
     suspend_after: int
 
-    def all(self, connection: sqlite3.Connection) -> list[Webhook]:
+    def list_webhooks(self, connection: sqlite3.Connection) -> list[Webhook]:
         """Oldest first."""
-        return [_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
+        return [_read_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
 
     def get(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook:
         """One of them."""
         row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             raise UnknownWebhook("there is no webhook of this id", 404)
-        return _webhook(row)
+        return _read_webhook(row)
 
-    def create(self, connection: sqlite3.Connection, wish: WebhookUpdate, now: float) -> Webhook:
+    def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
         """Register one.
 
         Raises:
@@ -292,65 +294,65 @@ class WebhookStore:
         (count,) = connection.execute("SELECT count(*) FROM webhooks").fetchone()
         if count >= self.max_webhooks:
             raise InvalidWebhook(f"there are {count} webhooks, and no more may be; delete one that is not needed")
-        made = Webhook(
-            id=delivery_queue.new_id(),
-            url=wish.url,
-            job=wish.job,
-            watched=wish.watched or (),
-            domains=wish.domains or (),
-            secret=wish.secret or None,
-            secrets={name: value for name, value in (wish.secrets or {}).items() if value},
+        webhook = Webhook(
+            id=delivery_queue.generate_id(),
+            url=fields.url,
+            job=fields.job,
+            watched=fields.watched or (),
+            domains=fields.domains or (),
+            secret=fields.secret or None,
+            secrets={name: value for name, value in (fields.secrets or {}).items() if value},
             created_at=now,
             updated_at=now,
         )
-        _write(connection, made)
-        return made
+        _write_webhook(connection, webhook)
+        return webhook
 
-    def update(self, connection: sqlite3.Connection, webhook_id: str, wish: WebhookUpdate, now: float) -> Webhook:
+    def update(self, connection: sqlite3.Connection, webhook_id: str, changes: WebhookUpdate, now: float) -> Webhook:
         """Change what the wish names, and keep the rest; what waits goes to the new place.
 
         Raises:
             InvalidWebhook: the result would watch nothing, or would be a URL with secrets for a job.
         """
-        before = self.get(connection, webhook_id)
-        url, job = before.url, before.job
-        secrets = dict(before.secrets)
-        if wish.url:
-            url, job, secrets = wish.url, None, {}
-        elif wish.job:
-            url, job = None, wish.job
-        if wish.secrets:
+        old = self.get(connection, webhook_id)
+        url, job = old.url, old.job
+        secrets = dict(old.secrets)
+        if changes.url:
+            url, job, secrets = changes.url, None, {}
+        elif changes.job:
+            url, job = None, changes.job
+        if changes.secrets:
             if job is None:
                 raise InvalidWebhook("secrets: they are for jobs, and this webhook has a url")
-            secrets = {name: value for name, value in (secrets | dict(wish.secrets)).items() if value}
-        after = replace(
-            before,
+            secrets = {name: value for name, value in (secrets | dict(changes.secrets)).items() if value}
+        new = replace(
+            old,
             url=url,
             job=job,
-            watched=before.watched if wish.watched is None else wish.watched,
-            domains=before.domains if wish.domains is None else wish.domains,
-            secret=before.secret if wish.secret is None else wish.secret or None,
+            watched=old.watched if changes.watched is None else changes.watched,
+            domains=old.domains if changes.domains is None else changes.domains,
+            secret=old.secret if changes.secret is None else changes.secret or None,
             secrets=secrets,
             updated_at=now,
         )
-        if not after.watched and after.domains != ("session",):
+        if not new.watched and new.domains != ("session",):
             raise InvalidWebhook("watched: it watches nothing so far; give at least one item")
-        _write(connection, after)
-        return after
+        _write_webhook(connection, new)
+        return new
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
         """Let it have events again; what has waited is sent at once."""
-        self._set(connection, webhook_id, "", now)
-        delivery_queue.release(connection, webhook_id, now)
+        self._set_disabled(connection, webhook_id, "", now)
+        delivery_queue.release_webhook(connection, webhook_id, now)
         return self.get(connection, webhook_id)
 
-    def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, how: str = "disabled") -> Webhook:
+    def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, reason: str = "disabled") -> Webhook:
         """Let it have no more events; what waits goes on waiting."""
-        self._set(connection, webhook_id, how, now)
-        delivery_queue.hold(connection, webhook_id)
+        self._set_disabled(connection, webhook_id, reason, now)
+        delivery_queue.hold_webhook(connection, webhook_id)
         return self.get(connection, webhook_id)
 
-    def _set(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> None:
+    def _set_disabled(self, connection: sqlite3.Connection, webhook_id: str, disabled: str, now: float) -> None:
         self.get(connection, webhook_id)
         connection.execute(
             "UPDATE webhooks SET disabled = ?, exhausted = 0, updated_at = ? WHERE id = ?", (disabled, now, webhook_id)
@@ -360,31 +362,31 @@ class WebhookStore:
         """Forget it, what waits for it, and its log."""
         self.get(connection, webhook_id)
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
-        delivery_queue.forget(connection, webhook_id)
+        delivery_queue.delete_log(connection, webhook_id)
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         """Where its events go now."""
         row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return None
-        webhook = _webhook(row)
+        webhook = _read_webhook(row)
         return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
 
-    def heard(self, connection: sqlite3.Connection, webhook_id: str, what: str, now: float) -> None:
+    def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
         """How it does; see ``Subscribers``."""
         row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return
-        if what == "gone":
+        if result == "gone":
             self.disable(connection, webhook_id, now)
-        elif what == "exhausted" and row["exhausted"] + 1 >= self.suspend_after and not row["disabled"]:
+        elif result == "exhausted" and row["exhausted"] + 1 >= self.suspend_after and not row["disabled"]:
             self.disable(connection, webhook_id, now, SUSPENDED)
         else:
-            exhausted = row["exhausted"] + 1 if what == "exhausted" else 0
+            exhausted = row["exhausted"] + 1 if result == "exhausted" else 0
             connection.execute("UPDATE webhooks SET exhausted = ? WHERE id = ?", (exhausted, webhook_id))
 
 
-def _write(connection: sqlite3.Connection, webhook: Webhook) -> None:
+def _write_webhook(connection: sqlite3.Connection, webhook: Webhook) -> None:
     watched = json.dumps([[item.type, item.name] for item in webhook.watched])
     texts = {"watched": watched, "domains": json.dumps(webhook.domains), "secrets": json.dumps(dict(webhook.secrets))}
     connection.execute(
@@ -397,10 +399,10 @@ def _write(connection: sqlite3.Connection, webhook: Webhook) -> None:
     )
 
 
-def _webhook(row: sqlite3.Row) -> Webhook:
-    kept = {name: row[name] for name in row.keys() if name != "exhausted"}  # noqa: SIM118 (a Row is no dict)
+def _read_webhook(row: sqlite3.Row) -> Webhook:
+    columns = {name: row[name] for name in row.keys() if name != "exhausted"}  # noqa: SIM118 (a Row is no dict)
     return Webhook(
-        **kept
+        **columns
         | {
             "watched": tuple(Watched(*item) for item in json.loads(row["watched"])),
             "domains": tuple(json.loads(row["domains"])),

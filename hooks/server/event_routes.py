@@ -12,7 +12,7 @@ from sanic.response import json
 from hooks.errors import HooksError, UnknownEvent
 from hooks.receiver.events import Event, Status
 from hooks.receiver.receiver import Receiver
-from hooks.signatures import is_secret
+from hooks.signatures import is_valid_secret
 
 # What a Host header, and behind its scheme an Origin, may be made of: either is anybody's text.
 HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::\d{1,5})?")
@@ -20,7 +20,7 @@ HOST = re.compile(r"(?:(?P<name>[A-Za-z0-9.-]+)|\[(?P<address>[0-9A-Fa-f:.]+)\])
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "ngrok-trace-id", "via")
 
 
-def is_here(request: "Request[Any, Any]") -> bool:
+def is_local_request(request: "Request[Any, Any]") -> bool:
     """Whether the request comes from this machine, and not through a proxy or from a web page of somewhere else."""
     if any(name in request.headers for name in FORWARDED):
         return False
@@ -34,14 +34,18 @@ def is_here(request: "Request[Any, Any]") -> bool:
     return _is_loopback(request.ip)
 
 
-def refusal(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
+def check_access(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
     """None for whoever may look; else what they are told."""
     if not secrets:
-        return None if is_here(request) else json({"error": "Without a secret, only from this machine itself."}, 403)
-    given = request.headers.get("x-webhook-secret")
-    if given is None:
+        return (
+            None
+            if is_local_request(request)
+            else json({"error": "Without a secret, only from this machine itself."}, 403)
+        )
+    secret = request.headers.get("x-webhook-secret")
+    if secret is None:
         return json({"error": "x-webhook-secret header not set."}, 401)
-    return None if is_secret(given, secrets) else json({"error": "Invalid webhook secret."}, 403)
+    return None if is_valid_secret(secret, secrets) else json({"error": "Invalid webhook secret."}, 403)
 
 
 def _is_loopback(name: str | None) -> bool:
@@ -53,7 +57,7 @@ def _is_loopback(name: str | None) -> bool:
         return False
 
 
-MOST = 500
+MAX_LISTED = 500
 LAST = (1 << 63) - 1  # number that an event can have
 BRIEF = (
     *("id", "number", "path", "status", "attempt", "received_at", "finished_at", "delivery_id", "webhook_id"),
@@ -61,55 +65,55 @@ BRIEF = (
 )
 
 
-def brief(event: Event) -> dict[str, Any]:
+def summarize_event(event: Event) -> dict[str, Any]:
     """An event in a listing."""
     return {name: getattr(event, name) for name in BRIEF} | {"status": str(event.status)}
 
 
-def whole(event: Event) -> dict[str, Any]:
+def serialize_event(event: Event) -> dict[str, Any]:
     """An event with its headers (never secrets) and its body."""
-    return {**brief(event), "headers": dict(event.headers), "body": event.body.decode(errors="replace")}
+    return {**summarize_event(event), "headers": dict(event.headers), "body": event.body.decode(errors="replace")}
 
 
-def blueprint(
+def build_blueprint(
     receiver: Receiver,
     allowed: Callable[[], Sequence[str]],
     prefix: str = "/webhooks",
-    is_let_in: Callable[[Request], bool] = lambda request: False,
+    is_allowed: Callable[[Request], bool] = lambda request: False,
 ) -> Blueprint:
     """The routes.
 
     Args:
         allowed: secrets of whoever may look; when there are none, only visitors from this machine may.
-        is_let_in: who may look without one, because the server around it knows them.
+        is_allowed: who may look without one, because the server around it knows them.
     """
     made = Blueprint(f"events-{secrets.token_hex(4)}", url_prefix=f"{prefix}/_events")
 
     @made.on_request
     async def guard(request: Request) -> HTTPResponse | None:
-        return None if is_let_in(request) else refusal(request, allowed())
+        return None if is_allowed(request) else check_access(request, allowed())
 
     @made.get("/", name="list")
     async def list_events(request: Request) -> HTTPResponse:
         try:
-            limit = min(max(int(request.args.get("limit", "50")), 1), MOST)
+            limit = min(max(int(request.args.get("limit", "50")), 1), MAX_LISTED)
             before = None if request.args.get("before") is None else min(max(int(request.args.get("before")), 0), LAST)
             status = None if request.args.get("status") is None else Status(request.args.get("status"))
         except ValueError as error:
             return json({"error": str(error)}, 422)
-        found = await receiver.events(status=status, path=request.args.get("path"), limit=limit, before=before)
-        return json([brief(event) for event in found])
+        events = await receiver.events(status=status, path=request.args.get("path"), limit=limit, before=before)
+        return json([summarize_event(event) for event in events])
 
     @made.get("/<event_id:str>", name="get")
     async def get_event(request: Request, event_id: str) -> HTTPResponse:
-        return json(whole(await receiver.event(event_id)))
+        return json(serialize_event(await receiver.event(event_id)))
 
     @made.post("/<event_id:str>/replay", name="replay")
     async def replay_event(request: Request, event_id: str) -> HTTPResponse:
-        return json(brief(await receiver.replay(event_id)), 202)
+        return json(summarize_event(await receiver.replay(event_id)), 202)
 
     @made.exception(HooksError)
-    async def tell(request: Request, error: Exception) -> HTTPResponse:
+    async def answer_error(request: Request, error: Exception) -> HTTPResponse:
         is_unknown = isinstance(error, UnknownEvent)
         return json(
             {"error": str(error) if is_unknown else "The events cannot be read now."}, 404 if is_unknown else 503

@@ -12,7 +12,7 @@ from html import escape
 from hooks.payload import SAMPLE_SCOPES, Payload, sample
 from hooks.receiver.endpoint import Filter
 from hooks.receiver.events import Event, Status
-from hooks.receiver.filters import facts_of
+from hooks.receiver.filters import read_facts
 
 SETTINGS_PAGE = "https://huggingface.co/settings/webhooks"
 WHEN_OPEN = "anybody who knows this address can send events."
@@ -61,27 +61,27 @@ class EndpointInfo:
     has_secret: bool = False
 
     @property
-    def wanted(self) -> str:
+    def filter_text(self) -> str:
         """Its filters in words; empty when it takes everything."""
         named = ((one.name.replace("_", " "), getattr(self.filter, one.name)) for one in fields(self.filter))
         return "; ".join(f"{name} {', '.join(values)}" for name, values in named if values)
 
-    def sample(self) -> Payload:
+    def build_sample(self) -> Payload:
         """A payload that passes its filters, as far as one can be made up."""
         kinds = self.filter.repo_types
         # A pattern is no name, but the part before its star and a word are.
         repos = [name.replace("*", "robot") for name in self.filter.repos if not set(name) & set("?[")]
         repo = repos[0] if repos else "robotics-lab/pick-cubes"
-        made = [
+        payloads = [
             sample(scope, repo=repo, repo_type=kinds[0] if kinds else "model")
             for scope in ("repo.content", *SAMPLE_SCOPES)
         ]
-        return next((payload for payload in made if self.filter.wants(facts_of(payload))), made[0])
+        return next((payload for payload in payloads if self.filter.matches(read_facts(payload))), payloads[0])
 
 
-def curl(url: str, endpoint: EndpointInfo) -> str:
+def build_curl_command(url: str, endpoint: EndpointInfo) -> str:
     """A command line that delivers a sample; it works as often as it is pasted, because each has an id of its own."""
-    body = json.dumps(endpoint.sample(), separators=(",", ":"))
+    body = json.dumps(endpoint.build_sample(), separators=(",", ":"))
     secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if endpoint.has_secret else ""
     return (
         f"curl -X POST {shlex.quote(url + endpoint.path)} -H 'Content-Type: application/json'"
@@ -89,7 +89,7 @@ def curl(url: str, endpoint: EndpointInfo) -> str:
     )
 
 
-def page(
+def render_page(
     base: str,
     endpoints: Sequence[EndpointInfo],
     *,
@@ -119,16 +119,16 @@ def page(
     )
     parts = [
         "<h1>This app processes webhooks</h1>",
-        "<nav>" + " ".join(_link(url, name) for name, url in links.items()) + "</nav>",
+        "<nav>" + " ".join(_render_link(url, name) for name, url in links.items()) + "</nav>",
         secret,
         f"<h2>{len(endpoints)} endpoint{'' if len(endpoints) == 1 else 's'}</h2>",
-        *(_endpoint(base, endpoint) for endpoint in endpoints),
+        *(_render_endpoint(base, endpoint) for endpoint in endpoints),
     ]
     if not endpoints:
         parts.append('<p class="quiet">None yet: decorate a function with <code>@server.add_webhook</code>.</p>')
-    parts += ["<h2>Last events</h2>", _events(events, time.time() if now is None else now)]
-    parts += ["<h2>Next</h2>", f"<p>Enter the address of an endpoint at {_link(SETTINGS_PAGE, SETTINGS_PAGE)}"]
-    parts.append(f" ({_link(GUIDE, 'guide')}).")
+    parts += ["<h2>Last events</h2>", _render_events(events, time.time() if now is None else now)]
+    parts += ["<h2>Next</h2>", f"<p>Enter the address of an endpoint at {_render_link(SETTINGS_PAGE, SETTINGS_PAGE)}"]
+    parts.append(f" ({_render_link(GUIDE, 'guide')}).")
     if is_space:
         parts.append(" This Space sleeps after 48 hours without traffic on free hardware; a delivery then fails.")
     elif not base.startswith("https://"):
@@ -137,10 +137,10 @@ def page(
             "(<code>share=True</code> in a script)."
         )
     parts.append("</p>")
-    return whole("Webhooks", parts)
+    return render_html("Webhooks", parts)
 
 
-def whole(title: str, parts: Iterable[str]) -> str:
+def render_html(title: str, parts: Iterable[str]) -> str:
     """A page of these parts."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -149,44 +149,44 @@ def whole(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def _link(url: str, text: str) -> str:
+def _render_link(url: str, text: str) -> str:
     return f'<a href="{escape(url)}">{escape(text)}</a>'
 
 
-def _endpoint(base: str, endpoint: EndpointInfo) -> str:
-    told = [f"<h3><code>POST {escape(base + endpoint.path)}</code></h3>"]
+def _render_endpoint(base: str, endpoint: EndpointInfo) -> str:
+    text = [f"<h3><code>POST {escape(base + endpoint.path)}</code></h3>"]
     if endpoint.text:
-        told.append(f"<p>{escape(endpoint.text)}</p>")
-    if endpoint.wanted:
-        told.append(f'<p class="quiet">Only {escape(endpoint.wanted)}.</p>')
-    told.append(f"<pre>{escape(curl(base, endpoint))}</pre>")
-    return "".join(told)
+        text.append(f"<p>{escape(endpoint.text)}</p>")
+    if endpoint.filter_text:
+        text.append(f'<p class="quiet">Only {escape(endpoint.filter_text)}.</p>')
+    text.append(f"<pre>{escape(build_curl_command(base, endpoint))}</pre>")
+    return "".join(text)
 
 
-def _events(events: Iterable[Event] | None, now: float) -> str:
+def _render_events(events: Iterable[Event] | None, now: float) -> str:
     if events is None:
         return (
             '<p class="quiet">Shown to visitors from the machine itself only. From elsewhere: '
             "<code>robojax webhooks events list --url ... --secret-file ...</code></p>"
         )
-    rows = [_row(event, now) for event in events]
+    rows = [_render_row(event, now) for event in events]
     if not rows:
         return '<p class="quiet">None yet.</p>'
     head = "".join(f"<th>{name}</th>" for name in ("When", "Endpoint", "Event", "Repo", "Status", "Id"))
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _row(event: Event, now: float) -> str:
-    happened = f"{event.scope or '?'} {event.action or ''}"
+def _render_row(event: Event, now: float) -> str:
+    subject = f"{event.scope or '?'} {event.action or ''}"
     mark = ' class="bad"' if event.status in (Status.DEAD, Status.FAILED) else ""
     return (
-        f"<tr><td>{_ago(now - event.received_at)}</td><td><code>{escape(event.path)}</code></td>"
-        f"<td>{escape(happened)}</td><td>{escape(event.repo or '')}</td>"
+        f"<tr><td>{_format_age(now - event.received_at)}</td><td><code>{escape(event.path)}</code></td>"
+        f"<td>{escape(subject)}</td><td>{escape(event.repo or '')}</td>"
         f"<td{mark}>{escape(str(event.status))}</td><td><code>{escape(event.id)}</code></td></tr>"
     )
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 from hooks.errors import HooksError
 from hooks.receiver.endpoint import ReceiverSettings
 
-SWITCH = "ROBOJAX_WEBHOOKS_AT_EXIT"
+AUTOSTART = "ROBOJAX_WEBHOOKS_AT_EXIT"
 # There the hook is called, but no thread can be started in it any more (CPython gh-113964).
-TOO_LATE = ((3, 12, 0), (3, 12, 1))
+BROKEN_HOOK_VERSIONS = ((3, 12, 0), (3, 12, 1))
 RUNNER = "hooks.server.script"
 
 
@@ -37,9 +37,9 @@ def is_interactive() -> bool:
     )
 
 
-def is_wanted() -> bool:
+def is_autostart_allowed() -> bool:
     """Whether a server may start by itself at the end of this process."""
-    return os.environ.get(SWITCH, "").lower() not in ("0", "off", "no", "false") and is_script()
+    return os.environ.get(AUTOSTART, "").lower() not in ("0", "off", "no", "false") and is_script()
 
 
 def is_script() -> bool:
@@ -61,24 +61,24 @@ def has_crashed() -> bool:
 class AtExit:
     """One call at the end of the script, unless it is cancelled, the script crashed, or nobody wants it here."""
 
-    def __init__(self, call: Callable[[], object]):
-        self._call = call
+    def __init__(self, function: Callable[[], object]):
+        self._function = function
         self._process = os.getpid()
         self._is_on = False
         self._is_registered = False
 
     def arm(self) -> None:
         """Do it when the script has ended. Once is enough."""
-        self._is_on = is_wanted()
+        self._is_on = is_autostart_allowed()
         if not self._is_on or self._is_registered:
             return
         self._is_registered = True
-        register = hook()
+        register = get_exit_hook()
         if register is not None:
             register(self._run)
         else:
             # Asked now: at its end a script has forgotten its file.
-            atexit.register(self._run_anew, command())
+            atexit.register(self._restart_script, get_restart_command())
 
     def cancel(self) -> bool:
         """Do not; whether it would have been done."""
@@ -87,40 +87,40 @@ class AtExit:
 
     def _is_due(self) -> bool:
         # Asked again: a spawned process does not know yet that it is a child while it imports the script.
-        return self._is_on and is_wanted() and not has_crashed() and os.getpid() == self._process
+        return self._is_on and is_autostart_allowed() and not has_crashed() and os.getpid() == self._process
 
     def _run(self) -> None:
         if not self._is_due():
             return
         self._is_on = False
         try:
-            self._call()
+            self._function()
         # An exception would only be printed here, and the process would end with 0.
         except HooksError as error:
             sys.stderr.write(f"webhooks: {error}\n")
-            _end(1)
+            _exit(1)
         except KeyboardInterrupt:
-            _end(130)
+            _exit(130)
 
-    def _run_anew(self, again: list[str] | None) -> None:
+    def _restart_script(self, command: list[str] | None) -> None:
         if self._is_due():
             self._is_on = False
-            if again is None:
+            if command is None:
                 sys.stderr.write("webhooks: this Python cannot serve at the end of a script; call .run() in it\n")
                 return
             sys.stdout.flush()
             sys.stderr.flush()
-            os.execv(again[0], again)
+            os.execv(command[0], command)
 
 
-def _end(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:
+def get_exit_hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:
     """What to register with, or None where this Python has nothing that would do."""
     # Imported now: both register themselves at import, which fails later, and have to be shut after us.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
@@ -128,10 +128,10 @@ def hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Ca
             importlib.import_module(pools)
         except ImportError:  # the second one, where there are no semaphores
             continue
-    return None if version in TOO_LATE else getattr(threading, "_register_atexit", None)
+    return None if version in BROKEN_HOOK_VERSIONS else getattr(threading, "_register_atexit", None)
 
 
-def command() -> list[str] | None:
+def get_restart_command() -> list[str] | None:
     """How to run this script again in a process that serves at its end; None when it came from no file."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
@@ -149,11 +149,11 @@ def command() -> list[str] | None:
 SECRET, DATABASE = "WEBHOOK_SECRET", "ROBOJAX_WEBHOOKS_DATABASE"
 MEMORY = "memory"
 # Servers of one script are told apart by the order in which it makes them.
-_made: Iterator[int] = itertools.count(1)
+_server_numbers: Iterator[int] = itertools.count(1)
 
 
-def settings_of(
-    given: ReceiverSettings | None,
+def resolve_settings(
+    settings: ReceiverSettings | None,
     secret: str | Sequence[str] | None,
     database: str | Path | None,
     *,
@@ -164,23 +164,23 @@ def settings_of(
     Args:
         has_script: whether the running program is the one that describes the server, and not a command that loads it.
     """
-    settings = given or ReceiverSettings()
+    settings = settings or ReceiverSettings()
     if secret and not isinstance(secret, str):
         settings = replace(settings, secrets=tuple(secret))
     elif secret := secret or (None if settings.secrets else os.environ.get(SECRET)):
         settings = replace(settings, secrets=(secret,))
     database = database or settings.database or os.environ.get(DATABASE) or None
     if database is None and has_script:
-        database = usual_database(next(_made))
+        database = choose_database(next(_server_numbers))
     return replace(settings, database=None if database in (None, MEMORY) else Path(database))
 
 
-def usual_folder() -> Path:
+def get_default_folder() -> Path:
     """Where scripts keep their events when nothing else was said."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
 
 
-def usual_database(number: int) -> Path | None:
+def choose_database(number: int) -> Path | None:
     """A file of this script's own in the user's state folder, so that a restart remembers what came.
 
     None where there is no script to come back (a REPL, a notebook, a test run), or where nothing can be written.
@@ -195,7 +195,7 @@ def usual_database(number: int) -> Path | None:
     # A program that runs other people's apps (uvicorn, robojax) would give all of them one file.
     if path.suffix != ".py" or "site-packages" in path.parts:
         return None
-    folder = usual_folder()
+    folder = get_default_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -18,7 +18,7 @@ from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import Endpoint
 from hooks.receiver.receiver import Receiver
 from hooks.server import landing_page as landing
-from hooks.server.event_routes import HOST, is_here
+from hooks.server.event_routes import HOST, is_local_request
 from hooks.server.landing_page import EndpointInfo
 
 Json = dict[str, Any]
@@ -36,7 +36,7 @@ ANSWERS = {
 }
 
 
-def openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
+def build_openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
     """The OpenAPI 3.1 document."""
     _, schemas = models_json_schema([(WebhookPayload, "validation")], ref_template="#/components/schemas/{model}")
     paths: Json = {}
@@ -56,14 +56,14 @@ def openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", versi
                 "content": {
                     "application/json": {
                         "schema": {"$ref": "#/components/schemas/WebhookPayload"},
-                        "example": endpoint.sample(),
+                        "example": endpoint.build_sample(),
                     }
                 }
             },
             "responses": {status: {"description": text} for status, text in ANSWERS.items()},
         }
-        if endpoint.wanted:
-            operation["description"] = f"Only {endpoint.wanted}."
+        if endpoint.filter_text:
+            operation["description"] = f"Only {endpoint.filter_text}."
         if endpoint.has_secret:
             operation["security"] = [{"secret": []}]
         paths[endpoint.path] = {"post": operation}
@@ -76,54 +76,58 @@ def openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", versi
     }
 
 
-def documents_page(document: Json, links: dict[str, str]) -> str:
+def render_docs(document: Json, links: dict[str, str]) -> str:
     """The document to read in a browser."""
     parts = ["<h1>Endpoints</h1><nav>"]
     parts += [f'<a href="{escape(url)}">{escape(name)}</a> ' for name, url in links.items()]
     parts.append("</nav>")
     for path, operations in document["paths"].items():
-        told = operations["post"]
-        parts.append(f"<h2><code>POST {escape(path)}</code></h2><p>{escape(told['summary'])}</p>")
-        parts.append(f"<p>{escape(told.get('description', ''))}</p>" if "description" in told else "")
-        parts.append("<p>Needs <code>X-Webhook-Secret</code>.</p>" if "security" in told else "")
-    parts.append("<h2>Answers</h2>" + _table(ANSWERS.items()))
+        description = operations["post"]
+        parts.append(f"<h2><code>POST {escape(path)}</code></h2><p>{escape(description['summary'])}</p>")
+        parts.append(f"<p>{escape(description.get('description', ''))}</p>" if "description" in description else "")
+        parts.append("<p>Needs <code>X-Webhook-Secret</code>.</p>" if "security" in description else "")
+    parts.append("<h2>Answers</h2>" + _render_table(ANSWERS.items()))
     for name, schema in document["components"]["schemas"].items():
-        rows = [(field, _kind(part)) for field, part in schema.get("properties", {}).items()]
-        parts.append(f"<h2>{escape(name)}</h2><p>{escape(_plain(schema.get('description', '')))}</p>{_table(rows)}")
-    return landing.whole("Webhooks: endpoints", parts)
+        rows = [(field, _get_type_name(part)) for field, part in schema.get("properties", {}).items()]
+        parts.append(
+            f"<h2>{escape(name)}</h2><p>{escape(_strip_markup(schema.get('description', '')))}</p>{_render_table(rows)}"
+        )
+    return landing.render_html("Webhooks: endpoints", parts)
 
 
-def _plain(text: str) -> str:
+def _strip_markup(text: str) -> str:
     return text.split("\n\n")[0].replace("``", "")
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    told = "".join(f"<tr><td><code>{escape(name)}</code></td><td>{escape(text)}</td></tr>" for name, text in rows)
-    return f'<div class="scroll"><table>{told}</table></div>'
+def _render_table(rows: Iterable[tuple[str, str]]) -> str:
+    description = "".join(
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(text)}</td></tr>" for name, text in rows
+    )
+    return f'<div class="scroll"><table>{description}</table></div>'
 
 
-def _kind(part: Json) -> str:
+def _get_type_name(part: Json) -> str:
     if "anyOf" in part:
-        return " or ".join(_kind(one) for one in part["anyOf"])
+        return " or ".join(_get_type_name(one) for one in part["anyOf"])
     if part.get("type") == "array":
-        return f"list of {_kind(part.get('items', {}))}"
+        return f"list of {_get_type_name(part.get('items', {}))}"
     return str(part.get("$ref", part.get("type", "anything"))).rsplit("/", 1)[-1]
 
 
 Interface: TypeAlias = str | Path | Blueprint
 
-UI_WANTED = "a text of HTML, the path of a file or folder, or a Sanic ui_blueprint"
+EXPECTED_UI = "a text of HTML, the path of a file or folder, or a Sanic blueprint"
 
 
-class UnusableInterface(HooksError, TypeError):
+class InvalidInterface(HooksError, TypeError):
     """``ui`` is nothing that can be shown."""
 
 
-def checked_ui(ui: object) -> Interface:
+def check_ui(ui: object) -> Interface:
     """The ``ui``, if it can be shown.
 
     Raises:
-        UnusableInterface: it cannot.
+        InvalidInterface: it cannot.
     """
     if isinstance(ui, Blueprint):
         return ui
@@ -133,8 +137,8 @@ def checked_ui(ui: object) -> Interface:
         path = Path(ui).absolute()
         if path.is_file() or path.is_dir():
             return path
-        raise UnusableInterface(
-            f"ui {str(ui)!r}: found neither HTML nor a file or folder of this name; wanted {UI_WANTED}"
+        raise InvalidInterface(
+            f"ui {str(ui)!r}: found neither HTML nor a file or folder of this name; wanted {EXPECTED_UI}"
         )
     kind = type(ui)
     hint = (
@@ -142,38 +146,40 @@ def checked_ui(ui: object) -> Interface:
         if kind.__module__.split(".")[0] == "gradio"
         else ""
     )
-    raise UnusableInterface(f"ui: found {kind.__module__}.{kind.__qualname__}, wanted {UI_WANTED}{hint}")
+    raise InvalidInterface(f"ui: found {kind.__module__}.{kind.__qualname__}, wanted {EXPECTED_UI}{hint}")
 
 
-def ui_blueprint(ui: Interface) -> Blueprint:
+def build_ui_blueprint(ui: Interface) -> Blueprint:
     """Its routes."""
     if isinstance(ui, Blueprint):
         return ui
-    made = Blueprint(f"ui-{secrets.token_hex(4)}")
+    blueprint = Blueprint(f"ui-{secrets.token_hex(4)}")
     if isinstance(ui, Path) and ui.is_dir():
         # Sanic serves nothing from outside the folder, by ".." or by a link.
-        made.static("/", ui, name="ui", index="index.html")
-        return made
+        blueprint.static("/", ui, name="ui", index="index.html")
+        return blueprint
 
     async def show(request: Request) -> HTTPResponse:
         # Read anew, so that an edited file is shown without a new start.
         return await file(ui) if isinstance(ui, Path) else html(ui)
 
-    made.add_route(show, "/", methods=["GET", "HEAD"], name="ui")
-    return made
+    blueprint.add_route(show, "/", methods=["GET", "HEAD"], name="ui")
+    return blueprint
 
 
-def endpoints_of(receiver: Receiver) -> list[EndpointInfo]:
+def describe_endpoints(receiver: Receiver) -> list[EndpointInfo]:
     """The endpoints of a receiver."""
-    return [_info(endpoint) for endpoint in receiver.endpoints.values()]
+    return [_describe_endpoint(endpoint) for endpoint in receiver.endpoints.values()]
 
 
-def _info(endpoint: Endpoint) -> EndpointInfo:
+def _describe_endpoint(endpoint: Endpoint) -> EndpointInfo:
     text = inspect.getdoc(endpoint.handler.function) if inspect.isroutine(endpoint.handler.function) else None
-    return EndpointInfo(endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.proofs.is_open)
+    return EndpointInfo(
+        endpoint.path, (text or "").split("\n\n")[0], endpoint.filter, not endpoint.accepted_secrets.is_open
+    )
 
 
-async def landing_page(
+async def render_landing_page(
     receiver: Receiver,
     base: str,
     *,
@@ -189,10 +195,10 @@ async def landing_page(
         with_events: whether this visitor may see what came.
         when_open: what an endpoint without a secret means in this app.
     """
-    return landing.page(
+    return landing.render_page(
         base,
-        endpoints_of(receiver),
-        events=await receiver.recent() if with_events else None,
+        describe_endpoints(receiver),
+        events=await receiver.list_recent() if with_events else None,
         links=links,
         when_open=when_open,
         is_space=bool(os.environ.get("SPACE_ID")),
@@ -200,7 +206,7 @@ async def landing_page(
 
 
 @dataclass(frozen=True)
-class Places:
+class PagePaths:
     """Paths; an empty one is not served."""
 
     landing: str = "/webhooks"
@@ -208,9 +214,9 @@ class Places:
     document: str = "/webhooks/_openapi.json"
 
 
-def blueprint(
+def build_blueprint(
     receiver: Receiver,
-    places: Places = Places(),
+    paths: PagePaths = PagePaths(),
     *,
     base: Callable[[], str | None] = lambda: None,
     links: dict[str, str] | None = None,
@@ -223,39 +229,39 @@ def blueprint(
         links: of other pages of the app to show.
         when_open: what an endpoint without a secret means in this app.
     """
-    made = Blueprint(f"pages-{secrets.token_hex(4)}")
-    named = {"Endpoints": places.docs, "OpenAPI": places.document, **(links or {})}
+    pages = Blueprint(f"pages-{secrets.token_hex(4)}")
+    named = {"Endpoints": paths.docs, "OpenAPI": paths.document, **(links or {})}
     shown_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
 
     async def show_landing(request: Request) -> HTTPResponse:
-        text = await landing_page(
+        text = await render_landing_page(
             receiver,
-            base() or _base_of(request),
+            base() or _get_base_url(request),
             links=shown_links,
-            with_events=is_here(request),
+            with_events=is_local_request(request),
             when_open=when_open,
         )
         return html(text, headers=landing.HEADERS)
 
     async def show_docs(request: Request) -> HTTPResponse:
-        back = {"Back": places.landing} if places.landing else {}
-        text = documents_page(openapi(endpoints_of(receiver)), {**back, "OpenAPI": places.document})
+        back = {"Back": paths.landing} if paths.landing else {}
+        text = render_docs(build_openapi(describe_endpoints(receiver)), {**back, "OpenAPI": paths.document})
         return html(text, headers=landing.HEADERS)
 
     async def show_document(request: Request) -> HTTPResponse:
-        return json(openapi(endpoints_of(receiver)))
+        return json(build_openapi(describe_endpoints(receiver)))
 
     routes: Sequence[tuple[str, Any]] = (
-        (places.landing, show_landing),
-        (places.docs, show_docs),
-        (places.document, show_document),
+        (paths.landing, show_landing),
+        (paths.docs, show_docs),
+        (paths.document, show_document),
     )
     for path, handler in routes:
         if path:
-            made.add_route(handler, path, methods=["GET", "HEAD"], name=handler.__name__)
-    return made
+            pages.add_route(handler, path, methods=["GET", "HEAD"], name=handler.__name__)
+    return pages
 
 
-def _base_of(request: Request) -> str:
+def _get_base_url(request: Request) -> str:
     host = request.headers.get("host", "")
     return f"{request.scheme}://{host}" if HOST.fullmatch(host) else "http://127.0.0.1"

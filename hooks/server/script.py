@@ -12,59 +12,61 @@ from pathlib import Path
 from types import ModuleType
 
 from hooks.errors import HooksError
-from hooks.server.server import WebhooksServer, is_held, the_server
+from hooks.server.server import WebhooksServer, get_default_server, is_script_being_loaded
 
 
-class NoServer(HooksError):
+class ServerNotFound(HooksError):
     """There is no server where one was looked for."""
 
 
-def load(target: str) -> WebhooksServer:
+def load_server(target: str) -> WebhooksServer:
     """The server of ``module``, ``module:name``, ``file.py`` or ``file.py:name``.
 
     Without a name it is the only ``WebhooksServer`` there, or the one of ``webhook_endpoint``. A ``launch()`` or
     ``run()`` in the module does nothing meanwhile, and what is under ``if __name__ == "__main__"`` is not run.
 
     Raises:
-        NoServer: there is none, or more than one; or the module cannot be found.
+        ServerNotFound: there is none, or more than one; or the module cannot be found.
         Exception: whatever the module raises.
     """
     place, _, name = target.partition(":")
-    token = is_held.set(True)
+    token = is_script_being_loaded.set(True)
     try:
-        module = _module(place)
+        module = _import_target(place)
     finally:
-        is_held.reset(token)
-    the_server().cancel_start_at_exit()
+        is_script_being_loaded.reset(token)
+    get_default_server().cancel_start_at_exit()
     if name:
-        found = getattr(module, name, None)
-        if not isinstance(found, WebhooksServer):
-            raise NoServer(f"{place}: {name!r} is {type(found).__name__}; wanted the name of a WebhooksServer")
-        return found
+        servers_by_name = getattr(module, name, None)
+        if not isinstance(servers_by_name, WebhooksServer):
+            raise ServerNotFound(
+                f"{place}: {name!r} is {type(servers_by_name).__name__}; wanted the name of a WebhooksServer"
+            )
+        return servers_by_name
     servers = {id(value): (key, value) for key, value in vars(module).items() if isinstance(value, WebhooksServer)}
     if len(servers) > 1:
         names = ", ".join(key for key, _ in servers.values())
-        raise NoServer(f"{place} has several servers ({names}); say which one: {place}:NAME")
+        raise ServerNotFound(f"{place} has several servers ({names}); say which one: {place}:NAME")
     if servers:
         return next(iter(servers.values()))[1]
-    if the_server().registered_webhooks:
-        return the_server()
-    raise NoServer(f"{place} has no WebhooksServer and no function with @webhook_endpoint")
+    if get_default_server().registered_webhooks:
+        return get_default_server()
+    raise ServerNotFound(f"{place} has no WebhooksServer and no function with @webhook_endpoint")
 
 
-def _module(place: str) -> ModuleType:
-    path = Path(place)
+def _import_target(target: str) -> ModuleType:
+    path = Path(target)
     if path.suffix != ".py":
         sys.path.insert(0, "")
         try:
-            return importlib.import_module(place)
+            return importlib.import_module(target)
         except ModuleNotFoundError as error:
             # One that the module itself imports is the module's own trouble.
-            if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
+            if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
                 raise
-            raise NoServer(f"there is no module {place!r}; give a module, or the path of a .py file") from None
+            raise ServerNotFound(f"there is no module {target!r}; give a module, or the path of a .py file") from None
     if not path.is_file():
-        raise NoServer(f"there is no file {place!r}")
+        raise ServerNotFound(f"there is no file {target!r}")
     # As when it is run as a script, its neighbours can be imported.
     sys.path.insert(0, str(path.absolute().parent))
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_webhooks"
@@ -93,12 +95,12 @@ def main() -> None:
     except SystemExit:
         pass  # an end like any other, as where the server starts in the script's own process
     except BaseException:
-        the_server().cancel_start_at_exit()
+        get_default_server().cancel_start_at_exit()
         raise
     # Cancelled, because this process too would begin anew at its end.
-    if the_server().cancel_start_at_exit():
+    if get_default_server().cancel_start_at_exit():
         try:
-            the_server().launch()
+            get_default_server().launch()
         except HooksError as error:
             sys.exit(f"webhooks: {error}")
 

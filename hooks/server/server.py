@@ -23,18 +23,18 @@ from hooks.errors import HooksError, InvalidWebhook
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.receiver import Receiver
 from hooks.server import event_routes, pages
-from hooks.server.lifecycle import AtExit, hook, is_interactive, settings_of
+from hooks.server.lifecycle import AtExit, get_exit_hook, is_interactive, resolve_settings
 from hooks.server.serving import (
-    Background,
+    BackgroundServer,
     WebhooksApp,
-    chosen,
+    build_app,
+    build_url,
+    choose_address,
     has_running_loop,
-    listen,
-    new_app,
+    open_listener,
     serve_until_signal,
-    url_of,
 )
-from hooks.server.tunnel import Program, choose, tunnel
+from hooks.server.tunnel import Program, choose_program, open_tunnel
 
 OPEN = (
     "Webhook secret is not defined. This means your webhook endpoints will be open to everyone.\n"
@@ -48,13 +48,13 @@ SPACE = "A Space on free hardware sleeps after 48 hours without traffic: deliver
 CHANGES = "This interface may still change: pin the version you use (robojax=={version})"
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """One notice."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def ready(local: str, public: str | None, paths: Sequence[str]) -> str:
+def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> str:
     """The addresses, once the server answers."""
     url = public or local
     lines = ["", f"Running on local URL: {local}"]
@@ -66,19 +66,19 @@ def ready(local: str, public: str | None, paths: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def limits(database: Path | None, version: str) -> str:
+def describe_limits(database: Path | None, version: str) -> str:
     """What users would else find out by a loss."""
-    kept = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
+    storage = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
     lines = [
         SHARED,
         SPACE,
         CHANGES.format(version=version),
-        f"Events are kept {f'in {database}' if database else kept}",
+        f"Events are kept {f'in {database}' if database else storage}",
     ]
     return "Good to know:\n" + "\n".join(f"  - {line}." for line in lines)
 
 
-def generated(secret: str) -> str:
+def format_generated_secret(secret: str) -> str:
     """The one time that a secret is shown: it was made here, and the Hub has to be told."""
     return (
         "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the "
@@ -94,7 +94,7 @@ def check_function(function: Any) -> None:
     """
     if isinstance(function, classmethod | property) or not callable(function):
         raise TypeError(
-            f"a webhook is a function: found {kind_of(function)}. In a class, register the method of an object: "
+            f"a webhook is a function: found {describe_value(function)}. In a class, register the method of an object: "
             "server.add_webhook(robot.on_push)"
         )
     if inspect.isclass(function):
@@ -108,7 +108,7 @@ def check_function(function: Any) -> None:
             )
 
 
-def kind_of(value: object) -> str:
+def describe_value(value: object) -> str:
     """What a value is, for an error's text."""
     return f"{type(value).__name__} {value!r:.60}"
 
@@ -117,7 +117,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 RESERVED = ("_events",)
 # While a script is only looked at for its server, by a command that starts it as it is told to.
-is_held: ContextVar[bool] = ContextVar("is_held", default=False)
+is_script_being_loaded: ContextVar[bool] = ContextVar("is_script_being_loaded", default=False)
 
 
 class WebhooksServer:
@@ -152,13 +152,15 @@ class WebhooksServer:
         database: str | Path | None = None,
         settings: ReceiverSettings | None = None,
     ):
-        self._ui = None if ui is None else pages.checked_ui(ui)
+        self._ui = None if ui is None else pages.check_ui(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._settings = settings_of(settings, webhook_secret, database, has_script=not is_held.get())
+        self._settings = resolve_settings(
+            settings, webhook_secret, database, has_script=not is_script_being_loaded.get()
+        )
         self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
         self._receiver = Receiver(self._settings)
         self._app: WebhooksApp | None = None
-        self._background: Background | None = None
+        self._background: BackgroundServer | None = None
         self._local: str | None = None
         self._public: str | None = None
         self._stop = threading.Event()
@@ -166,8 +168,8 @@ class WebhooksServer:
 
     @property
     def _has_secret(self) -> bool:
-        kept = self._settings
-        return bool(kept.secrets or kept.standard_secrets or kept.github_secrets)
+        settings = self._settings
+        return bool(settings.secrets or settings.standard_secrets or settings.github_secrets)
 
     @property
     def settings(self) -> ReceiverSettings:
@@ -178,7 +180,7 @@ class WebhooksServer:
     def settings(self, settings: ReceiverSettings) -> None:
         self._refuse_while_running("change its settings")
         self._settings = settings
-        self._renew()
+        self._rebuild_receiver()
 
     def _refuse_while_running(self, what: str) -> None:
         if self.is_running:
@@ -245,7 +247,7 @@ class WebhooksServer:
         if callable(path):
             return self._add(path, None, options)
         if path is not None and not isinstance(path, str):
-            raise TypeError(f"add_webhook: found {kind_of(path)}, wanted a function, or a path as text")
+            raise TypeError(f"add_webhook: found {describe_value(path)}, wanted a function, or a path as text")
         return lambda function: self._add(function, path, options)
 
     def _add(self, function: Any, path: str | None, options: dict[str, Any]) -> Any:
@@ -260,7 +262,7 @@ class WebhooksServer:
         self._added.append((function, path, options))
         return function
 
-    def _renew(self) -> None:
+    def _rebuild_receiver(self) -> None:
         """Another receiver with the same endpoints: the routes of one that has an app are fixed."""
         self._receiver, self._app = Receiver(self._settings), None
         for function, path, options in self._added:
@@ -301,7 +303,7 @@ class WebhooksServer:
             StoreError: the file of events cannot be used.
             TunnelFailed: there is no public address to be had.
         """
-        if is_held.get():
+        if is_script_being_loaded.get():
             return
         self._at_exit.cancel()
         if not self.is_running:
@@ -312,37 +314,39 @@ class WebhooksServer:
                 next((one for one in ports if one is not None), None),
             )
         assert self._local is not None
-        say(ready(self._local, self._public, list(self.registered_webhooks)))
+        print_notice(format_addresses(self._local, self._public, list(self.registered_webhooks)))
         if not (prevent_thread_lock or is_interactive() or has_running_loop()):
             self.block_thread()
 
     def _start(self, share: bool, host: str | None, port: int | None) -> None:
         program: Program | None = None
         if share:
-            program = choose(self._tunnel)
+            program = choose_program(self._tunnel)
             if not self._has_secret:
                 self._make_secret()
-        where, ports = chosen(host, port)
-        listener = listen(where, ports)
+        where, ports = choose_address(host, port)
+        listener = open_listener(where, ports)
         self._stop.clear()
-        app, self._local = self.app, url_of(listener)
+        app, self._local = self.app, build_url(listener)
         space = os.environ.get("SPACE_HOST")
         self._public = f"https://{space}" if space else None
         try:
-            self._background = Background(app, listener, lambda: self._sharing(program, url_of(listener)))
+            self._background = BackgroundServer(
+                app, listener, lambda: self._share_publicly(program, build_url(listener))
+            )
         except BaseException:
-            self._renew()
+            self._rebuild_receiver()
             raise
         _close_at_exit(self)
-        say(CLOSED if self._has_secret else OPEN)
-        say(limits(self._settings.database, _version()))
+        print_notice(CLOSED if self._has_secret else OPEN)
+        print_notice(describe_limits(self._settings.database, _version()))
 
     @asynccontextmanager
-    async def _sharing(self, program: Program | None, local: str) -> AsyncIterator[None]:
+    async def _share_publicly(self, program: Program | None, local: str) -> AsyncIterator[None]:
         if program is None:
             yield
             return
-        async with tunnel(program, local, ended=say) as public:
+        async with open_tunnel(program, local, on_end=print_notice) as public:
             self._public = public
             try:
                 yield
@@ -352,8 +356,8 @@ class WebhooksServer:
     def _make_secret(self) -> None:
         secret = secrets.token_urlsafe(32)
         self._settings = replace(self._settings, secrets=(secret,))
-        self._renew()
-        say(generated(secret))
+        self._rebuild_receiver()
+        print_notice(format_generated_secret(secret))
 
     def block_thread(self) -> None:
         """Wait until Ctrl-C, SIGTERM or ``close`` ends the server. A second signal ends the process at once."""
@@ -366,7 +370,7 @@ class WebhooksServer:
         background, self._background = self._background, None
         if background is not None:
             background.stop()
-            self._renew()
+            self._rebuild_receiver()
 
     def __enter__(self) -> "WebhooksServer":
         """Serve in the background for the length of a ``with``."""
@@ -378,14 +382,14 @@ class WebhooksServer:
         self.close()
 
     def _new_app(self) -> WebhooksApp:
-        app = new_app(self._settings.max_body)
+        app = build_app(self._settings.max_body)
         app.blueprint(self._receiver.blueprint())
-        app.blueprint(event_routes.blueprint(self._receiver, lambda: self._settings.secrets))
-        places = pages.Places("/" if self._ui is None else "", "/docs", "/openapi.json")
+        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self._settings.secrets))
+        places = pages.PagePaths("/" if self._ui is None else "", "/docs", "/openapi.json")
         links = {"Health": "/healthz"}
-        app.blueprint(pages.blueprint(self._receiver, places, base=lambda: self._public, links=links))
+        app.blueprint(pages.build_blueprint(self._receiver, places, base=lambda: self._public, links=links))
         if self._ui is not None:
-            app.blueprint(pages.ui_blueprint(self._ui))
+            app.blueprint(pages.build_ui_blueprint(self._ui))
 
         @app.get("/healthz", name="healthz")
         async def healthz(request: Request) -> HTTPResponse:
@@ -396,15 +400,15 @@ class WebhooksServer:
 
 def _close_at_exit(server: WebhooksServer) -> None:
     """End a background server while its loop, its threads and its database still can be used."""
-    known = weakref.ref(server)
+    reference = weakref.ref(server)
 
     def close() -> None:
-        if (found := known()) is not None:
-            found.close()
+        if (server_or_none := reference()) is not None:
+            server_or_none.close()
 
     # At the end of the script itself nothing can be registered any more; there `launch` waits and closes.
     with contextlib.suppress(RuntimeError):
-        register = hook(())
+        register = get_exit_hook(())
         if register is not None:
             register(close)
 
@@ -417,7 +421,7 @@ def _version() -> str:
 
 
 @functools.cache
-def the_server() -> WebhooksServer:
+def get_default_server() -> WebhooksServer:
     """The one server of every ``webhook_endpoint`` of this process."""
     return WebhooksServer()
 
@@ -447,7 +451,7 @@ def webhook_endpoint(path: Any = None, **options: Any) -> Any:
         return webhook_endpoint(None, **options)(path)
 
     def register(function: Any) -> Any:
-        server = the_server()
+        server = get_default_server()
         server.add_webhook(path, **options)(function)
         server.start_at_exit()
         # A bound method takes no attributes.

@@ -33,7 +33,7 @@ class CannotListen(HooksError, OSError):
     """The address cannot be listened on; the text says what to do."""
 
 
-def chosen(
+def choose_address(
     host: str | None, port: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[int, ...]]:
     """The host, and the ports to try in this order.
@@ -46,8 +46,8 @@ def chosen(
         CannotListen: a port in the environment is no port.
     """
     is_space = bool(environment.get("SPACE_ID"))
-    named = environment.get(HOST) or environment.get("GRADIO_SERVER_NAME")
-    host = host or named or ("0.0.0.0" if is_space else "127.0.0.1")
+    configured = environment.get(HOST) or environment.get("GRADIO_SERVER_NAME")
+    host = host or configured or ("0.0.0.0" if is_space else "127.0.0.1")
     if port is None:
         variable = next((name for name in (PORT, "GRADIO_SERVER_PORT") if environment.get(name)), None)
         if variable is None:
@@ -62,7 +62,7 @@ def chosen(
     return host, (port,)
 
 
-def listen(host: str, ports: tuple[int, ...]) -> socket.socket:
+def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
     """A listening socket on the first of these ports that is free.
 
     Raises:
@@ -94,7 +94,7 @@ def listen(host: str, ports: tuple[int, ...]) -> socket.socket:
     ) from refused
 
 
-def url_of(listener: socket.socket) -> str:
+def build_url(listener: socket.socket) -> str:
     """The URL that a client on this machine can use."""
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
@@ -183,10 +183,10 @@ class DeadlineProtocol(WebSocketProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of a request or of a WebSocket."""
         has_begun = self.http is not None and self.http.stage is not Stage.IDLE
-        since = self._time
+        started_at = self._time
         super().data_received(data)
         if has_begun:
-            self._time = since
+            self._time = started_at
 
 
 def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], close: Callable[[], object]) -> None:
@@ -232,32 +232,32 @@ except ImportError:  # there is none for Windows
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 2.0  # seconds in which answers under way may end
+DRAIN_TIMEOUT = 2.0  # seconds in which answers under way may end
 # Connections that wait to be accepted; of a burst above it each tries again a second later (Sanic's own is 100).
 BACKLOG = 1024
-STOPPING = 15.0  # and for everything: handlers, tunnel, database
+STOP_TIMEOUT = 15.0  # and for everything: handlers, tunnel, database
 
-Beside = Callable[[], AbstractAsyncContextManager[object]]
+Companion = Callable[[], AbstractAsyncContextManager[object]]
 
 
-class Background:
+class BackgroundServer:
     """A running app. Making one starts it; when that returns, it answers.
 
     Raises:
         Exception: whatever kept the app from starting.
     """
 
-    def __init__(self, app: Sanic[Any, Any], listener: socket.socket, beside: Beside = contextlib.nullcontext):
+    def __init__(self, app: Sanic[Any, Any], listener: socket.socket, companion: Companion = contextlib.nullcontext):
         """Start.
 
         Args:
             listener: a bound socket, which this takes over.
-            beside: what is open for as long as the app answers.
+            companion: what is open for as long as the app answers.
         """
         self._app = app
         self._listener = listener
-        self._beside = beside
-        self._has_begun = threading.Event()
+        self._companion = companion
+        self._has_started = threading.Event()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -265,12 +265,12 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
         self._thread.start()
         try:
-            self._has_begun.wait()
+            self._has_started.wait()
         except BaseException:
             self.stop()
             raise
         if self._error is not None:
-            self._thread.join(STOPPING)
+            self._thread.join(STOP_TIMEOUT)
             raise self._error
 
     @property
@@ -287,9 +287,9 @@ class Background:
                 loop.call_soon_threadsafe(stop.set)
         if threading.current_thread() is self._thread:
             return False
-        self._thread.join(STOPPING)
+        self._thread.join(STOP_TIMEOUT)
         if self._thread.is_alive():
-            logger.warning("the webhooks server did not end within %g s and is left behind", STOPPING)
+            logger.warning("the webhooks server did not end within %g s and is left behind", STOP_TIMEOUT)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -297,21 +297,21 @@ class Background:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
                 runner.run(self._serve())
         except BaseException as error:
-            if self._has_begun.is_set():
+            if self._has_started.is_set():
                 logger.exception("the webhooks server ended by an error")
             self._error = error
         finally:
-            self._has_begun.set()
+            self._has_started.set()
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        async with serving(self._app, self._listener), self._beside():
-            self._has_begun.set()
+        async with serve_app(self._app, self._listener), self._companion():
+            self._has_started.set()
             await self._stop.wait()
 
 
 @asynccontextmanager
-async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[None]:
+async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[None]:
     """The app on the running loop, answering while this is open. Takes the socket over."""
     with listener:
         # Sanic would listen before its router is ready.
@@ -337,16 +337,16 @@ async def serving(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterato
                 app.ctx.loop = None
                 await server.before_stop()
                 server.server.close()
-                await _part(server.connections)
+                await _drain_connections(server.connections)
                 await server.after_stop()
         finally:
             server.server.close()
 
 
-async def _part(connections: set[Any]) -> None:
+async def _drain_connections(connections: set[Any]) -> None:
     """Let answers under way end, for a while."""
-    until = asyncio.get_running_loop().time() + PATIENCE
-    while connections and asyncio.get_running_loop().time() < until:
+    deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT
+    while connections and asyncio.get_running_loop().time() < deadline:
         for connection in list(connections):
             connection.close_if_idle()
         await asyncio.sleep(0.01)
@@ -389,31 +389,31 @@ class WebhooksApp(Sanic[Any, Any]):
                     "this app does not run: call server.launch(prevent_thread_lock=True) before, or give the client "
                     "the app as a context (lifespan events)"
                 )
-            await super().__call__(_with_raw_path(scope), receive, send)
+            await super().__call__(_add_raw_path(scope), receive, send)
             return
 
         async def receive_there() -> Message:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await(receive), here))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(receive), here))
 
         async def send_there(message: Message) -> None:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await(send, message), here))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(send, message), here))
 
-        answered = super().__call__(_with_raw_path(scope), receive_there, send_there)
+        answered = super().__call__(_add_raw_path(scope), receive_there, send_there)
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered, serving))
 
 
-async def _await(call: Callable[..., Awaitable[Any]], *arguments: Message) -> Any:
+async def _run_on_loop(call: Callable[..., Awaitable[Any]], *arguments: Message) -> Any:
     return await call(*arguments)
 
 
-def _with_raw_path(scope: Message) -> Message:
+def _add_raw_path(scope: Message) -> Message:
     """The optional ``raw_path`` of ASGI, which Sanic wants."""
     if scope.get("raw_path") is None and "path" in scope:
         return {**scope, "raw_path": scope["path"].encode()}
     return scope
 
 
-def new_app(max_body: int) -> WebhooksApp:
+def build_app(max_body: int) -> WebhooksApp:
     """An app without routes, whose errors are JSON without anything of ours in them."""
     # Without a prefix nothing is read from the environment.
     config = Config(env_prefix="")
@@ -430,11 +430,11 @@ def new_app(max_body: int) -> WebhooksApp:
     app = WebhooksApp(f"webhooks-{secrets.token_hex(4)}", config=config, configure_logging=False)
     # Sanic keeps every app in a registry; servers are made and thrown away.
     Sanic.unregister_app(app)
-    app.error_handler.add(Exception, _tell)
+    app.error_handler.add(Exception, _answer_error)
     return app
 
 
-def _tell(request: Request | None, error: Exception) -> HTTPResponse:
+def _answer_error(request: Request | None, error: Exception) -> HTTPResponse:
     if isinstance(error, SanicException):
         status = error.status_code or 500
         text = str(error) if status < 500 else "The server cannot answer this now."

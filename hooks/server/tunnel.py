@@ -20,8 +20,8 @@ from hooks.errors import TunnelFailed
 logger = logging.getLogger(__name__)
 
 COMMAND, PATTERN = "ROBOJAX_WEBHOOKS_TUNNEL", "ROBOJAX_WEBHOOKS_TUNNEL_PATTERN"
-WATCH = Path(__file__).with_name("tunnel_watch.py")
-PATIENCE = 8.0  # seconds in which the program may end by itself; longer than tunnel_watch takes to kill it
+WATCHER = Path(__file__).with_name("tunnel_watch.py")
+ADDRESS_TIMEOUT = 8.0  # seconds in which the program may end by itself; longer than tunnel_watch takes to kill it
 LINES = 20  # of its output, for an error's text
 
 
@@ -47,7 +47,7 @@ SSH_PATTERN = r"https://[\w-]+\.(?:lhr\.life|lhr\.rocks|serveo\.net|serveouserco
 ANY_PATTERN = r"https?://[^\s\"'<>]+"
 
 
-def choose(command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> Program:
+def choose_program(command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> Program:
     """The program for a public address.
 
     Args:
@@ -84,42 +84,46 @@ def choose(command: str | Sequence[str] | None = None, environment: Mapping[str,
 
 
 @asynccontextmanager
-async def tunnel(
-    program: Program, url: str, *, within: float = 30.0, ended: Callable[[str], object] = logger.warning
+async def open_tunnel(
+    program: Program, url: str, *, timeout: float = 30.0, on_end: Callable[[str], object] = logger.warning
 ) -> AsyncIterator[str]:
     """A public address of ``url`` for as long as this is open.
 
     Args:
-        within: seconds in which the program has to tell an address.
-        ended: told when the program ends before its time: the address is gone then.
+        timeout: seconds in which the program has to tell an address.
+        on_end: told when the program ends before its time: the address is gone then.
 
     Raises:
         TunnelFailed: it told none; the text has the end of what it said.
     """
     parts = urlsplit(url)
-    placed = {"{url}": url, "{host}": parts.hostname or "", "{port}": str(parts.port or "")}
-    arguments = [re.sub(r"\{(?:url|host|port)\}", lambda found: placed[found[0]], part) for part in program.arguments]
+    filled_arguments = {"{url}": url, "{host}": parts.hostname or "", "{port}": str(parts.port or "")}
+    arguments = [
+        re.sub(r"\{(?:url|host|port)\}", lambda found: filled_arguments[found[0]], part) for part in program.arguments
+    ]
     name = Path(arguments[0]).name
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(WATCH), *arguments),
+        *(sys.executable, "-I", "-S", str(WATCHER), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         # Ctrl-C in the terminal is for the server, which then ends the program.
         start_new_session=True,
     )
-    said: deque[str] = deque(maxlen=LINES)
+    output: deque[str] = deque(maxlen=LINES)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    reading = asyncio.create_task(_read(process, re.compile(program.pattern), said, address))
+    reading = asyncio.create_task(_read_output(process, re.compile(program.pattern), output, address))
     watching: asyncio.Task[None] | None = None
     try:
         try:
-            await asyncio.wait({address, reading}, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({address, reading}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not address.done():
-                how = f"ended with {await process.wait()}" if reading.done() else f"told no address within {within:g} s"
-                last = "".join(f"\n    {line}" for line in said) or " nothing"
+                how = (
+                    f"ended with {await process.wait()}" if reading.done() else f"told no address within {timeout:g} s"
+                )
+                last = "".join(f"\n    {line}" for line in output) or " nothing"
                 raise TunnelFailed(f"{name} {how}; it said:{last}")
-            watching = asyncio.create_task(_watch(process, name, address.result(), ended))
+            watching = asyncio.create_task(_watch_process(process, name, address.result(), on_end))
             yield address.result()
         finally:
             if watching is not None:
@@ -128,7 +132,7 @@ async def tunnel(
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), PATIENCE)
+            await asyncio.wait_for(process.wait(), ADDRESS_TIMEOUT)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -137,8 +141,8 @@ async def tunnel(
             await reading
 
 
-async def _read(
-    process: asyncio.subprocess.Process, pattern: re.Pattern[str], said: deque[str], address: asyncio.Future[str]
+async def _read_output(
+    process: asyncio.subprocess.Process, pattern: re.Pattern[str], output: deque[str], address: asyncio.Future[str]
 ) -> None:
     """Read on after the address too: a program whose pipe is full stands still."""
     assert process.stdout is not None
@@ -146,15 +150,17 @@ async def _read(
     while part := await process.stdout.read(4096):
         *lines, rest = (rest + part.decode(errors="replace")).split("\n")
         for line in lines:
-            said.append(line.strip()[:500])
-            found = pattern.search(line)
-            if found and not address.done():
-                address.set_result((found[1] if found.groups() else found[0]).rstrip("/.,"))
+            output.append(line.strip()[:500])
+            match = pattern.search(line)
+            if match and not address.done():
+                address.set_result((match[1] if match.groups() else match[0]).rstrip("/.,"))
         rest = rest[-4096:]
 
 
-async def _watch(process: asyncio.subprocess.Process, name: str, address: str, ended: Callable[[str], object]) -> None:
+async def _watch_process(
+    process: asyncio.subprocess.Process, name: str, address: str, on_end: Callable[[str], object]
+) -> None:
     status = await process.wait()
-    ended(
+    on_end(
         f"{name} ended with {status}: {address} does not lead here any more. Start the server again for a new address."
     )

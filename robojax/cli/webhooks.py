@@ -331,17 +331,17 @@ def serve(
     """Receive webhooks with the functions of a module until Ctrl-C."""
     from dataclasses import replace
 
-    from hooks.server.script import NoServer, load
+    from hooks.server.script import ServerNotFound, load_server
 
     try:
         secret = hooks.find_secret(file=secret_file)
-        server = load(target)
+        server = load_server(target)
         kept = replace(server.settings, database=database or server.settings.database or DATABASE)
         server.settings = kept if secret is None else replace(kept, secrets=(secret,))
         server.launch(host=host, port=port, share=share)
     except hooks.HooksError as error:
         advice = {
-            NoServer: "robojax webhooks serve app.py, or module:name",
+            ServerNotFound: "robojax webhooks serve app.py, or module:name",
             hooks.InvalidWebhook: "look at --secret-file and at the module",
             StoreError: "give another --database",
             TunnelFailed: "leave --share out, or install a tunnel program",
@@ -400,14 +400,14 @@ def send(
         refuse(str(error), "see --help; --list-scopes names the kinds of events")
     if bad_secret:
         secrets["secret"] = "wrong-on-purpose"
-    sent = testing.deliveries(made, copies=dup, is_reordered=reorder, seed=seed)
+    sent = testing.build_deliveries(made, copies=dup, is_reordered=reorder, seed=seed)
 
-    async def deliver() -> list[testing.Outcome]:
+    async def deliver() -> list[testing.DeliveryOutcome]:
         found = []
-        async for outcome in testing.send(url, sent, **secrets, at_once=at_once, timeout=timeout):
+        async for outcome in testing.send_deliveries(url, sent, **secrets, at_once=at_once, timeout=timeout):
             row = {
                 "id": outcome.delivery.id,
-                "scope": outcome.delivery.what,
+                "scope": outcome.delivery.kind,
                 "status": outcome.status,
                 "milliseconds": round(outcome.seconds * 1000, 1),
                 "answer": outcome.answer,
@@ -445,13 +445,13 @@ class Log:
 
     def _look(self, work: Callable[[Any], Any]) -> Any:
         from hooks.receiver.inbox import Inbox
-        from hooks.server.lifecycle import usual_folder
+        from hooks.server.lifecycle import get_default_folder
 
         path = self.database or Path(os.environ.get("ROBOJAX_WEBHOOKS_DATABASE") or DATABASE)
         what = "the events cannot be read"
         if not path.is_file():
             # Scripts keep their events without being told where.
-            kept = sorted(usual_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True)
+            kept = sorted(get_default_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True)
             then = "give --database, or --url of a running server"
             then += f"; scripts keep theirs in {', '.join(map(str, kept[:5]))}" if kept else ""
             fail(Code.USAGE, what, f"there is no file {str(path)!r}", then)
@@ -502,13 +502,13 @@ def list_events(
     """List the newest events."""
     from datetime import UTC, datetime
 
-    from hooks.server.event_routes import brief
+    from hooks.server.event_routes import summarize_event
 
     if status is not None and status not in STATUSES.split(", "):
         fail(Code.USAGE, "nothing was listed", f"there is no status {status!r}", f"give one of {STATUSES}")
     given = {"status": status, "path": path, "limit": limit, "before": before}
     query = urlencode({name: value for name, value in given.items() if value is not None})
-    found = log.ask(lambda inbox: [brief(event) for event in inbox.list(**given)], "GET", f"?{query}")
+    found = log.ask(lambda inbox: [summarize_event(event) for event in inbox.list(**given)], "GET", f"?{query}")
     if log.as_json:
         return
     if not found:
@@ -527,9 +527,9 @@ def list_events(
 @flatten
 def show_event(event_id: EventId, log: Log) -> None:
     """Show all of one event: headers, body, and why it failed."""
-    from hooks.server.event_routes import whole
+    from hooks.server.event_routes import serialize_event
 
-    found = log.ask(lambda inbox: whole(inbox.get(event_id)), "GET", f"/{quote(event_id, safe='')}")
+    found = log.ask(lambda inbox: serialize_event(inbox.get(event_id)), "GET", f"/{quote(event_id, safe='')}")
     for name, value in () if log.as_json else found.items():
         if name == "headers":
             typer.echo("\n".join(["headers:", *(f"  {header}: {escape(text)}" for header, text in value.items())]))
@@ -541,9 +541,11 @@ def show_event(event_id: EventId, log: Log) -> None:
 @flatten
 def replay_event(event_id: EventId, log: Log) -> None:
     """Have an event handled again, whatever became of it; a running server begins within a second."""
-    from hooks.server.event_routes import brief
+    from hooks.server.event_routes import summarize_event
 
-    found = log.ask(lambda inbox: brief(inbox.replay(event_id)), "POST", f"/{quote(event_id, safe='')}/replay")
+    found = log.ask(
+        lambda inbox: summarize_event(inbox.replay(event_id)), "POST", f"/{quote(event_id, safe='')}/replay"
+    )
     if not log.as_json:
         typer.echo(f"event {found['id']} is {found['status']}; its handler is {found['path']}")
 

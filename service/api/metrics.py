@@ -167,7 +167,7 @@ class _Sessions(Collector):
             "robojax_tick_lateness_seconds",
             "How late ticks came",
             ("session",),
-            (((session.id,), session.drive.control.lateness) for session in sessions if session.drive),
+            (((session.id,), session.robot_io.controller.lateness) for session in sessions if session.robot_io),
         )
         yield _histogram(
             "robojax_stage_seconds",
@@ -177,16 +177,16 @@ class _Sessions(Collector):
             (
                 ((session.id, stage), figures)
                 for session in sessions
-                if session.drive
-                for stage, figures in _stages(session.drive).items()
+                if session.robot_io
+                for stage, figures in _stages(session.robot_io).items()
             ),
         )
 
 
-def _stages(drive: RobotIO) -> Mapping[str, Recent]:
-    inference = {stage: figures for stage, figures in drive.thinking.seconds.items() if stage != "total"}
-    whole = {"inference": drive.thinking.seconds["total"], "answer": drive.control.latency}
-    return {"frame_age": drive.thinking.frame_age, **inference, **whole}
+def _stages(robot_io: RobotIO) -> Mapping[str, Recent]:
+    inference = {stage: figures for stage, figures in robot_io.runner.seconds.items() if stage != "total"}
+    whole = {"inference": robot_io.runner.seconds["total"], "answer": robot_io.controller.latency}
+    return {"frame_age": robot_io.runner.frame_age, **inference, **whole}
 
 
 class _Models(Collector):

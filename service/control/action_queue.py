@@ -1,4 +1,4 @@
-"""Actions by due time; late ones are dropped."""
+"""Queue of actions by due time; late ones are dropped, new chunks are joined with what is left."""
 
 import math
 from collections import deque
@@ -14,7 +14,7 @@ _REMEMBERED = 2048
 
 
 class ActionQueue:
-    """One plan at a time: action i is due at ``seen_at + i * period``, and a new chunk is joined with the rest of it.
+    """The plan of one robot: action i of a chunk is due at ``seen_at + i * period``.
 
     A tick takes the action due nearest to it, so an action is at most half a period early; one that
     is more than a period late when its turn comes is never given out. When ticks come at another
@@ -24,14 +24,14 @@ class ActionQueue:
     Attributes:
         period: seconds from one action to the next.
         is_between: whether ticks take points between two actions.
-        overlap: how a new chunk joins what is left.
+        aggregation: how a new chunk is joined with what is left of the plan.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
     """
 
-    def __init__(self, period: float, tick_period: float | None = None, overlap: Aggregation = REPLACE):
+    def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
         self.period = period
-        self.overlap = overlap
+        self.aggregation = aggregation
         self.consumed = 0
         self.late = 0
         self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
@@ -43,16 +43,21 @@ class ActionQueue:
         self._next = 0
 
     def __len__(self) -> int:
-        """Actions left."""
+        """How many actions are left."""
         return len(self._chunk) - self._next
 
-    def join_by(self, overlap: Aggregation) -> None:
-        """From the next chunk on; what is planned is one prediction then, whatever it was made of."""
-        self.overlap = overlap
+    @property
+    def seen_at(self) -> float | None:
+        """When the frames were seen that the actions left belong to; None when nothing is left."""
+        return self._seen_at if self._next < len(self._chunk) else None
+
+    def set_aggregation(self, aggregation: Aggregation) -> None:
+        """Join chunks in another way from the next one on; what is left counts as one prediction then."""
+        self.aggregation = aggregation
         self._counts = np.ones(len(self._chunk), np.int64)
 
-    def planned(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """What is planned for the moments of a chunk that belongs to ``seen_at``, between two actions if need be.
+    def remaining(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """What is left of the plan for the moments of a chunk that belongs to ``seen_at``, interpolated if need be.
 
         Returns:
             the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
@@ -60,12 +65,12 @@ class ActionQueue:
         """
         if not len(self):
             return 0, self._chunk[:0], self._counts[:0]
-        place = (seen_at - self._seen_at) / self.period
-        whole = math.floor(place + 0.5)
-        place = float(whole) if abs(place - whole) < _WHOLE else place
-        skipped = max(math.ceil(-place), 0)
-        begin, share = math.floor(place) + skipped, place - math.floor(place)
-        count = max(min(length - skipped, math.floor(len(self._chunk) - 1 - place) + 1 - skipped), 0)
+        position = (seen_at - self._seen_at) / self.period
+        whole = math.floor(position + 0.5)
+        position = float(whole) if abs(position - whole) < _WHOLE else position
+        skipped = max(math.ceil(-position), 0)
+        begin, share = math.floor(position) + skipped, position - math.floor(position)
+        count = max(min(length - skipped, math.floor(len(self._chunk) - 1 - position) + 1 - skipped), 0)
         counts = self._counts[begin : begin + count]
         before = self._chunk[begin : begin + count]
         if not share or not count:
@@ -73,66 +78,69 @@ class ActionQueue:
         after = self._chunk[begin + 1 : begin + 1 + count]
         return skipped, before + np.float32(share) * (after - before), counts
 
-    def joined(self, chunk: np.ndarray, seen_at: float, next_one: int = 0) -> np.ndarray:
-        """The chunk (t, a), each of its actions weighed against the one that is planned for its moment.
+    def aggregate(self, chunk: np.ndarray, seen_at: float, first_usable: int = 0) -> np.ndarray:
+        """The chunk (t, a), each of its actions joined with the one that is planned for its moment.
 
-        ``next_one`` is the first that can still be done.
+        ``first_usable`` is the index of the first that can still be done.
         """
-        first, planned, counts = self.planned(seen_at, len(chunk))
-        after = np.arange(first, first + len(planned)) - next_one + 1
-        kept = 1 - np.asarray(self.overlap.share(counts, after), np.float64)
-        if not len(planned) or not kept.any():
+        first, planned, counts = self.remaining(seen_at, len(chunk))
+        after = np.arange(first, first + len(planned)) - first_usable + 1
+        old_share = 1 - np.asarray(self.aggregation.share(counts, after), np.float64)
+        if not len(planned) or not old_share.any():
             return chunk
-        joined = np.array(chunk, np.float32)
-        part = joined[first : first + len(planned)]
-        part += kept.reshape(-1, 1) * (planned - part)
-        return joined
+        result = np.array(chunk, np.float32)
+        part = result[first : first + len(planned)]
+        part += old_share.reshape(-1, 1) * (planned - part)
+        return result
 
     def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Take a chunk (t, a) whose first action belongs to ``seen_at``; returns how many are still usable.
+        """Put a chunk (t, a) whose first action belongs to ``seen_at`` in place of what is left.
 
-        It replaces what is left (``joined`` weighs the two before); what of it is already past is counted as late.
+        ``aggregate`` joins the two before. Actions that are over already are counted as late.
+
+        Returns:
+            how many actions are still usable.
         """
-        first, planned, counts = self.planned(seen_at, len(chunk))
+        first, planned, counts = self.remaining(seen_at, len(chunk))
         self._counts = np.ones(len(chunk), np.int64)
         self._counts[first : first + len(planned)] += counts
         self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
         self._next = 0
-        self._next = min(max(math.floor(self._place(now) + 0.5), 0), len(chunk))
+        self._next = min(max(math.floor(self._position(now) + 0.5), 0), len(chunk))
         self.late += self._next
         return len(self)
 
-    def faded(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
+    def crossfade(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
         """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
 
         For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
         over from, the chunk as it is.
         """
-        skipped, old, _ = self.planned(seen_at, len(chunk))
+        skipped, old, _ = self.remaining(seen_at, len(chunk))
         first = max(math.ceil((now - seen_at) / self.period), 0)
         steps = min(steps, len(old) - first)
         if steps <= 0 or skipped:
             return chunk
         weight = np.linspace(0, 1, steps + 2, dtype=np.float32)[1:-1, None]
-        faded = np.array(chunk, np.float32)
-        faded[:first] = old[:first]
-        faded[first : first + steps] += (1 - weight) * (old[first : first + steps] - chunk[first : first + steps])
-        return faded
+        result = np.array(chunk, np.float32)
+        result[:first] = old[:first]
+        result[first : first + steps] += (1 - weight) * (old[first : first + steps] - chunk[first : first + steps])
+        return result
 
     def take(self, deadline: float, now: float) -> np.ndarray | None:
-        """The action for this tick; those before it that no tick took are counted as late."""
+        """The action (a,) for the tick of this deadline; earlier ones that no tick took are counted as late."""
         last = len(self._chunk) - 1
         if last < 0:
             return None
-        place, present = self._place(deadline), (now - self._seen_at) / self.period
-        if present > place + 1:
+        position, present = self._position(deadline), (now - self._seen_at) / self.period
+        if present > position + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
-            place = self._place(now)
-        if place > last and (not self.is_between or present > last + 1):
+            position = self._position(now)
+        if position > last and (not self.is_between or present > last + 1):
             self._drop_until(last + 1)
             return None
-        place = min(max(place, 0.0), float(last))
-        index = math.floor(place + 0.5)
+        position = min(max(position, 0.0), float(last))
+        index = math.floor(position + 0.5)
         if index < self._next and not (self.is_between and self.consumed):
             return None
         before = self._next
@@ -142,30 +150,30 @@ class ActionQueue:
             done = self._next - before if self.is_between and self.consumed else 1
             self.consumed += done
             self._taken.extend([deadline] * done)
-        return self._between(place) if self.is_between else self._chunk[index]
+        return self._interpolate(position) if self.is_between else self._chunk[index]
 
     def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
-        """Which action of a chunk comes next after this moment, and how much of a period lies between them (0..1]."""
-        place = (moment - seen_at) / self.period
+        """Index of a chunk's next action after this moment, and the share of a period (0..1] that lies between them."""
+        position = (moment - seen_at) / self.period
         if self.is_between:
-            first = math.floor(place) + 1
-            return (first, first - place) if first > 0 else (0, 1.0)
-        # As `_place` does: halfway between two actions it is the one before that a tick took.
-        return max(math.floor(place + 0.499) + 1, 0), 1.0
+            first = math.floor(position) + 1
+            return (first, first - position) if first > 0 else (0, 1.0)
+        # As `_position` does: halfway between two actions it is the one before that a tick took.
+        return max(math.floor(position + 0.499) + 1, 0), 1.0
 
     def clear(self) -> None:
-        """Forget all that is left; it does not count as late."""
+        """Drop all that is left; it does not count as late."""
         self._chunk, self._counts = self._chunk[:0], self._counts[:0]
         self._next = 0
         self.consumed = 0
 
     def due(self, index: int) -> float:
-        """When action ``index`` of this chunk is due."""
+        """Monotonic time at which action ``index`` of this chunk is due."""
         return self._seen_at + index * self.period
 
     @property
     def dry_at(self) -> float | None:
-        """When all that is planned is done; None when that is now."""
+        """Monotonic time at which the plan runs dry; None when nothing is left."""
         return self.due(len(self._chunk)) if len(self) else None
 
     def taken_since(self, moment: float) -> int:
@@ -178,16 +186,16 @@ class ActionQueue:
         return count
 
     def due_times(self) -> list[float]:
-        """When each action left is due."""
+        """Monotonic times at which the actions that are left are due."""
         return [self.due(index) for index in range(self._next, len(self._chunk))]
 
-    def _place(self, moment: float) -> float:
-        """Where a moment lies in the chunk, in actions: whole ones, unless ticks take points between them."""
-        place = (moment - self._seen_at) / self.period
+    def _position(self, moment: float) -> float:
+        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions."""
+        position = (moment - self._seen_at) / self.period
         if self.is_between:
-            return place
+            return position
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
-        return float(self._next) if abs(place - self._next) < 0.501 else math.floor(place + 0.5)
+        return float(self._next) if abs(position - self._next) < 0.501 else math.floor(position + 0.5)
 
     def _drop_until(self, index: int) -> None:
         index = min(index, len(self._chunk))
@@ -196,7 +204,7 @@ class ActionQueue:
             self.late += 0 if self.is_between else index - self._next
             self._next = index
 
-    def _between(self, place: float) -> np.ndarray:
-        before = int(place)
+    def _interpolate(self, position: float) -> np.ndarray:
+        before = int(position)
         after = min(before + 1, len(self._chunk) - 1)
-        return self._chunk[before] + (place - before) * (self._chunk[after] - self._chunk[before])
+        return self._chunk[before] + (position - before) * (self._chunk[after] - self._chunk[before])

@@ -18,11 +18,14 @@ from service.stats import Recent, Tally
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
 
-class Expected:
-    """What the next of some figures will be, on the safe side.
+class Estimate:
+    """An upper estimate of the next of a series of figures.
 
     The ninth of ten of the newest 16, so that one that stands out counts little and what is over is soon forgotten;
     but when it jumps, two of the newest three are believed at once.
+
+    Attributes:
+        value: the estimate, or None before the first figure.
     """
 
     def __init__(self) -> None:
@@ -30,30 +33,36 @@ class Expected:
         self._newest: deque[float] = deque(maxlen=16)
 
     def add(self, figure: float) -> None:
-        """One was measured."""
+        """Take one measured figure into account."""
         self._newest.append(figure)
         ordered = sorted(self._newest)
         usual = ordered[min(math.ceil(0.9 * len(ordered)), len(ordered)) - 1]
-        lately = median(list(self._newest)[-3:])
-        self.value = max(usual, lately) if len(ordered) > 2 else ordered[-1]
+        self.value = max(usual, median(list(self._newest)[-3:])) if len(ordered) > 2 else ordered[-1]
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """An inference that was asked for: from which snapshot, when, for which stretch of motion, and with a plan left."""
+class PolicyRequest:
+    """One question to the policy.
+
+    Attributes:
+        snapshot: what the robot sees and feels, and for policies that continue a plan what is left of it.
+        asked_at: monotonic time of the question.
+        due: when the plan runs dry, monotonic; None when there is no plan.
+        motion: number of the motion it belongs to; answers to an earlier motion are dropped.
+    """
 
     snapshot: Snapshot
     asked_at: float
-    stretch: int
-    is_moving: bool = False
+    due: float | None = None
+    motion: int = 0
 
 
 class ChunkScheduler:
-    """One request at a time.
+    """Decides when a policy is asked; at most one request is in flight.
 
     Attributes:
-        pace: as it is now.
-        request: the one in flight, or None.
+        config: as it is now.
+        in_flight: the request that has no answer yet, or None.
         discarded: answers that came back after a hold or a stop and were thrown away.
         latency: seconds from asking to answer, on the event loop's side.
         delay: actions given out between what the newest chunk was seen and the chunk; None before one that followed
@@ -61,78 +70,88 @@ class ChunkScheduler:
         timing: how many answers came early, on time and late, against ``action_steps`` of the chunk before.
     """
 
-    def __init__(self, pace: ControlConfig):
-        self.pace = pace
-        self.request: InFlight | None = None
+    def __init__(self, config: ControlConfig):
+        self.config = config
+        self.in_flight: PolicyRequest | None = None
         self.discarded = 0
         self.latency = Recent(32)
         self.delay: int | None = None
         self.timing = Tally()
-        self._latency, self._delay = Expected(), Expected()
-        self._stretch = 0
+        self._latency, self._delay = Estimate(), Estimate()
+        self._motion = 0
         self._is_hurried = False
 
-    @property
-    def ahead(self) -> float:
-        """Seconds before it is needed that a chunk is asked for: as set by hand, else as long as answers take."""
-        return (self._latency.value or 0.0) if self.pace.ask_ahead is None else self.pace.ask_ahead
-
-    def is_wanted(self, actions: ActionQueue) -> bool:
-        """Whether it is time to ask, with these actions left."""
-        if self.request is not None:
+    def is_due(self, queue: ActionQueue) -> bool:
+        """Whether it is time to ask, with the actions that are left in this queue."""
+        if self.in_flight is not None:
             return False
         if self._is_hurried:
             return True
-        delay = self.ahead / actions.period
+        delay = self.ahead / queue.period
         # One action of margin: an answer that comes during a tick is used at the next.
-        is_running_dry = len(actions) <= math.ceil(delay) + 1
-        return is_running_dry or actions.consumed + math.floor(delay) >= self.pace.action_steps
+        is_running_dry = len(queue) <= math.ceil(delay) + 1
+        return is_running_dry or queue.consumed + math.floor(delay) >= self.config.action_steps
 
-    def delay_expected(self, period: float) -> int:
-        """How many actions will be over when an answer comes to what is asked now."""
-        if self._delay.value is not None:
-            return math.ceil(self._delay.value)
-        return math.ceil((self._latency.value or 0.0) / period)
+    @property
+    def ahead(self) -> float:
+        """Seconds before it is needed that a chunk is asked for: as configured, else as long as answers take."""
+        return (self._latency.value or 0.0) if self.config.ask_ahead is None else self.config.ask_ahead
 
-    def ask(self, snapshot: Snapshot, now: float, *, is_moving: bool = False) -> None:
-        """A chunk is asked for; ``is_moving`` says that something is left to do meanwhile."""
-        self.request = InFlight(snapshot, now, self._stretch, is_moving)
+    def request(self, snapshot: Snapshot, queue: ActionQueue, now: float) -> PolicyRequest:
+        """Ask for a chunk that follows this snapshot and what is left of the plan."""
+        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at, self._motion)
         self._is_hurried = False
+        return self.in_flight
 
-    def part(self) -> None:
-        """What is in flight belongs to a motion that is over."""
-        self._stretch += 1
+    def prefix(self, queue: ActionQueue, seen_at: float) -> Mapping[str, np.ndarray]:
+        """What is planned from ``seen_at`` on, as inputs of a policy that continues a plan, with a batch axis of 1."""
+        _, plan, _ = queue.remaining(seen_at, self.config.chunk)
+        if self._delay.value is not None:
+            delay = math.ceil(self._delay.value)
+        else:
+            delay = math.ceil((self._latency.value or 0.0) / queue.period)
+        return plan_prefix(plan[:, : self.config.width], delay, self.config)
+
+    def end_motion(self) -> None:
+        """The answer to what is in flight belongs to a motion that is over, and will be dropped."""
+        self._motion += 1
 
     def hurry(self) -> None:
-        """What is in flight is not wanted, another chunk is, as soon as possible."""
-        self.part()
+        """Drop the answer to what is in flight, and ask anew as soon as it is there."""
+        self.end_motion()
         self._is_hurried = True
 
-    def close(self) -> InFlight | None:
-        """The answer is there; None when it is of no use any more."""
-        request, self.request = self.request, None
-        if request is not None and request.stretch != self._stretch:
+    def withdraw(self) -> None:
+        """Forget the request in flight: it was not carried out."""
+        self.in_flight = None
+
+    def close(self, request: PolicyRequest) -> bool:
+        """Note that this request was answered; False when the answer is of an earlier motion."""
+        if request is not self.in_flight:
+            return False
+        self.in_flight = None
+        if request.motion != self._motion:
             # Its frames are from before a hold or a stop.
             self.discarded += 1
-            return None
-        return request
+            return False
+        return True
 
-    def took(self, request: InFlight, actions: ActionQueue, now: float) -> None:
-        """A usable answer came, which is yet to be joined with these actions."""
+    def measure(self, request: PolicyRequest, queue: ActionQueue, now: float) -> None:
+        """Learn from a usable answer, which is yet to be joined with the plan in this queue."""
         self.latency.add(now - request.asked_at)
         self._latency.add(now - request.asked_at)
-        if not request.is_moving:
+        if request.due is None:
             return
-        self.delay = actions.taken_since(request.snapshot.seen_at)
+        self.delay = queue.taken_since(request.snapshot.seen_at)
         self._delay.add(self.delay)
-        done = actions.consumed
-        if not len(actions) or done > self.pace.action_steps + 1:
+        done = queue.consumed
+        if not len(queue) or done > self.config.action_steps + 1:
             self.timing.add(LATE)
         else:
-            self.timing.add(EARLY if done < self.pace.action_steps - 1 else ON_TIME)
+            self.timing.add(EARLY if done < self.config.action_steps - 1 else ON_TIME)
 
     def figures(self, period: float) -> dict[str, object]:
-        """JSON-ready; latencies and delays in actions."""
+        """Latencies and delays in actions of ``period`` seconds, and how timely answers were; JSON-ready."""
 
         def in_actions(percent: float) -> float | None:
             seconds = self.latency.percentile(percent)
@@ -147,14 +166,14 @@ class ChunkScheduler:
         }
 
 
-def prefix_of(plan: np.ndarray, delay: int, pace: ControlConfig) -> Mapping[str, np.ndarray]:
-    """The parts of an observation, each with a batch axis of 1.
+def plan_prefix(plan: np.ndarray, delay: int, config: ControlConfig) -> Mapping[str, np.ndarray]:
+    """Inputs of a policy that continues a plan, each with a batch axis of 1.
 
     Args:
         plan: (n, a) what is planned from the moment of the observation on, at most a chunk of it; none is fine.
         delay: how many of these will be over when the answer comes, as far as one knows.
     """
-    actions = np.zeros((1, pace.chunk, pace.width), np.float32)
+    actions = np.zeros((1, config.chunk, config.width), np.float32)
     if len(plan):  # before the first chunk not even its width is known
         actions[0, : len(plan)] = plan
     return {

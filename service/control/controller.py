@@ -1,26 +1,87 @@
-"""Controller: one tick from observation to command; pure."""
+"""Controller of one robot: from observations and policy answers to commands, tick by tick; pure."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from service.control.action_queue import ActionQueue
-from service.control.chunk_scheduler import ChunkScheduler, InFlight, prefix_of
+from service.control.chunk_scheduler import ChunkScheduler, PolicyRequest
 from service.control.config import ControlConfig
-from service.control.guard import Guard, Judged, Motion
-from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, Holding
+from service.control.guard import Guard
+from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, HoldState
 from service.control.limits import MotionLimits, motion_limits
-from service.control.observation_buffer import NotReady, ObservationBuffer, Snapshot
+from service.control.observation_buffer import NotReady, ObservationBuffer
+from service.control.watchdog import HOLDS, InputTimes, Watchdog, WatchdogTimeouts
+from service.stage import Move
 from service.stats import Recent, Tally
+from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
 
 # An absolute grid is computed with floats: a tick may come this much early and still be that tick.
 _EARLY = 1e-6
+# Differences of what a policy asks for must be numbers, whatever it asks for.
+_LARGEST_TARGET = 1e30
+# Fields of a ControlConfig that may change while a robot moves.
+ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
+# Codes of obstacles: the link is up, and takes no command; a program is being compiled.
+CHOKED = "link_choked"
+COMPILING = "compiling"
+# Code of an answer that will never come: the inference did not return, and its thread was replaced.
+STUCK = "stuck"
 
 
-@dataclass(frozen=True)
-class Due:
-    """A tick to be done.
+class ControlEvent(NamedTuple):
+    """Something that happened to a robot by itself, which its session has to follow.
+
+    Attributes:
+        move: what it is in the session's table of stages.
+        reason: for people.
+    """
+
+    move: Move
+    reason: str | None
+
+
+class PolicyAnswer(NamedTuple):
+    """What became of a request to the policy.
+
+    Attributes:
+        request: the one that is answered.
+        chunk: (1, t, a) actions as the policy gave them, not yet checked; None when there are none.
+        error: code and text of why there are none: ``compiling``, ``stuck``, or any other failure.
+        fade: set for the first chunk of another policy: how many actions lead over from the plan of the one before.
+        inputs: what the policy was run on, for its runner.
+    """
+
+    request: PolicyRequest
+    chunk: object = None
+    error: tuple[str, str] | None = None
+    fade: int | None = None
+    inputs: object = None
+
+
+class TickResult(NamedTuple):
+    """What is to be done now.
+
+    Attributes:
+        command: (a,) to be sent.
+        request: for the policy.
+        events: for the session.
+        is_accepted: whether the answer's chunk is planned now.
+        failure: code and text of why the answer was of no use, or None.
+    """
+
+    command: np.ndarray | None = None
+    request: PolicyRequest | None = None
+    events: tuple[ControlEvent, ...] = ()
+    is_accepted: bool = False
+    failure: tuple[str, str] | None = None
+
+
+class DueTick(NamedTuple):
+    """A tick that is to be done.
 
     Attributes:
         deadline: when it was due.
@@ -34,7 +95,7 @@ class Due:
 
 
 class TickClock:
-    """Ticks ``period`` seconds apart, each done once or not at all."""
+    """Grid of ticks ``period`` seconds apart, each done once or not at all."""
 
     def __init__(self, period: float):
         self.period = period
@@ -42,111 +103,45 @@ class TickClock:
         self._index = -1
 
     def begin(self, now: float, *, is_done: bool = False) -> None:
-        """Lay the grid anew: a tick is due now, and then every period. ``is_done`` says that this one is over."""
+        """Begin the grid anew: a tick is due now, and then every period. ``is_done`` says that this one is over."""
         self._anchor, self._index = now, 0 if is_done else -1
 
     def next_deadline(self, now: float) -> float:
         """When the next tick is due."""
-        return self._anchor + max(self._index + 1, self.slot(now)) * self.period
+        newest = math.floor((now - self._anchor) / self.period + _EARLY)
+        return self._anchor + max(self._index + 1, newest) * self.period
 
-    def slot(self, now: float) -> int:
-        """The number of the tick that was due last."""
-        return math.floor((now - self._anchor) / self.period + _EARLY)
-
-    def take(self, now: float) -> Due | None:
+    def take(self, now: float) -> DueTick | None:
         """The newest tick that is due, or None when it was done already; older ones are passed over."""
-        index = self.slot(now)
+        index = math.floor((now - self._anchor) / self.period + _EARLY)
         if index <= self._index:
             return None
-        due = Due(
-            self._anchor + index * self.period,
-            index - self._index - 1,
-            # Late against the tick that should have come next, not only against the newest.
-            max(now - self._anchor - (self._index + 1) * self.period, 0.0),
-        )
+        missed = index - self._index - 1
+        # Late against the tick that should have come next, not only against the newest.
+        late = max(now - self._anchor - (self._index + 1) * self.period, 0.0)
         self._index = index
-        return due
-
-
-# Differences of what a policy asks for must be numbers, whatever it asks for.
-_WILDEST = 1e30
-
-
-def planned(
-    chunk: np.ndarray,
-    actions: ActionQueue,
-    guard: Guard,
-    motion: Motion,
-    first: int,
-    *,
-    seen_at: float,
-    now: float,
-    fade: int | None,
-) -> tuple[np.ndarray, Judged]:
-    """The plan (t, 2 a): each action as the guard lets it pass, and beside it as the policy wanted it.
-
-    Args:
-        chunk: (t, a) finite floats.
-        actions: what it is joined with; nothing of them changes.
-        motion, first: what the plan follows, and its first action that can still be done.
-        fade: so many actions lead over from what another policy planned; None for the same policy.
-
-    Returns:
-        also what the guard said; without its ``actions`` the plan is refused.
-    """
-    width = chunk.shape[1]
-    wanted = np.clip(chunk, -_WILDEST, _WILDEST).astype(np.float32)
-    plan = np.concatenate([wanted, wanted], axis=1)
-    plan = actions.joined(plan, seen_at, first) if fade is None else actions.faded(plan, seen_at, now, fade)
-    judged = guard.judge(plan[:, :width], motion, first)
-    if judged.actions is not None and judged.clamped:
-        plan[:, :width] = judged.actions
-        if actions.is_between and first:
-            # Ticks take points between the action before and this one, so that one is where the motion comes from.
-            plan[first - 1, :width] = motion.position
-    return plan, judged
-
-
-@dataclass(frozen=True)
-class TickResult:
-    """What one tick asks for.
-
-    Attributes:
-        command: (a,) to be sent now.
-        ask: to infer from.
-        due: when the plan runs dry unless the answer is there; None when there is no plan.
-        is_overtaken: the process stood still while this was decided; the command is not for now any more.
-    """
-
-    command: np.ndarray | None = None
-    ask: Snapshot | None = None
-    due: float | None = None
-    is_overtaken: bool = False
-
-
-# What of a pace may change while a robot moves.
-ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
-# Code of an obstacle: the link is up, and takes no command.
-CHOKED = "link_choked"
+        return DueTick(self._anchor + index * self.period, missed, late)
 
 
 class Controller:
-    """Decides; never sleeps, sends or computes. Every method takes the time.
+    """Decides for one robot. Every method takes the time and returns what is to be done; none sleeps, sends or infers.
 
     Every chunk passes the guard before its first action can be sent, and every command of a motion passes it again.
     What the policy wanted is kept beside what the guard made of it, for whoever judges the policy.
 
     Attributes:
-        guard: holds chunks and commands to the limits; always there.
-        fault: set when the policy raised too often in a row; the session ends in an error then.
-        stop_wanted: code and text of why the robot has to be stopped until somebody resets it.
+        config, period: as it is now; seconds from tick to tick.
+        buffer, scheduler, guard, watchdog: its parts.
+        queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
+            wanted it.
         is_running: between ``begin`` and ``halt``.
         command: the last command given out (a,), or None.
+        lost_rooms: rooms whose connection is lost, with the reason.
+        is_blind: whether the robot cannot be seen, felt or reached for so long that its session is degraded.
         starvations: how often the queue ran dry in the middle of a motion.
         missed_ticks: ticks that were skipped because a wake-up came too late for them.
         ticks, chunks: how many there were.
         rejected: chunks refused because they were not finite, not of the right shape, or outside the limits.
-        rejected_for: code of the newest of them: ``not_finite``, ``shape``, ``position``, ``seam``, ...
         largest_step: (a,) the largest change that the policy wanted of each joint from one tick to the next since it
             was last set to zeros, before the guard. After a pause, of what was commanded and where the robot is the
             nearer one counts.
@@ -154,368 +149,457 @@ class Controller:
         late_by_chunk: how many actions of each of the newest chunks were over when it came.
     """
 
-    def __init__(self, buffer: ObservationBuffer, pace: ControlConfig, limits: MotionLimits | None = None):
+    def __init__(
+        self,
+        buffer: ObservationBuffer,
+        config: ControlConfig,
+        limits: MotionLimits | None = None,
+        timeouts: WatchdogTimeouts | None = None,
+    ):
         """Without limits, those that the joint table knows hold."""
-        self.pace = pace
-        self.period = 1 / pace.rate
+        self.config = config
+        self.period = 1 / config.rate
+        self.buffer = buffer
+        self.scheduler = ChunkScheduler(config)
+        self.queue = ActionQueue(1 / config.action_rate, self.period, config.overlap)
         self.guard = Guard(
-            limits or motion_limits(buffer.joints), rate=pace.rate, action_rate=pace.action_rate, chunk=pace.chunk
+            limits or motion_limits(buffer.joints),
+            rate=config.rate,
+            action_rate=config.action_rate,
+            chunk=config.chunk,
         )
-        self.fault: str | None = None
-        self.stop_wanted: tuple[str, str] | None = None
-        self.is_running = False
+        self.watchdog = Watchdog(
+            timeouts or WatchdogTimeouts(),
+            executed=config.action_steps / config.action_rate,
+            covered=config.chunk / config.action_rate,
+            period=self.period,
+        )
+        self.is_running = self.is_blind = False
         self.command: np.ndarray | None = None
-        self.largest_step = np.zeros(pace.width, np.float32)
-        self.starvations = self.missed_ticks = self.ticks = self.chunks = 0
-        self.rejected = 0
-        self.rejected_for: str | None = None
-        self.lateness = Recent(pace.samples)
+        self.lost_rooms: dict[str, str] = {}
+        self.largest_step = np.zeros(config.width, np.float32)
+        self.starvations = self.missed_ticks = self.ticks = self.chunks = self.rejected = 0
+        self.lateness = Recent(config.samples)
         self.late_by_chunk = Recent(64)
-        # Each action twice, side by side: as the guard lets it pass, and as the policy wanted it.
-        self.actions = ActionQueue(1 / pace.action_rate, self.period, pace.overlap)
-        self._buffer = buffer
-        self._grid = TickClock(self.period)
-        self._asking = ChunkScheduler(pace)
-        self._holding = Holding(pace.hold_repeats)
+        self._clock = TickClock(self.period)
+        self._hold_state = HoldState(config.hold_repeats)
+        self._history = CommandHistory(config.rate)
+        self._obstacles: dict[str, str] = {}
         self._failures = 0
-        self._is_moving = False
-        self._is_dry = False
-        self._keeps_grip = False
+        self._is_moving = self._is_dry = self._keeps_grip = False
         self._moved_at = 0.0
         self._refused_since: float | None = None
-        self._trail = CommandHistory(pace.rate)
-        self._wanted: np.ndarray | None = None
-        self._obstacles: dict[str, str] = {}
+        self._target: np.ndarray | None = None
+
+    # Ticks.
+
+    def next_deadline(self, now: float) -> float:
+        """When the next tick is due: on the grid of ``begin``."""
+        return self._clock.next_deadline(now)
+
+    def tick(self, now: float) -> TickResult:
+        """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
+        due = None if self.is_idle else self._clock.take(now)
+        if due is None:
+            return TickResult()
+        self.lateness.add(due.late)
+        self.missed_ticks += due.missed
+        self.ticks += 1
+        if due.missed * self.period > self.config.starved_after:
+            self._hold_state.end_ramp()
+        if not self.is_running:
+            return TickResult(self._hold_command())
+        events = self._check_input(now)
+        if not self.is_running:  # the watchdog stopped it
+            return TickResult(self._hold_command(), None, events)
+        not_ready = self._obstacle() or self.buffer.not_ready(now)
+        if not_ready is not None:
+            self._enter_hold(not_ready, now)
+            self._flush()
+            return TickResult(self._hold_command(), None, events)
+        action = self.queue.take(due.deadline, now)
+        if action is None:
+            self._wait_for_policy(now)
+            command = self._hold_command()
+        else:
+            command = self._move(action, now)
+        request = self._request(now) if self.scheduler.is_due(self.queue) else None
+        return TickResult(command, request, events)
+
+    def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
+        """What the watchdog finds counts for the tick that comes; a stop is done at once."""
+        in_flight = self.scheduler.in_flight
+        report = self.watchdog.check(
+            now,
+            InputTimes(
+                self.buffer.seen_at,
+                tuple(self.lost_rooms),
+                self.buffer.is_pose_current,
+                self.queue.seen_at,
+                in_flight and in_flight.asked_at,
+            ),
+        )
+        if report.holds or self._obstacles:
+            for code in HOLDS:
+                if code in report.holds:
+                    self._obstacles[code] = report.holds[code]
+                else:
+                    self._obstacles.pop(code, None)
+        events: tuple[ControlEvent, ...] = ()
+        if self.is_blind is not (report.blind is not None):
+            self.is_blind = not self.is_blind
+            events = (ControlEvent(Move.BLINDED if self.is_blind else Move.RECOVERED, report.blind),)
+        if report.stop is not None:
+            self._begin_halt(now, always_hold=True)
+            events = (*events, ControlEvent(Move.EMERGENCY_STOP, str(report.stop)))
+        return events
+
+    def _obstacle(self) -> NotReady | None:
+        for code, text in self._obstacles.items():
+            return NotReady(code, text)
+        return None
+
+    def _move(self, action: np.ndarray, now: float) -> np.ndarray:
+        """The command (a,) for an action (2 a,) of the queue, within the limits."""
+        allowed, target = action[: self.config.width], action[self.config.width :]
+        pose = self.buffer.pose
+        assert pose is not None, "a chunk is only asked for when every joint is known"
+        if self.command is not None:
+            # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
+            previous = self._target if self._is_moving else pose
+            step = np.abs(target - self.command)
+            if previous is not None:
+                np.minimum(step, np.abs(target - previous), out=step)
+            np.maximum(self.largest_step, step, out=self.largest_step)
+        self._target = target
+        if not self._history:
+            self._history.add(self._keep_grip(pose))
+        self.command = self.guard.limit(allowed, self._history.newest)
+        self._history.add(self.command)
+        self._hold_state.end()
+        self._moved_at = now
+        self._is_moving, self._is_dry, self._keeps_grip = True, False, True
+        return self.command
+
+    def _wait_for_policy(self, now: float) -> None:
+        if self.hold is not None and self.hold.code not in OF_POLICY:
+            self._hold_state.hold = None  # the robot can be seen again; the policy has yet to answer
+        if not self._is_moving:
+            return
+        self._history.rest()
+        if not self._is_dry and not len(self.queue):
+            self._is_dry = True
+            self.starvations += 1
+        waited = now - self._moved_at
+        if waited > self.config.starved_after:
+            latest = self.latency.percentile(50)
+            known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
+            text = f"no action for {waited * 1e3:.0f} ms, limit {self.config.starved_after * 1e3:.0f} ms{known}"
+            self._enter_hold(NotReady("starved", text), now)
+
+    def _request(self, now: float) -> PolicyRequest | None:
+        snapshot = self.buffer.snapshot(now)
+        if isinstance(snapshot, NotReady):
+            return None
+        if self.config.overlap.sends_plan:
+            snapshot = replace(snapshot, prefix=self.scheduler.prefix(self.queue, snapshot.seen_at))
+        return self.scheduler.request(snapshot, self.queue, now)
+
+    def confirm(self, is_sent: bool, now: float) -> None:
+        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before."""
+        if is_sent:
+            if self._refused_since is not None or CHOKED in self._obstacles:
+                self._refused_since = None
+                self.clear(CHOKED)
+        elif not self.is_running:
+            self._hold_state.retry()
+        elif self._is_moving:
+            self.command = self._history.take_back()
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > self.config.starved_after:
+                limit = self.config.starved_after * 1e3
+                self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
+        elif CHOKED in self._obstacles:
+            self._hold_state.repeats_left += 1  # until it is taken
+
+    # Answers of the policy.
+
+    def accept(self, answer: PolicyAnswer, now: float) -> TickResult:
+        """Plan the chunk of an answer, within the limits; hold, stop or fail the robot when there is none."""
+        request = answer.request
+        if answer.error is not None and answer.error[0] in (COMPILING, STUCK):
+            code, text = answer.error
+            self.scheduler.withdraw()
+            if code == STUCK:
+                return self.fail(text, now, failure=answer.error)
+            self.obstruct(COMPILING, text)
+            return TickResult()
+        if not self.scheduler.close(request):
+            return TickResult(failure=answer.error)
+        if answer.error is not None:
+            return self._note_failure("policy_failed", answer.error[1], now, answer.error)
+        plan = self._plan(answer.chunk, request, now, answer.fade)
+        if isinstance(plan, tuple):
+            self.rejected += 1
+            return self._note_failure("policy_invalid", plan[1], now, plan)
+        self._failures = 0
+        self.scheduler.measure(request, self.queue, now)
+        if answer.fade is not None:
+            self.queue.clear()
+        self.chunks += 1
+        late = self.queue.late
+        usable = self.queue.push(plan, request.snapshot.seen_at, now)
+        self.late_by_chunk.add(self.queue.late - late)
+        if not usable:
+            covered = self.config.chunk / self.config.action_rate
+            age = now - request.snapshot.seen_at
+            text = (
+                f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
+            )
+            # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
+            not_ready = self._obstacle() or self.buffer.not_ready(now)
+            self._enter_hold(not_ready or NotReady("policy_late", text), now)
+        return TickResult(is_accepted=True)
+
+    def _plan(
+        self, chunk: object, request: PolicyRequest, now: float, fade: int | None
+    ) -> np.ndarray | tuple[str, str]:
+        """The plan (t, 2 a) for a policy's chunk (1, t, a); or code and text of why it is refused.
+
+        Each action stands in it as the guard lets it pass, and beside that as the policy wanted it.
+        """
+        if (wrong := self.guard.check_shape(chunk)) is not None:
+            return wrong
+        assert isinstance(chunk, np.ndarray)
+        queue, width, seen_at = self.queue, chunk.shape[2], request.snapshot.seen_at
+        # The first action that can still be done, and what it follows.
+        first, share = queue.first_after(self._clock.next_deadline(now) - self.period, seen_at)
+        first = min(first, self.config.chunk)
+        pose = self.buffer.pose
+        assert pose is not None, "a chunk is only asked for when every joint is known"
+        motion = self._history.motion(
+            self._keep_grip(pose), ahead=(1 - share) * queue.period, is_between=queue.is_between
+        )
+        target = np.clip(chunk[0], -_LARGEST_TARGET, _LARGEST_TARGET).astype(np.float32)
+        plan = np.concatenate([target, target], axis=1)
+        plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
+        judged = self.guard.judge(plan[:, :width], motion, first)
+        if judged.actions is None:
+            return judged.reason or "", judged.text
+        if judged.clamped:
+            plan[:, :width] = judged.actions
+            if queue.is_between and first:
+                # Ticks take points between the action before and this one, so that one is where the motion comes from.
+                plan[first - 1, :width] = motion.position
+        return plan
+
+    def _note_failure(self, code: str, text: str, now: float, failure: tuple[str, str]) -> TickResult:
+        """Hold the robot after an answer that was no use; too many of them in a row end its motion."""
+        self._failures += 1
+        self._enter_hold(NotReady(code, text), now)
+        self._flush()
+        if self._failures < self.config.failures_allowed:
+            return TickResult(failure=failure)
+        text = f"{text} ({self._failures} times in a row)"
+        if code == "policy_invalid":
+            # What a policy should not want is unsafe, and stops the robot until somebody resets it.
+            return self.fail(f"{code}: {text}", now, move=Move.EMERGENCY_STOP, failure=failure)
+        return self.fail(text, now, failure=failure)
 
     # What happens to a session.
 
-    def adjust(self, pace: ControlConfig) -> None:
-        """Another way to join chunks, or other moments to ask for them, from the next chunk on.
+    def adjust(self, config: ControlConfig) -> None:
+        """Join chunks in another way, or ask for them at other moments, from the next chunk on.
 
         Raises:
             ValueError: it has another rate, chunk or width, which is another control.
         """
-        if replace(pace, **{name: getattr(self.pace, name) for name in ADJUSTABLE}) != self.pace:
+        if replace(config, **{name: getattr(self.config, name) for name in ADJUSTABLE}) != self.config:
             raise ValueError(f"only {', '.join(ADJUSTABLE)} can be adjusted")
-        if pace.overlap != self.pace.overlap:
-            self.actions.join_by(pace.overlap)
-        self.pace = self._asking.pace = pace
+        if config.overlap != self.config.overlap:
+            self.queue.set_aggregation(config.overlap)
+        self.config = self.scheduler.config = config
+        self.watchdog.set_chunk_time(
+            executed=config.action_steps / config.action_rate, covered=config.chunk / config.action_rate
+        )
 
     def begin(self, now: float) -> None:
         """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
-        self._grid.begin(now)
+        self._clock.begin(now)
+        self.watchdog.begin(now)
         self._flush()
-        self._trail.clear()
-        self._holding.end()
+        self._history.clear()
+        self._hold_state.end()
         self.release_grip()
         self._failures = 0
         self._refused_since = None
         self.clear(CHOKED)
-        self.fault = self.stop_wanted = None
+        self.is_blind = False
         self.is_running = True
 
     def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
-        """Stop. The step is to be done at once; the ticks that follow repeat the hold.
+        """Stop. The command is to be sent at once; the ticks that follow repeat the hold.
 
         A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
         nobody knows where it is now, is told nothing: where it was may be far away.
         """
-        is_known = self.is_running or self._holding.left > 0 or self._buffer.is_felt
-        if not self.is_running and not self._holding.left:
-            self._grid.begin(now, is_done=True)
+        self._begin_halt(now, always_hold=always_hold)
+        return TickResult(self._hold_command())
+
+    def _begin_halt(self, now: float, *, always_hold: bool) -> None:
+        is_known = self.is_running or self._hold_state.repeats_left > 0 or self.buffer.is_pose_current
+        if not self.is_running and not self._hold_state.repeats_left:
+            self._clock.begin(now, is_done=True)
         self.is_running = False
         self._flush()
         self.release_grip()
-        self._holding.at_once(is_known and (always_hold or self.command is not None))
-        return TickResult(command=self._hold_pose())
+        self._hold_state.enter_stop(is_known and (always_hold or self.command is not None))
 
-    def forget(self) -> None:
+    def fail(
+        self, reason: str, now: float, *, move: Move = Move.FAILED, failure: tuple[str, str] | None = None
+    ) -> TickResult:
+        """Stop for good: the session ends in an error, or is latched by an emergency stop."""
+        self._begin_halt(now, always_hold=move is Move.EMERGENCY_STOP)
+        return TickResult(self._hold_command(), events=(ControlEvent(move, reason),), failure=failure)
+
+    def take_bad_input(self, reasons: Mapping[str, int], now: float) -> TickResult:
+        """Count joint values that could not be used, by reason; too many of them stop a robot that moves."""
+        stop = self.watchdog.bad_input(reasons, now)
+        if stop is None or not self.is_running:
+            return TickResult()
+        return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
+
+    def take_link_event(self, event: LinkEvent, now: float, *, carries_joints: bool) -> TickResult:
+        """Follow a change of the link; ``carries_joints`` says that the joints come in by the room of the event."""
+        if isinstance(event, BadInput):
+            self.buffer.refuse_joints(event.reasons)
+            return self.take_bad_input(event.reasons, now)
+        if isinstance(event, RobotLeft):
+            self.buffer.distrust_joints()
+            # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
+            self.release_grip()
+            if event.is_replaced:
+                # Even when the next one comes before the next tick.
+                self.buffer.forget_joints()
+                self._forget_robot()
+        elif isinstance(event, LinkDown):
+            self.lost_rooms[event.room] = event.reason
+            self.buffer.distrust_frames(now)
+            if carries_joints:
+                self.buffer.distrust_joints()
+            self.obstruct("link_lost", self.link_trouble or "")
+            self.clear(CHOKED)
+            return TickResult(events=(ControlEvent(Move.LINK_LOST, self.link_trouble),))
+        elif isinstance(event, LinkUp) and self.lost_rooms.pop(event.room, None) is not None:
+            if self.lost_rooms:
+                self.obstruct("link_lost", self.link_trouble or "")
+            else:
+                self.clear("link_lost")
+                self.is_blind = False  # if it still is, that is to be said anew
+                return TickResult(events=(ControlEvent(Move.LINK_BACK, None),))
+        return TickResult()
+
+    @property
+    def link_trouble(self) -> str | None:
+        """Which rooms are lost and why, or None."""
+        lost = sorted(self.lost_rooms.items())
+        return "; ".join(f"room {room!r} is lost: {reason}" for room, reason in lost) or None
+
+    def _forget_robot(self) -> None:
         """Another robot may come: nothing of this one's motion, plan or hold is for it."""
         self._flush()
-        self._trail.clear()
-        self._holding.end()
+        self._history.clear()
+        self._hold_state.end()
         self.release_grip()
         self.command = None
 
     def release_grip(self) -> None:
-        """Where grippers were told to go does not hold any more, as after a stop: they are where they are measured."""
+        """Hold grippers where they are measured from now on, no more where they were sent, as after a stop."""
         self._keeps_grip = False
+
+    def obstruct(self, code: str, text: str) -> None:
+        """Forbid motion for something outside (a lost link, a compile), until ``clear`` of the same code."""
+        self._obstacles[code] = text
+
+    def clear(self, code: str) -> None:
+        """Take the obstacle of this code away."""
+        self._obstacles.pop(code, None)
+
+    def hurry(self) -> None:
+        """Ask for another chunk at the next tick, and drop the one in flight; what is planned is done until then."""
+        self.scheduler.hurry()
+        self._failures = 0
+
+    # Figures.
 
     @property
     def hold(self) -> Hold | None:
         """Why the robot is held, or None while it may move."""
-        return self._holding.hold
+        return self._hold_state.hold
 
     @property
     def holds(self) -> Tally:
         """How often each reason held the robot."""
-        return self._holding.counts
+        return self._hold_state.counts
 
     @property
     def latency(self) -> Recent:
         """Seconds from asking to answer, on the event loop's side."""
-        return self._asking.latency
-
-    @property
-    def asking(self) -> dict[str, object]:
-        """When it asks, and how late answers are; JSON-ready."""
-        return self._asking.figures(self.actions.period)
-
-    @property
-    def discarded(self) -> int:
-        """Answers that came back after a hold or a stop and were thrown away."""
-        return self._asking.discarded
+        return self.scheduler.latency
 
     @property
     def is_idle(self) -> bool:
         """Whether ticks have nothing to do until ``begin``."""
-        return not self.is_running and not self._holding.left
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an inference is in flight."""
-        return self._asking.request is not None
+        return not self.is_running and not self._hold_state.repeats_left
 
     @property
     def stands_for_policy(self) -> bool:
         """Whether the robot stands because the policy is too slow; not while one answers for the first time."""
         return self.is_running and self.hold is not None and self.hold.code in TOO_SLOW
 
-    def obstruct(self, code: str, text: str) -> None:
-        """Something outside (a lost link, a compile) forbids motion until ``clear`` of the same code."""
-        self._obstacles[code] = text
-
-    def clear(self, code: str) -> None:
-        """That obstacle is gone."""
-        self._obstacles.pop(code, None)
-
-    # Ticks.
-
-    def next_deadline(self, now: float) -> float:
-        """When the next tick is due: on the grid of ``begin``."""
-        return self._grid.next_deadline(now)
-
-    def tick(self, now: float) -> TickResult:
-        """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
-        due = None if self.is_idle else self._grid.take(now)
-        if due is None:
-            return TickResult()
-        self.lateness.add(due.late)
-        self.missed_ticks += due.missed
-        self.ticks += 1
-        if due.missed * self.period > self.pace.starved_after:
-            self._holding.rest()
-        if not self.is_running:
-            return TickResult(command=self._hold_pose())
-        obstacle = self._obstacle(now)
-        if obstacle is not None:
-            self._enter_hold(obstacle, now)
-            self._flush()
-            return TickResult(command=self._hold_pose())
-        return self._move(due.deadline, now)
-
-    def _obstacle(self, now: float) -> NotReady | None:
-        for code, text in self._obstacles.items():
-            return NotReady(code, text)
-        return self._buffer.lacking(now)
-
-    def _move(self, deadline: float, now: float) -> TickResult:
-        taken = self.actions.take(deadline, now)
-        if taken is None:
-            self._wait_for_policy(now)
-            return self._asked(self._hold_pose(), now)
-        allowed, wanted = taken[: self.pace.width], taken[self.pace.width :]
-        pose = self._buffer.pose
-        assert pose is not None, "a chunk is only asked for when every joint is known"
-        self._note(wanted, pose)
-        if not self._trail:
-            self._trail.add(self._gripping(pose))
-        self.command = self.guard.limit(allowed, self._trail.newest)
-        self._trail.add(self.command)
-        self._holding.end()
-        self._moved_at = now
-        self._is_moving, self._is_dry, self._keeps_grip = True, False, True
-        return self._asked(self.command, now)
-
-    def acknowledge(self, is_taken: bool, now: float) -> None:
-        """Whether a link that is up took the newest command; when not, the robot is where it was sent before."""
-        if is_taken:
-            self._refused_since = None
-            self.clear(CHOKED)
-        elif not self.is_running:
-            self._holding.repeat()
-        elif self._is_moving:
-            self.command = self._trail.take_back()
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since > self.pace.starved_after:
-                limit = self.pace.starved_after * 1e3
-                self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
-        elif CHOKED in self._obstacles:
-            self._holding.left += 1  # until it is taken
-
-    def _note(self, wanted: np.ndarray, pose: np.ndarray) -> None:
-        if self.command is not None:
-            # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
-            other = self._wanted if self._is_moving else pose
-            step = np.abs(wanted - self.command)
-            if other is not None:
-                np.minimum(step, np.abs(wanted - other), out=step)
-            np.maximum(self.largest_step, step, out=self.largest_step)
-        self._wanted = wanted
-
-    def _wait_for_policy(self, now: float) -> None:
-        if self.hold is not None and self.hold.code not in OF_POLICY:
-            self._holding.hold = None  # the robot can be seen again; the policy has yet to answer
-        if not self._is_moving:
-            return
-        self._trail.rest()
-        if not self._is_dry and not len(self.actions):
-            self._is_dry = True
-            self.starvations += 1
-        waited = now - self._moved_at
-        if waited > self.pace.starved_after:
-            latest = self.latency.percentile(50)
-            known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
-            text = f"no action for {waited * 1e3:.0f} ms, limit {self.pace.starved_after * 1e3:.0f} ms{known}"
-            self._enter_hold(NotReady("starved", text), now)
-
-    # Asking the policy.
-
-    def _asked(self, command: np.ndarray | None, now: float) -> TickResult:
-        if not self._asking.is_wanted(self.actions):
-            return TickResult(command)
-        snapshot = self._buffer.snapshot(now)
-        if isinstance(snapshot, NotReady):
-            return TickResult(command)
-        if self.pace.overlap.sends_plan:
-            _, plan, _ = self.actions.planned(snapshot.seen_at, self.pace.chunk)
-            delay = self._asking.delay_expected(self.actions.period)
-            snapshot = replace(snapshot, prefix=prefix_of(plan[:, : self.pace.width], delay, self.pace))
-        due = self.actions.dry_at
-        self._asking.ask(snapshot, now, is_moving=due is not None)
-        return TickResult(command, snapshot, due)
-
-    def hurry(self) -> None:
-        """What is in flight is not wanted, another chunk is, at the next tick; what is planned is done until then."""
-        self._asking.hurry()
-        self._failures = 0
-
-    def answer(self, chunk: object, now: float, *, fade: int | None = None) -> None:
-        """The policy's answer to the snapshot asked with: (1, t, a). Refused whole, or brought inside the limits.
-
-        ``fade`` says that it is the first of another policy, and how many of its actions lead over from what the one
-        before planned; nothing else of that remains.
-        """
-        request = self._asking.close()
-        if request is None:
-            return
-        wrong = self.guard.form(chunk)
-        if wrong is not None:
-            self._reject(*wrong, now)
-            return
-        assert isinstance(chunk, np.ndarray)
-        seen_at = request.snapshot.seen_at
-        motion, first = self._motion(seen_at, now)
-        plan, judged = planned(chunk[0], self.actions, self.guard, motion, first, seen_at=seen_at, now=now, fade=fade)
-        if judged.actions is None:
-            self._reject(judged.reason or "", judged.text, now)
-            return
-        self._take(plan, request, now, is_fresh=fade is not None)
-
-    def _take(self, plan: np.ndarray, request: InFlight, now: float, *, is_fresh: bool) -> None:
-        self._failures = 0
-        self._asking.took(request, self.actions, now)
-        if is_fresh:
-            self.actions.clear()
-        self.chunks += 1
-        late = self.actions.late
-        usable = self.actions.push(plan, request.snapshot.seen_at, now)
-        self.late_by_chunk.add(self.actions.late - late)
-        if not usable:
-            covered = self.pace.chunk / self.pace.action_rate
-            age = now - request.snapshot.seen_at
-            text = (
-                f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
-            )
-            # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
-            self._enter_hold(self._obstacle(now) or NotReady("policy_late", text), now)
-
-    def _motion(self, seen_at: float, now: float) -> tuple[Motion, int]:
-        """What a chunk follows, and its first action that can still be done."""
-        first, share = self.actions.first_after(self._grid.next_deadline(now) - self.period, seen_at)
-        first = min(first, self.pace.chunk)
-        pose = self._buffer.pose
-        assert pose is not None, "a chunk is only asked for when every joint is known"
-        ahead = (1 - share) * self.actions.period
-        return self._trail.motion(self._gripping(pose), ahead=ahead, is_between=self.actions.is_between), first
-
-    def refuse(self, text: str, now: float) -> None:
-        """The policy raised instead of answering."""
-        if self._asking.close() is not None:
-            self._fail("policy_failed", text, now)
-
-    def withdraw(self) -> None:
-        """The request was not carried out, and that is nobody's fault."""
-        self._asking.request = None
-
-    def _reject(self, reason: str, text: str, now: float) -> None:
-        self.rejected += 1
-        self.rejected_for = reason
-        self._fail("policy_invalid", text, now)
-
-    def _fail(self, code: str, text: str, now: float) -> None:
-        self._failures += 1
-        self._enter_hold(NotReady(code, text), now)
-        self._flush()
-        if self._failures >= self.pace.failures_allowed:
-            text = f"{text} ({self._failures} times in a row)"
-            if code == "policy_invalid":
-                self.stop_wanted = (code, text)
-            else:
-                self.fault = text
-
     # Holding.
 
-    def _enter_hold(self, lack: NotReady, now: float) -> None:
+    def _enter_hold(self, reason: NotReady, now: float) -> None:
         ramp = None
         if self.hold is None and self._is_moving:
             # After a pause the arm rests already, perhaps elsewhere than where it was sent.
-            is_over = now - self._moved_at > max(self.pace.starved_after, 2 * self.period)
-            if self.pace.on_hold == "ramp" and not is_over:
-                ramp = self._trail.ramp(self.guard.limits)
+            is_over = now - self._moved_at > max(self.config.starved_after, 2 * self.period)
+            if self.config.on_hold == "ramp" and not is_over:
+                ramp = self._history.ramp(self.guard.limits)
             if ramp is None:
-                self._trail.clear()
-        self._holding.enter(lack, now, is_moving=self._is_moving, ramp=ramp)
-        self.actions.clear()
+                self._history.clear()
+        self._hold_state.enter(reason, now, is_moving=self._is_moving, ramp=ramp)
+        self.queue.clear()
         self._is_moving = False
 
-    def _hold_pose(self) -> np.ndarray | None:
-        slower = self._holding.slowing()
+    def _hold_command(self) -> np.ndarray | None:
+        """What is sent to a robot that is held, at this tick: (a,), or None."""
+        slower = self._hold_state.next_of_ramp()
         if slower is not None:
-            self._trail.add(slower)
+            self._history.add(slower)
             self.command = slower
             return slower
-        if not self._holding.take():
+        if not self._hold_state.take_repeat():
             return None
-        self._trail.clear()
-        pose = self._buffer.pose
+        self._history.clear()
+        pose = self.buffer.pose
         if pose is not None:
-            self.command = pose = self._gripping(pose)
+            self.command = pose = self._keep_grip(pose)
         return pose
 
-    def _gripping(self, pose: np.ndarray) -> np.ndarray:
+    def _keep_grip(self, pose: np.ndarray) -> np.ndarray:
         """Where a robot stays that is held at this measured pose (a,), and where its next motion begins.
 
-        A gripper that holds something is not where it was told to be, and presses by the difference: told to be where
-        it is measured, it presses no more, and what it holds falls.
+        A gripper that holds something is not where it was sent, and presses by the difference: sent to where it is
+        measured, it presses no more, and what it holds falls.
         """
         if not self._keeps_grip or self.command is None:
             return pose
-        return np.where(self._buffer.joints.grippers, self.command, pose)
+        return np.where(self.buffer.joints.grippers, self.command, pose)
 
     def _flush(self) -> None:
-        """Nothing planned before this moment may still move the robot."""
-        self.actions.clear()
-        self._asking.part()
+        """Drop the plan: nothing planned before this moment may still move the robot."""
+        self.queue.clear()
+        self.scheduler.end_motion()
         self._is_moving = self._is_dry = False
-        self._wanted = None
+        self._target = None

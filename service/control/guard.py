@@ -172,7 +172,7 @@ class Guard:
         self._low, self._high = limits.low.astype(np.float32), limits.high.astype(np.float32)
         self._limits_as_json = limits.as_json()
 
-    def form(self, answer: object) -> tuple[str, str] | None:
+    def check_shape(self, answer: object) -> tuple[str, str] | None:
         """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
         reason = text = None
         if not isinstance(answer, np.ndarray):

@@ -1,4 +1,4 @@
-"""Holds and ramps, and the command history they start from."""
+"""Holds and ramps of one robot, and the history of its commands that they start from."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from service.control.limits import MotionLimits
 from service.control.observation_buffer import NotReady
 from service.stats import Tally
 
-# From the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
-USUAL, LONGEST = 0.25, 0.5
+# Seconds from the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
+USUAL_RAMP, LONGEST_RAMP = 0.25, 0.5
 
 
 class Ramp:
-    """Commands that go on in the direction of the motion, ever slower; every joint comes to rest at the same time."""
+    """Commands that slow a motion down in its own direction; all joints come to rest at the same time."""
 
     def __init__(self, limits: MotionLimits, position: np.ndarray, velocity: np.ndarray, rate: float):
         """From a command (a,) that moved with this velocity (a,), in units per second."""
         fastest = np.minimum(limits.velocity, limits.step * rate)
         velocity = np.clip(velocity, -fastest, fastest)
-        braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL)
-        needed = np.where(np.isfinite(braking), np.abs(velocity) / braking, np.where(velocity == 0, 0.0, USUAL))
-        self._ticks = int(np.ceil(min(float(needed.max(initial=0.0)), LONGEST) * rate))
+        braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL_RAMP)
+        needed = np.where(np.isfinite(braking), np.abs(velocity) / braking, np.where(velocity == 0, 0.0, USUAL_RAMP))
+        self._ticks = int(np.ceil(min(float(needed.max(initial=0.0)), LONGEST_RAMP) * rate))
         self._limits = limits
         self._position = position.astype(np.float64)
         self._change = velocity / rate
         self._done = 0
 
     def next(self) -> np.ndarray | None:
-        """The command of this tick (a,) float32, or None when the arm was told to stand."""
+        """The command of this tick (a,) float32, or None when the arm has come to rest."""
         self._done += 1
         if self._done > self._ticks:
             return None
@@ -56,8 +56,8 @@ class Hold:
     since: float
 
 
-# A stop that the link does not take is tried so many times as often as it would be repeated.
-TRIES = 25
+# A stop that the link does not take is sent again, at most so many times as often as a hold is repeated.
+STOP_RETRIES = 25
 
 # Holds that end when the policy gives a usable chunk; all others end when what they name is back.
 OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
@@ -65,71 +65,71 @@ OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starve
 TOO_SLOW = frozenset({"inference_slow", "action_stale", "policy_late", "starved"})
 
 
-class Holding:
-    """One robot's.
+class HoldState:
+    """Whether and why one robot is held, and what is still to be sent for it.
 
     Attributes:
         hold: why it is held, or None while it may move.
         counts: how often each reason held it.
-        left: how often it will still be sent the measured pose.
+        repeats_left: how often the measured pose is still to be sent.
     """
 
     def __init__(self, repeats: int):
         self.hold: Hold | None = None
         self.counts = Tally()
-        self.left = 0
+        self.repeats_left = 0
         self._repeats = repeats
-        self._tries = 0
+        self._retries = 0
         self._ramp: Ramp | None = None
 
-    def enter(self, lack: NotReady, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
-        """Hold the robot for this; the first reason decides how, later ones only say why."""
+    def enter(self, reason: NotReady, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
+        """Hold the robot for this reason; the first one decides how, later ones only say why."""
         if self.hold is None and is_moving:
             # Of a robot that does not move, a hold that is not over yet goes on: its reason may come and go.
-            self.left, self._ramp = self._repeats, ramp
-        if self.hold is None or self.hold.code != lack.code:
-            self.counts.add(lack.code)
-            self.hold = Hold(lack.code, lack.text, now)
+            self.repeats_left, self._ramp = self._repeats, ramp
+        if self.hold is None or self.hold.code != reason.code:
+            self.counts.add(reason.code)
+            self.hold = Hold(reason.code, reason.text, now)
         else:
-            self.hold = Hold(lack.code, lack.text, self.hold.since)
+            self.hold = Hold(reason.code, reason.text, self.hold.since)
 
-    def at_once(self, is_told: bool) -> None:
-        """Hold it without a reason of its own: a stop. Without ``is_told`` nothing is sent."""
+    def enter_stop(self, is_sent: bool) -> None:
+        """Hold the robot without a reason of its own: a stop. Without ``is_sent`` no pose is sent."""
         self.hold, self._ramp = None, None
-        self.left = self._repeats if is_told else 0
-        self._tries = TRIES * self._repeats
+        self.repeats_left = self._repeats if is_sent else 0
+        self._retries = STOP_RETRIES * self._repeats
 
-    def repeat(self) -> None:
-        """It did not get through: once more, unless that goes on for too long."""
-        if self._tries:
-            self._tries -= 1
-            self.left += 1
+    def retry(self) -> None:
+        """Send a stop that the link did not take once more, unless that goes on for too long."""
+        if self._retries:
+            self._retries -= 1
+            self.repeats_left += 1
 
     def end(self) -> None:
-        """It moves."""
-        self.hold, self._ramp, self.left = None, None, 0
+        """Let the robot move again."""
+        self.hold, self._ramp, self.repeats_left = None, None, 0
 
-    def rest(self) -> None:
-        """It stood still for a while without being told: there is nothing to slow down any more."""
+    def end_ramp(self) -> None:
+        """Drop the ramp of a robot that came to rest meanwhile: there is nothing to slow down any more."""
         self._ramp = None
 
-    def slowing(self) -> np.ndarray | None:
+    def next_of_ramp(self) -> np.ndarray | None:
         """The next command of a ramp (a,), or None when there is none, or no more."""
         command = self._ramp.next() if self._ramp else None
         if command is None:
             self._ramp = None
         return command
 
-    def take(self) -> bool:
-        """Whether the measured pose is to be sent now."""
-        if not self.left:
+    def take_repeat(self) -> bool:
+        """Whether the measured pose is to be sent now; counts it as sent."""
+        if not self.repeats_left:
             return False
-        self.left -= 1
+        self.repeats_left -= 1
         return True
 
 
 class CommandHistory:
-    """At most three commands, before them the pose that the motion began from; empty when the robot stands."""
+    """The newest three commands of a motion, or the pose that it began from; empty when the robot stands."""
 
     def __init__(self, rate: float):
         """``rate``: commands per second."""
@@ -141,29 +141,29 @@ class CommandHistory:
 
     @property
     def newest(self) -> np.ndarray:
-        """(a,) the last command, or where the motion begins."""
+        """(a,) the last command, or the pose that the motion begins from."""
         return self._commands[-1]
 
     def add(self, command: np.ndarray) -> None:
-        """It is sent."""
+        """Note a command (a,) that is sent."""
         self._commands.append(command)
 
     def rest(self) -> None:
-        """A tick without a command: it goes where it was sent and rests there."""
+        """Note a tick without a command: the robot goes where it was sent and rests there."""
         if self._commands:
             self._commands.append(self._commands[-1])
 
     def take_back(self) -> np.ndarray:
-        """The newest command was not taken: the robot is where it was sent before, (a,)."""
+        """Take back the newest command, which the link did not take; returns the one before (a,)."""
         self._commands[-1] = self._commands[-2]
         return self._commands[-1]
 
     def clear(self) -> None:
-        """The robot stands."""
+        """Forget all commands: the robot stands."""
         self._commands.clear()
 
     def motion(self, pose: np.ndarray, *, ahead: float, is_between: bool) -> Motion:
-        """What a chunk follows that is done from now on.
+        """Motion that a chunk follows which is done from now on.
 
         Args:
             pose: (a,) where a robot that stands begins.
@@ -181,7 +181,7 @@ class CommandHistory:
         return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False)
 
     def ramp(self, limits: MotionLimits) -> Ramp | None:
-        """How it is slowed down to a stop; None when there is no speed to lose."""
+        """Ramp from the newest commands to a stop; None when the robot has no speed."""
         if len(self._commands) < 2:
             return None
         velocity = (self.newest - self._before).astype(np.float64) * self._rate

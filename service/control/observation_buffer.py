@@ -1,4 +1,4 @@
-"""Newest frame per camera and joint state; snapshots when fresh."""
+"""Newest frame of each camera and newest joint values of a robot; snapshots when all of it is fresh."""
 
 import math
 from collections import deque
@@ -13,7 +13,7 @@ from service.stats import Rate, Tally
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why a session cannot see well enough to move: a stable code, and a text for people."""
+    """Why a robot must not move now: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -21,7 +21,7 @@ class NotReady:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the robot saw and felt at one moment.
+    """Frames and joints of one moment, as a policy is asked with them.
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
@@ -48,17 +48,11 @@ class Snapshot:
 
 
 # Seconds for which a pose counts as measured after another one came: a hold is on its way meanwhile.
-JUST_NOW = 1.0
-
-
-@dataclass
-class _Picture:
-    image: np.ndarray
-    seen_at: float
+RECENT_POSES = 1.0
 
 
 class ObservationBuffer:
-    """The newest of everything that came in.
+    """Newest frame of each camera and newest joint values of one robot.
 
     A joint update is a delta: a robot that stands still is silent, so joints never become stale by
     themselves. Frames do.
@@ -70,6 +64,9 @@ class ObservationBuffer:
         clamped: joint values that came in outside their range.
         odd: joints whose newest value came in far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
+        sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
+        seen_at: when each camera's newest frame was seen, None before the first.
+        is_pose_current: whether every joint is known and trusted.
     """
 
     def __init__(
@@ -90,7 +87,10 @@ class ObservationBuffer:
         self._frame_age_limit = frame_age_limit
         self._max_pixels = max_pixels
         self._trusted_from = -math.inf
-        self._pictures: dict[str, _Picture] = {}
+        self.sizes: Mapping[str, tuple[int, int]] = {}
+        self.seen_at: dict[str, float | None] = dict.fromkeys(cameras)
+        self.is_pose_current = not len(joints)
+        self._images: dict[str, np.ndarray] = {}
         self._values = np.zeros(len(joints), np.float32)
         self._is_known = np.zeros(len(joints), bool)
         self._is_current = np.zeros(len(joints), bool)
@@ -98,27 +98,27 @@ class ObservationBuffer:
         self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
     def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> bool:
-        """Take a picture: uint8 (h, w, 3), RGB. Anything else is dropped and counted; whether it was taken."""
-        reason = self._misfit(camera, image, seen_at)
+        """Keep a frame, uint8 (h, w, 3), RGB; False when it is not usable, which is counted by reason."""
+        newest = self.seen_at.get(camera)
+        reason = None
+        if camera not in self.frames:
+            reason = "unknown_camera"
+        elif image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            reason = "frame_format"
+        elif image.shape[0] * image.shape[1] > self._max_pixels:
+            reason = "frame_too_large"
+        elif newest is not None and seen_at < newest:
+            reason = "frame_out_of_order"
         if reason is not None:
             self.dropped.add(reason)
             return False
-        self._pictures[camera] = _Picture(image, seen_at)
+        size = (image.shape[0], image.shape[1])
+        if self.sizes.get(camera) != size:
+            self.sizes = {**self.sizes, camera: size}
+        self._images[camera], self.seen_at[camera] = image, seen_at
         self.frames[camera].add(seen_at)
         self.last_input_at = max(seen_at, self.last_input_at or seen_at)
         return True
-
-    def _misfit(self, camera: str, image: np.ndarray, seen_at: float) -> str | None:
-        if camera not in self.frames:
-            return "unknown_camera"
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            return "frame_format"
-        if image.shape[0] * image.shape[1] > self._max_pixels:
-            return "frame_too_large"
-        newest = self._pictures.get(camera)
-        if newest is not None and seen_at < newest.seen_at:
-            return "frame_out_of_order"
-        return None
 
     def put_joints(self, values: Mapping[str, object], seen_at: float) -> Mapping[str, int]:
         """Merge a partial update by name; what is not usable is dropped and counted, the last value stays.
@@ -127,12 +127,14 @@ class ObservationBuffer:
             how many values were not usable, by reason.
         """
         update = self.joints.read(values)
-        self.refuse_joints(update.dropped)
+        if update.dropped:
+            self.refuse_joints(update.dropped)
         self.clamped += update.clamped
-        names = self.joints.names
-        for position in update.values:
-            self.odd.pop(names[position], None)
-        self.odd |= {names[position]: value for position, value in update.odd.items()}
+        if self.odd or update.odd:
+            names = self.joints.names
+            for position in update.values:
+                self.odd.pop(names[position], None)
+            self.odd |= {names[position]: value for position, value in update.odd.items()}
         if not update.values:
             return update.dropped
         positions = list(update.values)
@@ -141,6 +143,7 @@ class ObservationBuffer:
         self._values[positions] = list(update.values.values())
         self._is_known[positions] = True
         self._is_current[positions] = True
+        self.is_pose_current = bool(self._is_current.all())
         self.joint_updates.add(seen_at)
         self.last_input_at = max(seen_at, self.last_input_at or seen_at)
         return update.dropped
@@ -151,22 +154,19 @@ class ObservationBuffer:
             self.dropped.add(reason, times)
 
     def distrust_frames(self, now: float) -> None:
-        """A link was lost: motion needs frames that are seen from now on."""
+        """Let only frames that are seen from now on count for motion: a link was lost."""
         self._trusted_from = now
 
     def distrust_joints(self) -> None:
-        """The way the joints come in was lost: motion needs all of them anew (a hold may still use the old ones)."""
+        """Let only joint values that come from now on count for motion: their room was lost. Holds may use the old."""
         self._is_current[:] = False
+        self.is_pose_current = not len(self.joints)
 
     def forget_joints(self) -> None:
-        """What comes next may be another robot, which must not be told where this one was."""
-        self._is_current[:] = self._is_known[:] = False
+        """Forget all joint values: another robot may come, which must not be sent where this one was."""
+        self.distrust_joints()
+        self._is_known[:] = False
         self._past.clear()
-
-    @property
-    def is_felt(self) -> bool:
-        """Whether every joint is known and trusted."""
-        return bool(self._is_current.all())
 
     @property
     def pose(self) -> np.ndarray | None:
@@ -174,47 +174,36 @@ class ObservationBuffer:
         return self._values.copy() if self._is_known.all() else None
 
     def poses(self, now: float) -> list[np.ndarray]:
-        """(a,) each: the measured pose, and those that it was within the last second; none while a joint is unknown."""
-        past = [pose for until, pose in self._past if now - until <= JUST_NOW]
+        """(a,) each: the measured pose and those of the last second; none while a joint is unknown."""
+        past = [pose for until, pose in self._past if now - until <= RECENT_POSES]
         return [self._values, *past] if self._is_known.all() else past
 
-    def measured(self) -> dict[str, float | None]:
-        """Wire name to last measured value."""
+    def measured_joints(self) -> dict[str, float | None]:
+        """Wire name to last measured value, None for a joint that was never seen."""
         return {
             name: round(float(value), 4) if known else None
             for name, value, known in zip(self.joints.names, self._values, self._is_known, strict=True)
         }
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(height, width) of each camera's newest frame, of those that sent one."""
-        return {camera: (picture.image.shape[0], picture.image.shape[1]) for camera, picture in self._pictures.items()}
-
-    def seen_at(self) -> dict[str, float | None]:
-        """When each camera's newest frame was seen, None before the first."""
-        return {camera: self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames}
-
     def frame_ages(self, now: float) -> dict[str, float | None]:
         """Seconds since each camera's newest frame was seen, None before the first."""
-        return {
-            camera: now - self._pictures[camera].seen_at if camera in self._pictures else None for camera in self.frames
-        }
+        return {camera: None if seen_at is None else now - seen_at for camera, seen_at in self.seen_at.items()}
 
-    def lacking(self, now: float) -> NotReady | None:
-        """What is missing or stale, all of it in one text; None when the robot can be seen and felt."""
+    def not_ready(self, now: float) -> NotReady | None:
+        """All that is missing or stale in one text; None when every frame and joint is there and fresh."""
         missing, stale = [], []
-        for camera in self.frames:
-            picture = self._pictures.get(camera)
-            if picture is None:
+        for camera, seen_at in self.seen_at.items():
+            if seen_at is None:
                 missing.append(f"camera {camera!r}: no frame yet")
-            elif picture.seen_at < self._trusted_from:
+            elif seen_at < self._trusted_from:
                 stale.append(f"camera {camera!r}: no frame since a link was lost")
-            elif now - picture.seen_at > self._frame_age_limit:
+            elif now - seen_at > self._frame_age_limit:
                 stale.append(
-                    f"camera {camera!r}: frame is {(now - picture.seen_at) * 1e3:.0f} ms old, "
+                    f"camera {camera!r}: frame is {(now - seen_at) * 1e3:.0f} ms old, "
                     f"limit {self._frame_age_limit * 1e3:.0f} ms"
                 )
         unseen = []
-        if not self._is_current.all():
+        if not self.is_pose_current:
             names = [name for name, known in zip(self.joints.names, self._is_current, strict=True) if not known]
             unseen.append("joints: no value yet of " + ", ".join(names))
         if not (missing or stale or unseen):
@@ -223,13 +212,10 @@ class ObservationBuffer:
         return NotReady(code, "; ".join(missing + stale + unseen))
 
     def snapshot(self, now: float) -> Snapshot | NotReady:
-        """Everything at once when it is complete and fresh, else what is lacking."""
-        lack = self.lacking(now)
-        if lack is not None:
-            return lack
-        return Snapshot(
-            frames={camera: self._pictures[camera].image for camera in self.frames},
-            joints=self._values.copy(),
-            # Without cameras the joints are all there is, and they hold until they change.
-            seen_at=min((self._pictures[camera].seen_at for camera in self.frames), default=now),
-        )
+        """Everything at once when it is complete and fresh, else why it is not."""
+        not_ready = self.not_ready(now)
+        if not_ready is not None:
+            return not_ready
+        # Without cameras the joints are all there is, and they hold until they change.
+        seen_at = min((moment for moment in self.seen_at.values() if moment is not None), default=now)
+        return Snapshot({camera: self._images[camera] for camera in self.frames}, self._values.copy(), seen_at)

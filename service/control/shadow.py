@@ -35,14 +35,14 @@ class Shadow:
     """
 
     def __init__(
-        self, path: str, served: LoadedPolicy, engine: Engine, requirements: Requirements, names: tuple[str, ...]
+        self, path: str, loaded: LoadedPolicy, engine: Engine, requirements: Requirements, names: tuple[str, ...]
     ):
         """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
         self.path = path
         self.compared = self.skipped = self.errors = 0
-        self.last_error = _misfit(served.requirements, requirements)
+        self.last_error = _misfit(loaded.requirements, requirements)
         self._is_off = self.last_error is not None
-        self._served = served
+        self._served = loaded
         self._engine = engine
         self._names = names
         self._total = np.zeros(len(names))
@@ -149,11 +149,11 @@ async def shadow_of(
         return
     loading = engine.policy(load, path, revision, lambda stage: tell(f"shadow policy: {stage}"))
     try:
-        served = await loading.__aenter__()
+        loaded = await loading.__aenter__()
     except PolicyError as error:
         raise ShadowRefused(f"shadow: {error}") from error
-    shadow = Shadow(path, served, engine, requirements, names)
-    del served
+    shadow = Shadow(path, loaded, engine, requirements, names)
+    del loaded
     try:
         yield shadow
     finally:

@@ -1,4 +1,4 @@
-"""Detects stale, frozen, late or bad input; demands hold or stop."""
+"""Watchdog of one robot: detects stale, frozen, late or bad input, and demands a hold or a stop."""
 
 import zlib
 from collections import deque
@@ -12,7 +12,7 @@ POINTS = 32
 # Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
 # blocked from here on, too, and a robot that hears nothing for 0.5 s is held by its own side.
 STALL = 0.25
-# Codes of the holds that a look may ask for.
+# Codes of the holds that a check may ask for.
 HOLDS = ("paused", "inference_slow", "action_stale")
 
 
@@ -70,27 +70,27 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What there is to judge at one tick.
+class InputTimes:
+    """Ages and gaps of one robot's input at one tick; times are monotonic.
 
     Attributes:
         seen_at: when each camera's newest frame was seen, None before the first.
-        lost: rooms that are down.
-        is_felt: whether every joint is known.
-        chunk_seen_at: what the actions that are queued belong to, or None when there are none.
+        lost_rooms: names of rooms that are down.
+        is_pose_current: whether every joint is known and trusted.
+        chunk_seen_at: when the frames of the queued actions were seen, or None when there are none.
         asked_at: when the inference that runs was asked for, or None.
     """
 
     seen_at: Mapping[str, float | None]
-    lost: Sequence[str] = ()
-    is_felt: bool = True
+    lost_rooms: Sequence[str] = ()
+    is_pose_current: bool = True
     chunk_seen_at: float | None = None
     asked_at: float | None = None
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What follows.
+class WatchdogReport:
+    """What one check of the watchdog demands.
 
     Attributes:
         holds: code to text of what forbids motion at this tick.
@@ -104,142 +104,143 @@ class Findings:
 
 
 class Watchdog:
-    """Looks at every tick of a robot that moves; takes the time, reads no clock.
+    """Checks the input of one moving robot at every tick; takes the time, reads no clock.
 
     Attributes:
         slow_after: seconds after which an inference is slow.
         frozen: cameras that show the same picture for too long.
     """
 
-    def __init__(self, patience: WatchdogTimeouts, *, executed: float, covered: float, period: float = 0.0):
+    def __init__(self, timeouts: WatchdogTimeouts, *, executed: float, covered: float, period: float = 0.0):
         """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it.
 
-        ``period``: seconds from one look to the next.
+        ``period``: seconds from one check to the next.
         """
-        self.patience = patience
+        self.timeouts = timeouts
         self._period = period
-        self.expect(executed=executed, covered=covered)
+        self.set_chunk_time(executed=executed, covered=covered)
         self.frozen: set[str] = set()
         self._begun_at = self._resumed_at = 0.0
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
         self._pause: float | None = None
         self._since: dict[str, float] = {}
-        self._pictures: dict[str, _Still] = {}
+        self._stills: dict[str, _Still] = {}
         self._bad: deque[tuple[float, int]] = deque()
 
-    def expect(self, *, executed: float, covered: float) -> None:
-        """So many seconds are done of each chunk from now on."""
+    def set_chunk_time(self, *, executed: float, covered: float) -> None:
+        """Set how many seconds of each chunk are done from now on, and how many it covers."""
         # An answer that comes while its chunk still covers the present is of use, however slow it was.
-        self.slow_after = max(self.patience.slow * executed, covered)
+        self.slow_after = max(self.timeouts.slow * executed, covered)
 
     def begin(self, now: float) -> None:
-        """The robot begins to move, or begins anew: nothing of before counts."""
+        """Start watching a robot that begins to move, or begins anew; forgets what was before."""
         self._begun_at = self._resumed_at = now
-        self._looked_at = self._pause = None
+        self._checked_at = self._pause = None
         self._since.clear()
         self._bad.clear()
 
     def frame(self, camera: str, image: np.ndarray, now: float) -> None:
-        """A usable frame came."""
-        still = self._pictures.get(camera)
-        if still is None or not still.goes_on(image, now, self.patience.frozen_after):
-            self._pictures[camera] = _Still(image, now)
-            self.frozen.discard(camera)
-        elif now - still.since >= self.patience.frozen_after:
-            self.frozen.add(camera)
+        """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
+        still, fingerprint = self._stills.get(camera), _fingerprint(image)
+        if still is not None and still.fingerprint == fingerprint:
+            is_equal = True
+            if now - still.compared_at >= self.timeouts.frozen_after:
+                # Some points are equal; every so many seconds all of them are compared.
+                still.compared_at, is_equal = now, np.array_equal(image, still.image)
+            if is_equal:
+                if now - still.since >= self.timeouts.frozen_after:
+                    self.frozen.add(camera)
+                return
+        self._stills[camera] = _Still(image, fingerprint, now, now)
+        self.frozen.discard(camera)
 
     def warnings(self, now: float) -> dict[str, str]:
-        """Code to text of what is odd and holds nothing."""
+        """Code to text of what is unusual but neither holds nor stops the robot."""
         if not self.frozen:
             return {}
-        names = ", ".join(
-            f"{camera!r} for {now - self._pictures[camera].since:.1f} s" for camera in sorted(self.frozen)
-        )
+        names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
         return {"camera_frozen": f"camera {names}: the same picture"}
 
     def bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
-        """Joint values came that cannot be used; a reason to stop when they are too many."""
+        """Count joint values that cannot be used; a reason to stop when they are too many."""
         self._bad.append((now, sum(reasons.values())))
         count = self.bad_inputs(now)
-        if not 0 < self.patience.bad_inputs <= count:
+        if not 0 < self.timeouts.bad_inputs <= count:
             return None
         self._bad.clear()
         named = ", ".join(f"{reason} {times}" for reason, times in sorted(reasons.items()))
         return Stop(
             "bad_input",
-            f"{count} joint values in {self.patience.bad_input_window:g} s could not be used, limit "
-            f"{self.patience.bad_inputs} (the last ones: {named})",
+            f"{count} joint values in {self.timeouts.bad_input_window:g} s could not be used, limit "
+            f"{self.timeouts.bad_inputs} (the last ones: {named})",
         )
 
     def bad_inputs(self, now: float) -> int:
-        """How many there were lately."""
-        while self._bad and now - self._bad[0][0] > self.patience.bad_input_window:
+        """How many joint values within ``bad_input_window`` could not be used."""
+        while self._bad and now - self._bad[0][0] > self.timeouts.bad_input_window:
             self._bad.popleft()
         return sum(count for _, count in self._bad)
 
-    def look(self, now: float, looked: Looked) -> Findings:
-        """Judge one moment of a robot that moves."""
-        patience = self.patience
-        holds = self._holds(now, looked)
-        self._looked_at = now
-        code, text, since = self._blindness(now, looked)
+    def check(self, now: float, times: InputTimes) -> WatchdogReport:
+        """Check a robot that moves, at the tick of ``now``."""
+        timeouts = self.timeouts
+        holds = self._holds(now, times)
+        self._checked_at = now
+        code, text, since = self._blindness(now, times)
         stop = None
-        if code is not None and now - since > patience.stop_after:
-            stop = Stop(code, f"{text} for {now - since:.0f} s, limit {patience.stop_after:g} s")
-        elif patience.frozen_stops and self.frozen:
+        if code is not None and now - since > timeouts.stop_after:
+            stop = Stop(code, f"{text} for {now - since:.0f} s, limit {timeouts.stop_after:g} s")
+        elif timeouts.frozen_stops and self.frozen:
             names = ", ".join(map(repr, sorted(self.frozen)))
-            stop = Stop("camera_frozen", f"camera {names}: the same picture for {patience.frozen_after:g} s")
-        is_long = code is not None and now - since > patience.degraded_after
-        return Findings(holds, f"{code}: {text} for {now - since:.1f} s" if is_long else None, stop)
+            stop = Stop("camera_frozen", f"camera {names}: the same picture for {timeouts.frozen_after:g} s")
+        is_long = code is not None and now - since > timeouts.degraded_after
+        return WatchdogReport(holds, f"{code}: {text} for {now - since:.1f} s" if is_long else None, stop)
 
-    def _holds(self, now: float, looked: Looked) -> dict[str, str]:
-        patience = self.patience
+    def _holds(self, now: float, times: InputTimes) -> dict[str, str]:
+        timeouts = self.timeouts
         holds = {}
-        pause = 0.0 if self._looked_at is None else now - self._looked_at
-        if pause - self._period > min(patience.frame_age, STALL):
+        pause = 0.0 if self._checked_at is None else now - self._checked_at
+        if pause - self._period > min(timeouts.frame_age, STALL):
             self._resumed_at, self._pause = now, pause
         if self._pause is not None:
             # Whatever was planned before is not for a robot that went on without us, and what the cameras showed
             # meanwhile comes bit by bit: one pause is one hold, until each has shown something since. One that does not
             # soon is stale by itself.
-            is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in looked.seen_at.values())
-            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= patience.frame_age):
+            is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())
+            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= timeouts.frame_age):
                 holds["paused"] = f"this process did nothing for {self._pause:.2f} s"
             else:
                 self._pause = None
-        if looked.asked_at is not None:
-            ran = now - max(looked.asked_at, self._resumed_at)
+        if times.asked_at is not None:
+            ran = now - max(times.asked_at, self._resumed_at)
             if ran > self.slow_after:
                 holds["inference_slow"] = f"an inference runs for {ran:.2f} s, limit {self.slow_after:.2f} s"
-        seen_at = looked.chunk_seen_at
-        if patience.action_age is not None and seen_at is not None and now - seen_at > patience.action_age:
+        seen_at = times.chunk_seen_at
+        if timeouts.action_age is not None and seen_at is not None and now - seen_at > timeouts.action_age:
             holds["action_stale"] = (
-                f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {patience.action_age:g} s"
+                f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {timeouts.action_age:g} s"
             )
         return holds
 
-    def _dark(self, now: float, looked: Looked) -> dict[str, float]:
-        """Cameras whose newest frame is too old, and since when they have shown nothing."""
-        return {
-            camera: max(self._begun_at, seen_at or self._begun_at)
-            for camera, seen_at in looked.seen_at.items()
-            if seen_at is None or now - seen_at > self.patience.frame_age
-        }
-
-    def _blindness(self, now: float, looked: Looked) -> tuple[str | None, str, float]:
+    def _blindness(self, now: float, times: InputTimes) -> tuple[str | None, str, float]:
         """The oldest reason not to see, feel or reach the robot: code, text, and since when."""
         reasons: dict[str, tuple[str, float]] = {}
-        if looked.lost:
-            text = "room " + ", ".join(map(repr, sorted(looked.lost))) + " lost"
+        if times.lost_rooms:
+            text = "room " + ", ".join(map(repr, sorted(times.lost_rooms))) + " lost"
             reasons["link_lost"] = (text, self._since.setdefault("link_lost", now))
         else:
             self._since.pop("link_lost", None)
-        dark = self._dark(now, looked)
-        if dark:
-            names = ", ".join(map(repr, sorted(dark)))
-            code = "camera_stale" if all(looked.seen_at[camera] is not None for camera in dark) else "camera_missing"
-            reasons[code] = (f"camera {names}: no new frame", min(dark.values()))
-        if looked.is_felt:
+        # Cameras whose newest frame is too old, and since when they have shown nothing.
+        stale = {
+            camera: max(self._begun_at, seen_at or self._begun_at)
+            for camera, seen_at in times.seen_at.items()
+            if seen_at is None or now - seen_at > self.timeouts.frame_age
+        }
+        if stale:
+            names = ", ".join(map(repr, sorted(stale)))
+            code = "camera_stale" if all(times.seen_at[camera] is not None for camera in stale) else "camera_missing"
+            reasons[code] = (f"camera {names}: no new frame", min(stale.values()))
+        if times.is_pose_current:
             self._since.pop("joints_missing", None)
         else:
             since = self._since.setdefault("joints_missing", now)
@@ -251,25 +252,18 @@ class Watchdog:
         return code, reasons[code][0], min(since for _, since in reasons.values())
 
 
+@dataclass
 class _Still:
-    """The first of equal pictures."""
+    """First of a series of equal frames of one camera."""
 
-    def __init__(self, image: np.ndarray, now: float):
-        self.since = now
-        self._image = image
-        self._print = _fingerprint(image)
-        self._compared_at = now
-
-    def goes_on(self, image: np.ndarray, now: float, confirm_after: float) -> bool:
-        """Whether this one is equal too: judged by some points, and every so many seconds by all of them."""
-        if _fingerprint(image) != self._print:
-            return False
-        if now - self._compared_at < confirm_after:
-            return True
-        self._compared_at = now
-        return np.array_equal(image, self._image)
+    image: np.ndarray
+    fingerprint: int
+    since: float
+    compared_at: float
 
 
 def _fingerprint(image: np.ndarray) -> int:
-    rows, columns = (max(side // POINTS, 1) for side in image.shape[:2])
-    return zlib.crc32(image[::rows, ::columns].tobytes(), hash(image.shape) & 0xFFFFFFFF)
+    """Checksum of some points of a frame: equal for equal frames."""
+    height, width = image.shape[:2]
+    points = image[:: max(height // POINTS, 1), :: max(width // POINTS, 1)]
+    return zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)

@@ -29,7 +29,7 @@ _SPLIT = np.array((0.0, *EDGES, np.inf))
 
 def line_of(session: Listed) -> dict[str, Any]:
     """One session in the list. Cheap: no percentile is taken of a session that is driven."""
-    drive, new = session.drive, session.new
+    robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
         "id": session.id,
         "stage": str(session.stage),
@@ -41,11 +41,11 @@ def line_of(session: Listed) -> dict[str, Any]:
         "hold": None,
         "hold_code": None,
     }
-    if drive is None:
+    if robot_io is None:
         # Nothing is measured yet, so this costs little; how far it is stands there.
         stats = session.status().stats
         return line | {name: value for name, value in stats.items() if name.startswith("progress")}
-    hold = drive.control.hold
+    hold = robot_io.controller.hold
     if hold is not None:
         line |= {"hold": hold.text, "hold_code": hold.code}
     return line
@@ -53,15 +53,16 @@ def line_of(session: Listed) -> dict[str, Any]:
 
 def detail_of(session: Listed) -> dict[str, Any]:
     """Everything of one session: its status as the API tells it, its joints, and how times are spread."""
-    drive = session.drive
+    robot_io = session.robot_io
     detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": EDGES, "spread": {}}
-    if drive is not None:
+    if robot_io is not None:
         detail["joints"] = [
-            {"name": joint.name, "low": _finite(joint.low), "high": _finite(joint.high)} for joint in drive.table.joints
+            {"name": joint.name, "low": _finite(joint.low), "high": _finite(joint.high)}
+            for joint in robot_io.table.joints
         ]
         spread: Mapping[str, np.ndarray] = {
-            "inference": drive.thinking.seconds["total"].samples,
-            "lateness": drive.control.lateness.samples,
+            "inference": robot_io.runner.seconds["total"].samples,
+            "lateness": robot_io.controller.lateness.samples,
         }
         detail["spread"] = {name: np.histogram(samples * 1e3, _SPLIT)[0].tolist() for name, samples in spread.items()}
     return detail
@@ -416,9 +417,9 @@ class Viewer:
         if at != self._detail_at:
             self._detail_at = at
             parts.append(detail)
-        drive = onlooker.session.drive
-        if drive is not None:
-            rows = onlooker.since(self._ticks, now, len(drive.table))
+        robot_io = onlooker.session.robot_io
+        if robot_io is not None:
+            rows = onlooker.since(self._ticks, now, len(robot_io.table))
             self._ticks = onlooker.ticked_in_all
             if len(rows):
                 parts.append(Part({"kind": "ticks", "shape": rows.shape}, rows.tobytes()))

@@ -73,8 +73,8 @@ class LiveView:
 
     def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         """Keep the chunk in place of the one before."""
-        drive = self.session.drive
-        rate = drive.control.pace.action_rate if drive is not None else 1.0
+        robot_io = self.session.robot_io
+        rate = robot_io.controller.config.action_rate if robot_io is not None else 1.0
         places = np.linspace(0, len(chunk) - 1, min(len(chunk), DRAWN)).round().astype(int)
         number = 1 if self.plan is None else self.plan.number + 1
         self.plan = Plan(number, chunk[places], seen_at, seen_at + (len(chunk) - 1) / rate)

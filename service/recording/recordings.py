@@ -226,11 +226,11 @@ class Recordings:
         def commit() -> str | None:
             return policies.running.commit if policies.running else None
 
-        drive = session.drive
-        assert drive is not None, "only loaded sessions start"
+        robot_io = session.robot_io
+        assert robot_io is not None, "only loaded sessions start"
 
         def followed() -> str | None:
-            return drive.thinking.followed
+            return robot_io.runner.followed
 
         loop = asyncio.get_running_loop()
 
@@ -342,9 +342,9 @@ async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
 
 
 def _subject(session: Session, commit: str | None) -> Subject:
-    drive, new = session.drive, session.new
-    assert drive is not None, "only loaded sessions start"
-    joints, pace, limits = drive.table.joints, drive.control.pace, drive.control.guard.limits
+    robot_io, new = session.robot_io, session.new
+    assert robot_io is not None, "only loaded sessions start"
+    joints, config, limits = robot_io.table.joints, robot_io.controller.config, robot_io.controller.guard.limits
     low, high = np.array([(joint.low, joint.high) for joint in joints], float).T
     features, robot = feature_names(joints)
     return Subject(
@@ -352,9 +352,9 @@ def _subject(session: Session, commit: str | None) -> Subject:
         policy_path=new.policy_path,
         policy_type=new.policy_type,
         commit=commit,
-        rate=pace.rate,
-        action_rate=pace.action_rate,
-        joints=drive.table.names,
+        rate=config.rate,
+        action_rate=config.action_rate,
+        joints=robot_io.table.names,
         features=features,
         # What the joint can; where nobody knows, what this session may.
         low=bounds(np.where(np.isfinite(low), low, limits.low).tolist()),

@@ -55,7 +55,7 @@ class Deployments:
         self._database = database if isinstance(database, Database) else Database(database, SCHEMA)
         self._is_ours = self._database is not database
         if not self._is_ours:
-            self._database.run_now(ensure_tables)
+            self._database.run_blocking(ensure_tables)
         self._journal = Journal(self._database, self.settings.kept, on_event)
         self.quarantine = self._journal.quarantine
         self._sources = sources

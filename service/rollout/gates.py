@@ -167,14 +167,14 @@ class Counters:
     chunks: int
 
     @classmethod
-    def of(cls, drive: RobotIO) -> "Counters":
+    def of(cls, robot_io: RobotIO) -> "Counters":
         """As they are now."""
-        control = drive.control
-        return cls(control.starvations, control.missed_ticks, control.ticks, control.actions.late, control.chunks)
+        control = robot_io.controller
+        return cls(control.starvations, control.missed_ticks, control.ticks, control.queue.late, control.chunks)
 
-    def cost(self, drive: RobotIO) -> Mapping[str, object]:
+    def cost(self, robot_io: RobotIO) -> Mapping[str, object]:
         """What came since, JSON-ready."""
-        now, chunks = Counters.of(drive), drive.control.chunks - self.chunks
+        now, chunks = Counters.of(robot_io), robot_io.controller.chunks - self.chunks
         usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
         return {
             "ticks": now.ticks - self.ticks,
@@ -199,7 +199,7 @@ class Probation:
     def __init__(
         self,
         session: Session,
-        drive: RobotIO,
+        robot_io: RobotIO,
         allowed: np.ndarray,
         settings: ProbationSettings,
         go_back: Callable[[], Coroutine[Any, Any, Verdict]],
@@ -209,28 +209,28 @@ class Probation:
         Args:
             allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
         """
-        self.drive = drive
+        self.robot_io = robot_io
         self.held: Held | None = session.policies.running
-        self.first = Counters.of(drive)
+        self.first = Counters.of(robot_io)
         self.back: asyncio.Task[Verdict] | None = None
+        self._go_back = go_back
         self._session = session
         self._settings = settings
-        self._allowed = np.maximum(allowed, 1.5 * drive.control.largest_step)
+        self._allowed = np.maximum(allowed, 1.5 * robot_io.controller.largest_step)
         # An emergency stop or an error from before it took over is not its fault.
         self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
-        self._trouble: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        drive.control.largest_step[:] = 0
+        robot_io.controller.largest_step[:] = 0
+        self._trouble = robot_io.runner.begin_probation()
+        # At once, whoever waits: a few more failures would end the session.
+        self._trouble.add_done_callback(self._begin_way_back)
 
-        def happened(code: str, text: str) -> None:
-            if not self._trouble.done():
-                self._trouble.set_result((code, text))
-                self.back = asyncio.create_task(go_back())
-
-        drive.thinking.guard = happened
+    def _begin_way_back(self, trouble: asyncio.Future[tuple[str, str]]) -> None:
+        if not trouble.cancelled():
+            self.back = asyncio.create_task(self._go_back())
 
     async def wait(self) -> tuple[str, str] | None:
         """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
-        settings, drive, session = self._settings, self.drive, self._session
+        settings, robot_io, session = self._settings, self.robot_io, self._session
         pause = min(0.1, settings.seconds / 10)
         ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()
         try:
@@ -246,19 +246,19 @@ class Probation:
                     return None
                 if (found := self._of_session() or self._of_figures()) is not None:
                     return found
-                if session.stage is Stage.RUNNING and drive.control.stands_for_policy:
+                if session.stage is Stage.RUNNING and robot_io.controller.stands_for_policy:
                     stood, still_since = stood + since, looked_at
                     if stood > settings.standing:
                         text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"
                         return "starved", f"{text}; {settings.standing:g} s are allowed"
-                elif session.stage is Stage.RUNNING and drive.control.hold is None:
+                elif session.stage is Stage.RUNNING and robot_io.controller.hold is None:
                     ran, still_since = ran + pause, looked_at
                 elif time.monotonic() - still_since > settings.patience:
                     # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
                     return None
             return None
         finally:
-            drive.thinking.guard = None
+            robot_io.runner.end_probation()
 
     def _of_session(self) -> tuple[str, str] | None:
         session = self._session
@@ -273,17 +273,17 @@ class Probation:
         return None
 
     def _of_figures(self) -> tuple[str, str] | None:
-        settings, drive = self._settings, self.drive
-        now = Counters.of(drive)
+        settings, robot_io = self._settings, self.robot_io
+        now = Counters.of(robot_io)
         if (dry := now.starvations - self.first.starvations) > settings.starvations:
             return "starved", f"the queue ran dry {dry} times on its probation"
         missed, ticks = now.missed_ticks - self.first.missed_ticks, now.ticks - self.first.ticks
-        allowed = max(2, int(settings.missed * settings.seconds / drive.control.period))
+        allowed = max(2, int(settings.missed * settings.seconds / robot_io.controller.period))
         if missed > allowed:
             return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation, {allowed} may be"
-        step = drive.control.largest_step
+        step = robot_io.controller.largest_step
         if (step > self._allowed).any():
             joint = int(np.argmax(step / self._allowed))
             text = f"was sent {float(step[joint]):.3g} further in one tick, allowed are {self._allowed[joint]:.3g}"
-            return "jump", f"joint {drive.table.names[joint]!r} {text}"
+            return "jump", f"joint {robot_io.table.names[joint]!r} {text}"
         return None

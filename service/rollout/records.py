@@ -111,7 +111,7 @@ class Records:
     def __init__(self, database: Database, kept: int):
         self.kept = kept
         self._database = database
-        self._records = {record.id: record for record in database.run_now(_load_records, kept)}
+        self._records = {record.id: record for record in database.run_blocking(_load_records, kept)}
 
     def list(self, limit: int = 50) -> Sequence[Record]:
         """Newest first."""
@@ -129,7 +129,7 @@ class Records:
     def save_now(self, record: Record) -> None:
         """The same, for who cannot await any more."""
         self._remember(record)
-        self._database.run_now(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+        self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
 
     def _remember(self, record: Record) -> None:
         self._records[record.id] = record
@@ -201,7 +201,7 @@ class Quarantine:
 
     def __init__(self, database: Database):
         self._database = database
-        self._commits = {(one.repo, one.sha): one for one in database.run_now(_load_quarantine)}
+        self._commits = {(one.repo, one.sha): one for one in database.run_blocking(_load_quarantine)}
 
     def get(self, repo: str, sha: str) -> Quarantined | None:
         """The entry of a commit, if it is in quarantine."""

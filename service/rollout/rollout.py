@@ -89,7 +89,7 @@ class Rollout:
                 mode=session.new.auto_update,
             )
             for session in self._sessions.list()
-            if isinstance(session, Session) and session.policies.running is not None and session.drive is not None
+            if isinstance(session, Session) and session.policies.running is not None and session.robot_io is not None
         ]
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
@@ -113,16 +113,16 @@ class Rollout:
             if _repo_of(session) != repo:
                 return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
             tell("loading")
-            served = await session.policies.stage(sha, str(folder), tell)
+            loaded = await session.policies.stage(sha, str(folder), tell)
         except Misfit as error:
             return Verdict("requirements", str(error))
         except ServiceError as error:
             return _refusal(error, folder)
-        drive = session.drive
-        assert drive is not None, "only a session with a drive stages"
+        robot_io = session.robot_io
+        assert robot_io is not None, "only a session with a drive stages"
         try:
             tell("checking")
-            verdict = await self._judge(drive, served)
+            verdict = await self._judge(robot_io, loaded)
         except DeviceAway as error:
             verdict = Verdict("busy", str(error))
         except ServiceError as error:
@@ -134,41 +134,41 @@ class Rollout:
             await session.policies.discard()
         return verdict
 
-    async def _judge(self, drive: RobotIO, served: LoadedPolicy) -> Verdict:
-        pace = drive.control.pace
+    async def _judge(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
+        config = robot_io.controller.config
         # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
             (observation, chunk)
-            for observation, chunk in drive.thinking.recent
-            if served.is_compiled(_sizes_of(observation))
+            for observation, chunk in robot_io.runner.recent
+            if loaded.is_compiled(_sizes_of(observation))
         ]
         if not seen:
-            seen = [(_grey(drive, served), None)]
-        wanted = (1, pace.chunk, pace.width)
+            seen = [(_grey(robot_io, loaded), None)]
+        wanted = (1, config.chunk, config.width)
         chunks, seconds = [], []
         for run in range(max(RUNS, len(seen))):
-            chunk, took = await self._engine.try_out(served, seen[run % len(seen)][0])
+            chunk, took = await self._engine.try_out(loaded, seen[run % len(seen)][0])
             seconds.append(took)
             if chunk.shape != wanted or chunk.dtype.kind != "f":
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
         # A chunk is done from where its answer finds it, and some of it while the next one takes over.
-        late = round(drive.control.late_by_chunk.percentile(90) or 0)
-        executed = min(pace.action_steps + late + pace.overlap.lasting, pace.chunk)
+        late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
+        executed = min(config.action_steps + late + config.overlap.lasting, config.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],
             seconds=seconds,
             executed=executed,
-            budget=pace.action_steps / pace.action_rate,
-            usual=drive.thinking.seconds["total"].percentile(90),
+            budget=config.action_steps / config.action_rate,
+            usual=robot_io.runner.seconds["total"].percentile(90),
         )
-        verdict = judge(trial, drive.table, self.settings.limits)
+        verdict = judge(trial, robot_io.table, self.settings.limits)
         if verdict.reason == "slow":
             # A machine that stood still for a moment, or had other work, is not the policy's fault.
-            again = [(await self._engine.try_out(served, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
-            verdict = judge(replace(trial, seconds=again), drive.table, self.settings.limits)
+            again = [(await self._engine.try_out(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
+            verdict = judge(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
     async def swap(self, session_id: str, sha: str) -> Verdict:
@@ -179,19 +179,19 @@ class Rollout:
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
-            drive = _drive_of(session)
-            before, allowed = Counters.of(drive), self._allowed_steps(drive)
-            usual, count = drive.control.late_by_chunk.samples.max(initial=0), drive.control.late_by_chunk.count
-            await session.policies.change(self._fade(drive), self.settings.patience)
+            robot_io = _drive_of(session)
+            before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
+            late = robot_io.controller.late_by_chunk
+            usual, count = late.samples.max(initial=0), late.count
+            await session.policies.change(self._fade(robot_io), self.settings.patience)
         except ServiceError as error:
             return _refusal(error)
         self._probations[session_id] = Probation(
-            session, drive, allowed, self.settings.probation, lambda: self.rollback(session_id)
+            session, robot_io, allowed, self.settings.probation, lambda: self.rollback(session_id)
         )
         waited = time.monotonic() - began
-        await _until_next_chunk(drive, drive.control.chunks)
-        cost = {**before.cost(drive), "waited_s": round(waited, 3)}
-        late = drive.control.late_by_chunk
+        await _until_next_chunk(robot_io, robot_io.controller.chunks)
+        cost = {**before.cost(robot_io), "waited_s": round(waited, 3)}
         if late.count > count:
             # Every chunk has a few actions that are over when it comes: frames take their time to arrive, too.
             cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
@@ -207,10 +207,10 @@ class Rollout:
             session = self._sessions.live(session_id)
         except ServiceError as error:
             return Verdict(None, f"the session ended: {error}")
-        if probation is None or session.drive is not probation.drive:
+        if probation is None or session.robot_io is not probation.robot_io:
             return Verdict(None, "nothing took over here")
         found = await probation.wait()
-        figures = probation.first.cost(probation.drive)
+        figures = probation.first.cost(probation.robot_io)
         if found is None:
             return Verdict(None, "", figures)
         code, text = found
@@ -219,7 +219,7 @@ class Rollout:
         logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
         if code == "jump":
             # Until the one before has answered nothing more of this plan is done.
-            probation.drive.control.actions.clear()
+            probation.robot_io.controller.queue.clear()
         back = await (probation.back or self.rollback(session_id))
         if back.reason is not None:
             return Verdict(code, f"{text}; the policy before could not take over: {back.text}", figures)
@@ -238,23 +238,23 @@ class Rollout:
         """Let the policy from before take over again; it is in memory still."""
         try:
             session = self._sessions.live(session_id)
-            drive = _drive_of(session)
+            robot_io = _drive_of(session)
             if session.policies.before is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
-            before = Counters.of(drive)
-            session.policies.restore(self._fade(drive))
+            before = Counters.of(robot_io)
+            session.policies.restore(self._fade(robot_io))
         except ServiceError as error:
             return _refusal(error)
-        return Verdict(None, "", before.cost(drive))
+        return Verdict(None, "", before.cost(robot_io))
 
-    def _allowed_steps(self, drive: RobotIO) -> np.ndarray:
-        widths = np.array([joint.high - joint.low for joint in drive.table.joints])
-        if drive.thinking.recent:
-            widths = ranges(drive.table, [chunk[0] for _, chunk in drive.thinking.recent])
+    def _allowed_steps(self, robot_io: RobotIO) -> np.ndarray:
+        widths = np.array([joint.high - joint.low for joint in robot_io.table.joints])
+        if robot_io.runner.recent:
+            widths = ranges(robot_io.table, [chunk[0] for _, chunk in robot_io.runner.recent])
         return self.settings.probation.step * widths
 
-    def _fade(self, drive: RobotIO) -> int:
-        return round(self.settings.fade * drive.control.pace.action_rate)
+    def _fade(self, robot_io: RobotIO) -> int:
+        return round(self.settings.fade * robot_io.controller.config.action_rate)
 
 
 def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
@@ -274,24 +274,24 @@ def _repo_of(session: Session) -> str:
 
 
 def _drive_of(session: Session) -> RobotIO:
-    if session.drive is None:
+    if session.robot_io is None:
         raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
-    return session.drive
+    return session.robot_io
 
 
-def _grey(drive: RobotIO, served: LoadedPolicy) -> Mapping[str, np.ndarray]:
+def _grey(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
     """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
-    needs = served.requirements
-    sizes = drive.buffer.sizes()
+    needs = loaded.requirements
+    sizes = robot_io.buffer.sizes
     if len(sizes) < len(needs.cameras):
         sizes = needs.cameras  # what some of them show is not what it was compiled for
     observation: dict[str, np.ndarray] = {
         f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in needs.cameras
     }
     if needs.state is not None:
-        middle = np.array([[(joint.low + joint.high) / 2 for joint in drive.table.joints]], np.float32)
+        middle = np.array([[(joint.low + joint.high) / 2 for joint in robot_io.table.joints]], np.float32)
         observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
-    return select_features(needs, observation | task_input(drive.thinking.instruction))
+    return select_features(needs, observation | task_input(robot_io.runner.instruction))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
@@ -299,12 +299,12 @@ def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int
     return {camera: (image.shape[1], image.shape[2]) for camera, image in images.items()}
 
 
-async def _until_next_chunk(drive: RobotIO, chunks: int) -> None:
+async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
     """Until the new policy's first chunk is there, if the robot runs: what the swap cost is only known then."""
     end = time.monotonic() + 2.0
     # Control is a pure core without events; a tick is as precise as it gets.
-    while drive.control.is_running and drive.control.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
-        await asyncio.sleep(drive.control.period)
+    while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
+        await asyncio.sleep(robot_io.controller.period)
 
 
 class FollowerLike(Protocol):

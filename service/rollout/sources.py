@@ -30,8 +30,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from hooks.errors import SourceError
-from hooks.policy_files import check_complete, content_sha, is_policy_file, open_regular
-from hooks.threads import begin
+from hooks.policy_files import check_complete, hash_content, is_policy_file, open_regular_file
+from hooks.threads import start_in_thread
 from service.rollout.triggers import BRANCH, TAG, Target, is_about, is_pattern
 
 SHA = re.compile(r"[0-9a-f]{40}")
@@ -297,7 +297,7 @@ class HubSource:
                 return call()
 
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(begin(work)), seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(work)), seconds)
         except SourceError:
             raise
         except GatedRepoError as error:
@@ -459,11 +459,11 @@ class FolderSource:
 
     def _open(self, path: Path) -> BinaryIO:
         # Its own copies are in no root.
-        return open_regular(path, self._largest, None if self._cache in path.parents else self._roots)
+        return open_regular_file(path, self._largest, None if self._cache in path.parents else self._roots)
 
     async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(begin(call)), self._seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(call)), self._seconds)
         except TimeoutError as error:
             raise SourceError("timeout", f"{repo}: could not be read within {self._seconds:g} s") from error
         except FileNotFoundError as error:
@@ -483,7 +483,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
-    return content_sha(((path.name, path) for path in files), content)
+    return hash_content(((path.name, path) for path in files), content)
 
 
 class RefTracker:

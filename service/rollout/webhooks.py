@@ -17,9 +17,9 @@ from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.events import Event
 from hooks.receiver.receiver import Receiver
 from hooks.registry.registry import Registry, RegistrySettings
-from hooks.server.event_routes import blueprint as events_of
-from hooks.server.event_routes import is_here
-from hooks.server.pages import blueprint as pages_of
+from hooks.server.event_routes import build_blueprint as events_of
+from hooks.server.event_routes import is_local_request
+from hooks.server.pages import build_blueprint as pages_of
 from jaxmodels.errors import HubError
 from service.auth.caller import caller_of
 from service.errors import PolicyError
@@ -129,7 +129,7 @@ class Webhooks:
         pages = pages_of(
             self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
         )
-        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_let_in=_sees_events)
+        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_allowed=_sees_events)
         return self._receiving(), pages, events
 
     def _receiving(self) -> Blueprint:
@@ -138,7 +138,7 @@ class Webhooks:
 
         @made.on_request
         async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
-            if self.receiver.settings.secrets or is_here(request):
+            if self.receiver.settings.secrets or is_local_request(request):
                 return origins.refuse_request(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
             return json_response({"detail": detail, "code": "no_secret"}, 403)
@@ -311,7 +311,7 @@ class Webhooks:
 
 def _sees_events(request: Any) -> bool:
     """Whoever sees the sessions of everybody sees what came, too; what came names everybody's policies."""
-    return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_here(request))
+    return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_local_request(request))
 
 
 def is_folder(path: str) -> bool:

@@ -64,7 +64,7 @@ class SessionStatus:
     error_message: str | None
 
 
-def status_of(session: About, drive: RobotIO | None, now: float) -> SessionStatus:
+def status_of(session: About, robot_io: RobotIO | None, now: float) -> SessionStatus:
     """All of one session, at ``now`` (monotonic)."""
     new, rooms = session.new, session.rooms
     return SessionStatus(
@@ -83,15 +83,15 @@ def status_of(session: About, drive: RobotIO | None, now: float) -> SessionStatu
         stats=_progress(session.progress)
         | {"age_s": round(session.age, 1), "language_instruction": new.language_instruction}
         | _policies(session)
-        | (_stats(session, drive, now) if drive else _nothing_yet(session))
-        | _stops(session, drive, now)
+        | (_stats(session, robot_io, now) if robot_io else _nothing_yet(session))
+        | _stops(session, robot_io, now)
         | dict(session.figures),
-        inference_stats=_inference_stats(drive, session) if drive else None,
+        inference_stats=_inference_stats(robot_io, session) if robot_io else None,
         error_message=session.reason,
     )
 
 
-def _stops(session: About, drive: RobotIO | None, now: float) -> dict[str, object]:
+def _stops(session: About, robot_io: RobotIO | None, now: float) -> dict[str, object]:
     latch = session.latch
     found = _CODE.match(latch or "")
     return {
@@ -99,10 +99,10 @@ def _stops(session: About, drive: RobotIO | None, now: float) -> dict[str, objec
         # What stopped by itself has its code first; a person's words have none.
         "stop_code": None if latch is None else found[1] if found else "asked",
         "dry_run": session.new.dry_run,
-        "commands_withheld": drive.commands_withheld if drive else 0,
-        "shadow": drive.thinking.shadow.figures() if drive and drive.thinking.shadow else None,
-        "watch": drive.watch(now) if drive else None,
-        "warnings": drive.warnings(now) if drive else {},
+        "commands_withheld": robot_io.commands_withheld if robot_io else 0,
+        "shadow": robot_io.runner.shadow.figures() if robot_io and robot_io.runner.shadow else None,
+        "watch": robot_io.watch(now) if robot_io else None,
+        "warnings": robot_io.warnings(now) if robot_io else {},
     }
 
 
@@ -143,62 +143,62 @@ def _nothing_yet(session: About) -> dict[str, object]:
     }
 
 
-def _stats(session: About, drive: RobotIO, now: float) -> dict[str, object]:
-    buffer, control = drive.buffer, drive.control
-    hold = control.hold
+def _stats(session: About, robot_io: RobotIO, now: float) -> dict[str, object]:
+    buffer, controller = robot_io.buffer, robot_io.controller
+    hold = controller.hold
     return {
         # The reference's names first.
-        "inference_count": drive.thinking.seconds["total"].count,
+        "inference_count": robot_io.runner.seconds["total"].count,
         "images_received": {camera: rate.count for camera, rate in buffer.frames.items()},
         "joints_received": buffer.joint_updates.count,
-        "commands_sent": drive.commands_sent,
-        "errors": drive.thinking.errors + control.rejected,
-        "actions_in_queue": len(control.actions),
+        "commands_sent": robot_io.commands_sent,
+        "errors": robot_io.runner.errors + controller.rejected,
+        "actions_in_queue": len(controller.queue),
         "policy_type": session.new.policy_type,
         # Why it does not move.
         "hold": hold.text if hold else None,
         "hold_code": hold.code if hold else None,
         "hold_s": round(now - hold.since, 2) if hold else None,
-        "holds": control.holds.by_reason(),
+        "holds": controller.holds.by_reason(),
         # What came in.
         "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
         "joints_per_second": buffer.joint_updates.per_second(now),
         "joints_clamped": buffer.clamped,
         "inputs_dropped": buffer.dropped.by_reason(),
-        "measured_joints": buffer.measured(),
-        "safety": control.guard.stats(),
+        "measured_joints": buffer.measured_joints(),
+        "safety": controller.guard.stats(),
         # What went out.
-        "rate": control.pace.rate,
-        "action_rate": control.pace.action_rate,
-        "reads_language": drive.thinking.served.requirements.language,
-        "last_command": dict(drive.last_command),
-        "commands_refused": drive.commands_refused,
-        "chunks": control.chunks,
-        "chunks_rejected": control.rejected,
-        "chunks_discarded": control.discarded,
-        "late_actions_dropped": control.actions.late,
-        "starvations": control.starvations,
-        **joining_of(drive),
-        **control.asking,
-        "ticks": control.ticks,
-        "missed_ticks": control.missed_ticks,
-        "tick_lateness_ms": control.lateness.percentiles_ms(50, 99, 99.9),
+        "rate": controller.config.rate,
+        "action_rate": controller.config.action_rate,
+        "reads_language": robot_io.runner.loaded.requirements.language,
+        "last_command": dict(robot_io.last_command),
+        "commands_refused": robot_io.commands_refused,
+        "chunks": controller.chunks,
+        "chunks_rejected": controller.rejected,
+        "chunks_discarded": controller.scheduler.discarded,
+        "late_actions_dropped": controller.queue.late,
+        "starvations": controller.starvations,
+        **joining_of(robot_io),
+        **controller.scheduler.figures(controller.queue.period),
+        "ticks": controller.ticks,
+        "missed_ticks": controller.missed_ticks,
+        "tick_lateness_ms": controller.lateness.percentiles_ms(50, 99, 99.9),
     }
 
 
-def joining_of(drive: RobotIO) -> dict[str, object]:
+def joining_of(robot_io: RobotIO) -> dict[str, object]:
     """How a session joins chunks and when it asks for them: what holds, whoever decided it."""
-    pace = drive.control.pace
+    config = robot_io.controller.config
     return {
-        "overlap": pace.overlap.name,
-        "temporal_ensemble_coeff": pace.overlap.coefficient if isinstance(pace.overlap, Ensembled) else None,
-        "ask_ahead": pace.ask_ahead,
-        "action_steps": pace.action_steps,
+        "overlap": config.overlap.name,
+        "temporal_ensemble_coeff": config.overlap.coefficient if isinstance(config.overlap, Ensembled) else None,
+        "ask_ahead": config.ask_ahead,
+        "action_steps": config.action_steps,
     }
 
 
-def _inference_stats(drive: RobotIO, session: About) -> dict[str, object]:
-    total = drive.thinking.seconds["total"]
+def _inference_stats(robot_io: RobotIO, session: About) -> dict[str, object]:
+    total = robot_io.runner.seconds["total"]
     spent = total.total
     return {
         "inference_count": total.count,
@@ -206,38 +206,38 @@ def _inference_stats(drive: RobotIO, session: About) -> dict[str, object]:
         "average_inference_time": round(spent / total.count, 6) if total.count else None,
         "average_fps": round(total.count / spent, 3) if spent else None,
         "is_loaded": not session.is_over,
-        "device": drive.thinking.served.policy.device,
-        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in drive.thinking.seconds.items()},
-        "answer_ms": drive.control.latency.percentiles_ms(50, 99),
+        "device": robot_io.runner.loaded.policy.device,
+        "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in robot_io.runner.seconds.items()},
+        "answer_ms": robot_io.controller.latency.percentiles_ms(50, 99),
     }
 
 
-def queue_of(session: About, drive: RobotIO | None, now: float) -> dict[str, object]:
+def queue_of(session: About, robot_io: RobotIO | None, now: float) -> dict[str, object]:
     """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
-    if drive is None:
+    if robot_io is None:
         return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
-    control, buffer = drive.control, drive.buffer
-    lack = buffer.lacking(now)
-    health: Mapping[str, object] = drive.link_health()
+    controller, buffer = robot_io.controller, robot_io.buffer
+    lack = buffer.not_ready(now)
+    health: Mapping[str, object] = robot_io.link_health()
     return {
         "session_id": session.new.session_id,
         "status": str(session.stage),
-        "queue_length": len(control.actions),
-        "queue_max": control.pace.chunk,
-        "due_in_ms": [round((due - now) * 1e3, 1) for due in control.actions.due_times()],
-        "control_hz": control.pace.rate,
-        "action_hz": control.pace.action_rate,
-        "action_steps": control.pace.action_steps,
-        "inference_in_flight": control.is_waiting,
-        "last_inference_ms": control.latency.newest_ms,
-        "late_actions_dropped": control.actions.late,
+        "queue_length": len(controller.queue),
+        "queue_max": controller.config.chunk,
+        "due_in_ms": [round((due - now) * 1e3, 1) for due in controller.queue.due_times()],
+        "control_hz": controller.config.rate,
+        "action_hz": controller.config.action_rate,
+        "action_steps": controller.config.action_steps,
+        "inference_in_flight": controller.scheduler.in_flight is not None,
+        "last_inference_ms": controller.latency.newest_ms,
+        "late_actions_dropped": controller.queue.late,
         "data": {
             "is_complete_and_fresh": lack is None,
             "lacking": lack.text if lack else None,
             "frame_age_ms": {
                 camera: None if age is None else round(age * 1e3, 1) for camera, age in buffer.frame_ages(now).items()
             },
-            "measured_joints": buffer.measured(),
+            "measured_joints": buffer.measured_joints(),
         },
         "link": dict(health),
     }
@@ -253,7 +253,7 @@ class BaseSession(ABC):
 
     Attributes:
         new: what was asked for.
-        drive: its live parts, if it has any.
+        robot_io: what controls its robot, if it runs a policy.
         created_at: monotonic.
         figures: each gives a part of the stats; whoever attaches a tap may have something to say.
         claim: see `SessionRecord`.
@@ -265,10 +265,13 @@ class BaseSession(ABC):
         self.new = new
         self.claim = claim or new_claim()
         self.refused = Tally()
-        self.drive: RobotIO | None = None
+        self.robot_io: RobotIO | None = None
         self.created_at = time.monotonic()
         self.figures: list[Callable[[], Mapping[str, object]]] = [self._refusals]
-        self._life = Lifecycle(new.session_id, latch)
+        self._lifecycle = Lifecycle(new.session_id, latch)
+
+    def _current(self) -> Lifecycle:
+        return self._lifecycle
 
     @property
     def id(self) -> str:
@@ -278,33 +281,33 @@ class BaseSession(ABC):
     @property
     def stage(self) -> Stage:
         """Where it stands."""
-        return self._life.stage
+        return self._current().stage
 
     @property
     def reason(self) -> str | None:
         """Why it stands there: what ended it, or the text of an error, a timeout or an emergency stop."""
-        return self._life.latch or self._life.reason
+        return self._current().latch or self._current().reason
 
     @property
     def latch(self) -> str | None:
         """The text of an emergency stop that waits for its reset."""
-        return self._life.latch
+        return self._current().latch
 
     @property
     def is_latched(self) -> bool:
         """Whether an emergency stop waits for its reset."""
-        return self._life.latch is not None
+        return self._current().latch is not None
 
     def _refusals(self) -> Mapping[str, object]:
         return {"refused_at_room": self.refused.by_reason()}
 
     def status(self) -> SessionStatus:
         """What the API says of it; JSON-ready."""
-        return status_of(self._about(), self.drive, time.monotonic())
+        return status_of(self._about(), self.robot_io, time.monotonic())
 
     def queue(self) -> dict[str, object]:
         """What it is about to do; JSON-ready."""
-        return queue_of(self._about(), self.drive, time.monotonic())
+        return queue_of(self._about(), self.robot_io, time.monotonic())
 
     @abstractmethod
     def _about(self) -> About:

@@ -43,7 +43,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
     action_rate = requirements.rate or rate
     overlap = _overlap(requirements, new, action_rate)
-    pace = ControlConfig(
+    config = ControlConfig(
         rate=rate,
         action_rate=action_rate,
         action_steps=_action_steps(requirements, new, overlap),
@@ -57,7 +57,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         failures_allowed=settings.failures_allowed,
         samples=settings.samples,
     )
-    return table, pace
+    return table, config
 
 
 def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
@@ -133,7 +133,7 @@ def _width_misfits(requirements: Requirements) -> list[str]:
 
 
 def admitted(
-    engine: Engine, who: object, served: LoadedPolicy, pace: ControlConfig, *, degrade: bool, seen: Seen
+    engine: Engine, who: object, loaded: LoadedPolicy, config: ControlConfig, *, degrade: bool, seen: Seen
 ) -> ControlConfig:
     """The pace that the engine has the time for, which is promised to ``who`` from here on.
 
@@ -146,23 +146,23 @@ def admitted(
     Raises:
         Overloaded: there is no time for it; with the figure.
     """
-    per_second = pace.action_rate / pace.action_steps
-    admission = engine.admit(served, per_second, seen=seen, who=who)
+    per_second = config.action_rate / config.action_steps
+    admission = engine.admit(loaded, per_second, seen=seen, who=who)
     if not admission.fits:
-        steps = math.ceil(pace.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
+        steps = math.ceil(config.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
             raise Overloaded(
                 f"the engine has no time for this session: {admission.text}; send degrade: true to be asked for less "
                 "often, or delete another session"
             )
-        if steps > pace.chunk:
+        if steps > config.chunk:
             raise Overloaded(
-                f"the engine has no time for this session, not even when all {pace.chunk} actions of a chunk are done "
-                f"before the next: {admission.text}; delete another session"
+                f"the engine has no time for this session, not even when all {config.chunk} actions of a chunk are "
+                f"done before the next: {admission.text}; delete another session"
             )
-        pace = replace(pace, action_steps=int(steps))
-    engine.claim(who, served, pace.action_rate / pace.action_steps, seen)
-    return pace
+        config = replace(config, action_steps=int(steps))
+    engine.claim(who, loaded, config.action_rate / config.action_steps, seen)
+    return config
 
 
 def promised(asked: ControlConfig, given: ControlConfig) -> dict[str, object]:
@@ -176,18 +176,18 @@ def promised(asked: ControlConfig, given: ControlConfig) -> dict[str, object]:
 WHERE = ("body", "language_instruction")
 
 
-async def read_ahead(served: LoadedPolicy, instruction: str | None) -> None:
+async def read_ahead(loaded: LoadedPolicy, instruction: str | None) -> None:
     """Let the policy read an instruction away from the loop and the device's thread: no chunk has to wait for that.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
     """
-    if (why := check_instruction(served.requirements, instruction)) is not None:
+    if (why := check_instruction(loaded.requirements, instruction)) is not None:
         raise InvalidRequest(why, WHERE)
-    if instruction is None or not served.requirements.language:
+    if instruction is None or not loaded.requirements.language:
         return
     try:
-        for replica in served.replicas:
+        for replica in loaded.replicas:
             await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
     except JaxModelsError as error:
         raise InvalidRequest(f"language_instruction: {error}", WHERE) from error

@@ -39,11 +39,11 @@ class Interrupted(BaseSession):
         """``failure`` says what came of trying to bring it back."""
         super().__init__(record.new, latch, record.claim)
         self.record = record
-        self.policies = PolicySlots(record.new, engine, load, self._undriven)
+        self.policies = PolicySlots(record.new, engine, load, self._refuse_robot_io)
         self.progress = Progress(record.new.policy_path, engine.durations)
         self.progress.tell("interrupted")
-        self._life.stage = Stage.INTERRUPTED
-        self._life.reason = f"{why(record)}; {failure}" if failure else why(record)
+        self._lifecycle.stage = Stage.INTERRUPTED
+        self._lifecycle.reason = f"{why(record)}; {failure}" if failure else why(record)
 
     @property
     def rooms(self) -> Rooms:
@@ -52,7 +52,7 @@ class Interrupted(BaseSession):
 
     def _about(self) -> About:
         figures: dict[str, object] = {
-            "interrupted": self._life.reason,
+            "interrupted": self._lifecycle.reason,
             "created_at": _in_words(self.record.created_at),
             "interrupted_at": _in_words(self.record.changed_at),
         }
@@ -77,7 +77,7 @@ class Interrupted(BaseSession):
         Raises:
             MoveRefused: an emergency stop is latched, or it was asked for something that this version does not know.
         """
-        self._life.check(Move.RESTART)
+        self._lifecycle.check(Move.RESTART)
         if self.record.is_newer:
             unknown = f" ({', '.join(sorted(self.record.wishes))})" if self.record.wishes else ""
             raise MoveRefused(
@@ -87,31 +87,31 @@ class Interrupted(BaseSession):
 
     def start(self) -> NoReturn:
         """Raises MoveRefused: it has to be restarted first."""
-        self._life.check(Move.START)
+        self._lifecycle.check(Move.START)
         raise AssertionError("the table has no start from here")
 
     def stop(self) -> NoReturn:
         """Raises MoveRefused: nothing moves."""
-        self._life.check(Move.STOP)
+        self._lifecycle.check(Move.STOP)
         raise AssertionError("the table has no stop from here")
 
     def emergency_stop(self, reason: str) -> None:
         """Latch it: what comes of it later does not move before a reset."""
-        self._life.move(Move.EMERGENCY_STOP, reason)
+        self._lifecycle.move(Move.EMERGENCY_STOP, reason)
 
     def reset(self) -> None:
         """Take the latch off."""
-        self._life.move(Move.RESET)
+        self._lifecycle.move(Move.RESET)
 
     def begin_end(self) -> None:
         """It is forgotten."""
-        self._life.move(Move.DELETE)
+        self._lifecycle.move(Move.DELETE)
 
     def attach(self, tap: SessionObserver) -> Callable[[], None]:
         """Raises MoveRefused: there is nothing to look at."""
         raise self.refusal()
 
-    def _undriven(self) -> RobotIO:
+    def _refuse_robot_io(self) -> RobotIO:
         raise self.refusal()
 
     def refusal(self) -> MoveRefused:

@@ -20,7 +20,7 @@ class Held:
         hold: gives it back to the engine when closed.
     """
 
-    served: LoadedPolicy
+    loaded: LoadedPolicy
     commit: str | None
     hold: AsyncExitStack
 
@@ -38,13 +38,13 @@ class PolicySlots:
         new: NewSession,
         engine: Engine,
         load: LoadPolicy,
-        driven: Callable[[], RobotIO],
-        took_over: Callable[[LoadedPolicy], None] = lambda served: None,
+        robot_io: Callable[[], RobotIO],
+        took_over: Callable[[LoadedPolicy], None] = lambda loaded: None,
     ):
         """Nothing is loaded yet.
 
         Args:
-            driven: the live parts of the session; raises MoveRefused while it has none.
+            robot_io: gives what controls the robot; raises MoveRefused while the session runs no policy.
             took_over: told of each that takes over from another.
         """
         self.running: Held | None = None
@@ -54,7 +54,7 @@ class PolicySlots:
         self._new = new
         self._engine = engine
         self._load = load
-        self._driven = driven
+        self._robot_io = robot_io
         self._took_over = took_over
         self._changing = asyncio.Lock()
         self._letting_go: set[asyncio.Task[None]] = set()
@@ -66,7 +66,7 @@ class PolicySlots:
             PolicyError: it cannot be loaded or compiled.
         """
         self.running = await self._hold(self._new.revision, tell)
-        return self.running.served
+        return self.running.loaded
 
     async def stage(self, commit: str, folder: str, tell: Callable[[str], None]) -> LoadedPolicy:
         """Load another one beside the running one, compiled for the frames that come; nothing changes by it.
@@ -80,19 +80,19 @@ class PolicySlots:
             MoveRefused: the session is not there for it.
         """
         async with self._changing:
-            drive, running = self._driven(), self.running
+            robot_io, running = self._robot_io(), self.running
             await self._discard()
             held = await self._hold(commit, tell, folder=folder, like=running)
             if running is None or self.running is not running:
                 await held.hold.aclose()
                 raise MoveRefused("the session changed its policy, or ended, meanwhile")
-            if misfits := differences(running.served, held.served):
+            if misfits := differences(running.loaded, held.loaded):
                 await held.hold.aclose()
                 raise Misfit("; ".join(misfits) + "; create a new session for it")
             # The name that the files were verified under, not what a folder happens to be called.
-            self.staged = Held(held.served, commit, held.hold)
-            await self._compile(drive, held.served, tell)
-            return held.served
+            self.staged = Held(held.loaded, commit, held.hold)
+            await self._compile(robot_io, held.loaded, tell)
+            return held.loaded
 
     async def discard(self) -> None:
         """Let go of the staged one."""
@@ -110,14 +110,14 @@ class PolicySlots:
             ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
         """
         async with self._changing:
-            drive, held = self._driven(), self.staged
+            robot_io, held = self._robot_io(), self.staged
             if held is None:
                 raise MoveRefused(f"session {self._new.session_id!r} has no staged policy")
             # Frames may have another size than when it was staged.
-            await self._compile(drive, held.served)
-            if self._driven() is not drive or self.staged is not held:
+            await self._compile(robot_io, held.loaded)
+            if self._robot_io() is not robot_io or self.staged is not held:
                 raise MoveRefused(f"session {self._new.session_id!r} has no staged policy any more")
-            await self._take_over(drive, held, fade, patience)
+            await self._take_over(robot_io, held, fade, patience)
 
     def restore(self, fade: int) -> None:
         """Let the one from before take over again, now; what waits for its turn was judged beside the one that goes.
@@ -125,14 +125,15 @@ class PolicySlots:
         Raises:
             MoveRefused: there is none, or the session ended.
         """
-        drive, held = self._driven(), self.before
+        robot_io, held = self._robot_io(), self.before
         if held is None:
             raise MoveRefused(f"session {self._new.session_id!r} has no policy from before")
-        drive.thinking.stay()
+        robot_io.runner.cancel_take_over()
         if self.staged is not None:
             self._let_go(self.staged)
             self.staged = None
-        drive.thinking.take_over(held.served, fade, self._before_took_over, at_once=True)
+        robot_io.take_over(held.loaded, fade, at_once=True)
+        self._restored()
 
     async def close(self) -> None:
         """Let go of all."""
@@ -141,35 +142,41 @@ class PolicySlots:
                 await held.hold.aclose()
         self.staged = self.before = self.running = None
 
-    async def _take_over(self, drive: RobotIO, held: Held, fade: int, patience: float) -> None:
-        taken = drive.thinking.take_over(held.served, fade, self._staged_took_over)
+    async def _take_over(self, robot_io: RobotIO, held: Held, fade: int, patience: float) -> None:
+        taken = robot_io.take_over(held.loaded, fade)
+        if taken.done():
+            self._promoted(taken)
+        else:
+            taken.add_done_callback(self._promoted)  # whether or not somebody still waits
         name = f"session {self._new.session_id!r}"
         try:
             async with asyncio.timeout(patience):
                 await taken
         except TimeoutError:
-            if self.running is held:
+            if taken.done() and not taken.cancelled():
                 return  # at the very last moment
-            hold = drive.control.hold.text if drive.control.hold else "waiting for the policy"
-            why = f"it is held: {hold}" if drive.control.is_running else "it is stopped"
+            hold = robot_io.controller.hold.text if robot_io.controller.hold else "waiting for the policy"
+            why = f"it is held: {hold}" if robot_io.controller.is_running else "it is stopped"
             raise MoveRefused(f"{name} asked for no chunk in {patience:g} s ({why})") from None
         except asyncio.CancelledError:
             if not taken.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise MoveRefused(f"{name} ended, or another policy came first") from None
 
-    def _staged_took_over(self) -> None:
+    def _promoted(self, taken: asyncio.Future[None]) -> None:
+        if taken.cancelled():
+            return
         oldest, self.before, self.running, self.staged = self.before, self.running, self.staged, None
         self._changed(oldest)
 
-    def _before_took_over(self) -> None:
+    def _restored(self) -> None:
         left, self.running, self.before = self.running, self.before, None
         self._changed(left)
 
     def _changed(self, left: Held | None) -> None:
         self.changes += 1
         if self.running is not None:
-            self._took_over(self.running.served)
+            self._took_over(self.running.loaded)
         self._let_go(left)
 
     def _let_go(self, held: Held | None) -> None:
@@ -183,12 +190,12 @@ class PolicySlots:
             await held.hold.aclose()
 
     async def _compile(
-        self, drive: RobotIO, served: LoadedPolicy, tell: Callable[[str], None] = lambda stage: None
+        self, robot_io: RobotIO, loaded: LoadedPolicy, tell: Callable[[str], None] = lambda stage: None
     ) -> None:
-        sizes = drive.buffer.sizes()
-        if sizes and len(sizes) == len(drive.buffer.frames) and not served.is_compiled(sizes):
+        sizes = robot_io.buffer.sizes
+        if sizes and len(sizes) == len(robot_io.buffer.frames) and not loaded.is_compiled(sizes):
             tell("compiling")
-            await self._engine.compile(served, sizes)
+            await self._engine.compile(loaded, sizes)
 
     async def _hold(
         self,
@@ -199,11 +206,11 @@ class PolicySlots:
         like: Held | None = None,
     ) -> Held:
         hold = AsyncExitStack()
-        policy = like.served.policy if like else None
-        served = await hold.enter_async_context(
+        policy = like.loaded.policy if like else None
+        loaded = await hold.enter_async_context(
             self._engine.policy(self._load, self._new.policy_path, revision, tell, folder=folder, like=policy)
         )
-        return Held(served, served.commit, hold)
+        return Held(loaded, loaded.commit, hold)
 
 
 class Misfit(PolicyError):

@@ -89,9 +89,7 @@ def from_json(text: str) -> SessionRecord:
         asked = told.pop("new")
         known, more = _divide(told, SessionRecord)
         new, wishes = _divide(asked, NewSession)
-        for name in ("camera_names", "joint_names"):
-            if isinstance(new.get(name), list):
-                new[name] = tuple(new[name])
+        new |= {name: tuple(value) for name, value in new.items() if isinstance(value, list)}
         known["made"] = tuple(known.get("made", ()))
         return SessionRecord(new=NewSession(**new), more=more, wishes=wishes, **known)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -145,7 +143,7 @@ class Orphan:
 class Database(Protocol):
     """Runs transactions on a thread of its own; all of one is on the disk when ``run`` returns, or nothing."""
 
-    def run_now(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
+    def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     def close(self) -> None: ...
 
@@ -189,7 +187,7 @@ class SessionRecords:
         self._more = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         if database is not None:
-            self.found, self.latches, self.orphans, self.ended = database.run_now(_load)
+            self.found, self.latches, self.orphans, self.ended = database.run_blocking(_load)
 
     def put(self, record: SessionRecord) -> None:
         """Note how a session stands."""

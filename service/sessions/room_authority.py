@@ -31,7 +31,7 @@ class Session(Protocol):
     """A session, or one that was interrupted, as far as its room has to know it."""
 
     new: NewSession
-    drive: RobotIO | None
+    robot_io: RobotIO | None
     claim: str
     refused: Tally
 
@@ -83,7 +83,7 @@ class Authority:
         if new.workspace_id != place.workspace or new.is_direct or _is_of_another(owner, new.owner):
             return None
         # One that failed before it was in its rooms never commanded anybody.
-        if session.stage is Stage.ERROR and session.drive is None and session.latch is None:
+        if session.stage is Stage.ERROR and session.robot_io is None and session.latch is None:
             return None
         return SessionCommander(session, self._say)
 
@@ -131,10 +131,10 @@ class SessionCommander:
         moves, and else only that the robot stays where it was measured."""
         if not self.is_moving:
             return None if self._is_hold(joints) else self._refused(*self._why_only_holds())
-        drive = self._session.drive
-        if drive is None:
+        robot_io = self._session.robot_io
+        if robot_io is None:
             return self._refused("stopped", "it has no robot yet")
-        ranges = drive.control.guard.limits.ranges
+        ranges = robot_io.controller.guard.limits.ranges
         for joint in joints:
             known = ranges.get(joint["name"])
             if known is None:
@@ -159,24 +159,24 @@ class SessionCommander:
 
     def _is_hold(self, joints: Sequence[Json]) -> bool:
         """Whether this is a pose that was measured just now, whatever it is: that is where the arm stands."""
-        drive = self._session.drive
-        if drive is None or self._session.new.dry_run:
+        robot_io = self._session.robot_io
+        if robot_io is None or self._session.new.dry_run:
             return False
-        places = {name: place for place, name in enumerate(drive.table.names)}
+        places = {name: place for place, name in enumerate(robot_io.table.names)}
         if not all(joint["name"] in places for joint in joints):
             return False
         wanted = [(places[joint["name"]], joint["value"]) for joint in joints]
         return any(
             all(abs(value - float(pose[place])) <= _SAME * max(1.0, abs(value)) for place, value in wanted)
-            for pose in drive.buffer.poses(time.monotonic())
+            for pose in robot_io.buffer.poses(time.monotonic())
         )
 
     def _is_led_back(self, name: str, value: float, known: tuple[float, float], delivered: Mapping[str, float]) -> bool:
         """Whether a joint that was outside of its range is brought back: not further out than it was, or was sent."""
-        drive = self._session.drive
-        assert drive is not None
-        place = drive.table.names.index(name)
-        been = [float(pose[place]) for pose in drive.buffer.poses(time.monotonic())]
+        robot_io = self._session.robot_io
+        assert robot_io is not None
+        place = robot_io.table.names.index(name)
+        been = [float(pose[place]) for pose in robot_io.buffer.poses(time.monotonic())]
         if name in delivered:
             been.append(delivered[name])
         slack = _SAME * max(1.0, abs(value))

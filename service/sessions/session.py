@@ -11,11 +11,12 @@ from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
 from service.control.config import ControlConfig
-from service.control.controller import Controller
+from service.control.controller import ControlEvent, Controller
 from service.control.joints import JointTable
 from service.control.lease import Leases, robot_of
 from service.control.observation_buffer import ObservationBuffer
 from service.control.observers import SessionObserver, SessionObservers
+from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
 from service.control.shadow import Shadow, shadow_of
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
@@ -26,7 +27,7 @@ from service.sessions.base_session import About, BaseSession, joining_of
 from service.sessions.compatibility import admitted, fit, limits_of, promised, read_ahead
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
-from service.stage import Move, Stage
+from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
 from service.transport.link import Link, Made, Rooms, Transport
 from service.transport.protocol import rooms_of
@@ -71,7 +72,7 @@ class Session(BaseSession):
         policies: those it holds.
         stops: how often somebody stopped it. Whoever controls its robot from outside has to begin anew after each.
 
-    Further attributes as of `Standing`; `drive` is None before the rooms are joined.
+    Further attributes as of `BaseSession`; `robot_io` is None before the rooms are joined.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Session(BaseSession):
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
-        self.policies = PolicySlots(new, engine, load, self._driven, partial(engine.move_claim, self))
+        self.policies = PolicySlots(new, engine, load, self._require_robot_io, partial(engine.move_claim, self))
         self._admission: Mapping[str, object] = {}
-        self._taps = SessionObservers()
+        self._observers = SessionObservers()
+        self._reporting: RobotIO | None = None  # also while its rooms are joined
         self._transport = transport
         self._engine = engine
         self._load = load
@@ -121,9 +123,9 @@ class Session(BaseSession):
         """Whether it has no rooms, no policy and no task any more."""
         return self._task.done()
 
-    def attach(self, tap: SessionObserver) -> Callable[[], None]:
-        """Let somebody look on, before its drive exists and after; what is returned takes the tap off again."""
-        return self._taps.attach(tap)
+    def attach(self, observer: SessionObserver) -> Callable[[], None]:
+        """Let somebody observe it, before its rooms are joined and after; what is returned detaches the observer."""
+        return self._observers.attach(observer)
 
     def _about(self) -> About:
         extra: dict[str, object] = dict(self._admission)
@@ -133,7 +135,7 @@ class Session(BaseSession):
             new=self.new,
             stage=self.stage,
             reason=self.reason,
-            latch=self._life.latch,
+            latch=self.latch,
             is_over=self.is_over,
             progress=self.progress,
             age=time.monotonic() - self.created_at,
@@ -164,7 +166,7 @@ class Session(BaseSession):
 
     def stop(self) -> None:
         """Stop the robot where it is."""
-        self._life.check(Move.STOP)
+        self._current().check(Move.STOP)
         self.stops += 1
         self._halt()
         self._move(Move.STOP)
@@ -180,23 +182,23 @@ class Session(BaseSession):
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
-        drive = self._driven()
+        robot_io = self._require_robot_io()
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
-            await read_ahead(drive.thinking.served, new.language_instruction)
-            drive = self._driven()  # it may have ended meanwhile
+            await read_ahead(robot_io.runner.loaded, new.language_instruction)
+            robot_io = self._require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
-        _, asked = fit(drive.thinking.served.requirements, new, self._settings)
-        drive.adjust(pace := self._admitted(drive.thinking.served, asked))
+        _, asked = fit(robot_io.runner.loaded.requirements, new, self._settings)
+        robot_io.adjust(config := self._admitted(robot_io.runner.loaded, asked))
         self.new = new
-        drive.thinking.instruct(new.language_instruction)
-        logger.info("session %s: overlap %s, %d actions of a chunk", self.id, pace.overlap.name, pace.action_steps)
+        robot_io.instruct(new.language_instruction)
+        logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
     async def tell(self, instruction: str) -> None:
-        """Do something else from the next chunk on, as whoever drives the robot says.
+        """Do something else from the next chunk on, as whoever controls the robot says.
 
         Raises:
             InvalidRequest: the policy cannot read it; nothing has changed.
@@ -204,39 +206,34 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        await read_ahead(self._driven().thinking.served, instruction)
-        self._driven().thinking.instruct(instruction)
+        await read_ahead(self._require_robot_io().runner.loaded, instruction)
+        self._require_robot_io().instruct(instruction)
         self.new = replace(self.new, language_instruction=instruction)
 
     def joining(self) -> dict[str, object]:
         """How it joins chunks and when it asks for them; JSON-ready."""
-        return joining_of(self._driven())
+        return joining_of(self._require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
         """Stop the robot where it is, until somebody resets."""
-        self._life.check(Move.EMERGENCY_STOP)
-        self.stops += 1
-        # One that is latched and was told to hold is not told so again: whoever may report a pose and press stop would
-        # move it there.
-        if not (self.is_latched and self.drive is not None and self.drive.is_held):
-            self._halt(always_hold=True)
-        self._move(Move.EMERGENCY_STOP, reason)
-        self._announce_latch()
-        logger.warning("session %s: emergency stop: %s", self.id, reason)
+        self._current().check(Move.EMERGENCY_STOP)
+        if self.robot_io is not None:
+            self.robot_io.emergency_stop()
+        self._follow(ControlEvent(Move.EMERGENCY_STOP, reason))
 
     def reset(self) -> None:
         """Take the latch of an emergency stop off; nothing moves by it."""
-        self._life.move(Move.RESET)
+        self._current().move(Move.RESET)
         self._announce_latch()
 
     def _announce_latch(self) -> None:
         """Whoever is in the room of the commands learns of the latch, and who comes while it lasts."""
-        if self.drive is not None:
-            self.drive.announce_latch(self.latch)
+        if self.robot_io is not None:
+            self.robot_io.announce_latch(self.latch)
 
     def begin_end(self) -> None:
         """Stop the robot and begin to leave; ``end`` waits for it."""
-        self._life.move(Move.DELETE)
+        self._current().move(Move.DELETE)
         self._halt()
         self._ending.set()
         if not self._settled.is_set():
@@ -254,41 +251,57 @@ class Session(BaseSession):
         return not hanging
 
     def _set_going(self, move: Move) -> None:
+        self._current().check(move)
         self._move(move)
         self._active_since = time.monotonic()
-        assert self.drive is not None, "the table lets only loaded sessions start"
-        self.drive.begin()
-        if self.drive.link_trouble is not None:
-            self._life.move(Move.LINK_LOST, self.drive.link_trouble)
+        assert self.robot_io is not None, "the table lets only loaded sessions start"
+        self.robot_io.begin()
+        trouble = self.robot_io.controller.link_trouble
+        if trouble is not None:
+            self._lifecycle.move(Move.LINK_LOST, trouble)
 
-    def _halt(self, *, always_hold: bool = False) -> None:
-        if self.drive is not None:
-            self.drive.halt(always_hold=always_hold)
+    def _halt(self) -> None:
+        if self.robot_io is not None:
+            self.robot_io.halt()
 
-    def _happened(self, move: Move, reason: str | None) -> None:
-        """Something happened by itself; where the table has no such move, it changes nothing."""
-        if not self._life.can(move):
+    def _current(self) -> Lifecycle:
+        """Its lifecycle after all that happened to the robot so far: nobody sees or moves an older stage."""
+        if self._reporting is not None:
+            for event in self._reporting.take_events():
+                self._follow(event)
+        return self._lifecycle
+
+    def _follow(self, event: ControlEvent) -> None:
+        """Go where an event leads to, for which the robot was stopped already if it had to be."""
+        move, reason = event
+        if not self._lifecycle.can(move):
             return
         if move is Move.EMERGENCY_STOP:
-            self.emergency_stop(reason or "no reason given")
+            self.stops += 1
+            self._move(move, reason or "no reason given")
+            self._announce_latch()
+            logger.warning("session %s: emergency stop: %s", self.id, reason)
             return
         stage = self._move(move, reason)
         if move in (Move.LINK_BACK, Move.RECOVERED):
             logger.info("session %s goes on", self.id)
         else:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
-        if move in (Move.FAILED, Move.EXPIRED):
-            self._halt()
 
-    def _driven(self) -> RobotIO:
+    async def _follow_events(self, robot_io: RobotIO) -> None:
+        while True:
+            await robot_io.wait_for_events()
+            self._current()
+
+    def _require_robot_io(self) -> RobotIO:
         """Its live parts, for somebody who wants to change what it runs.
 
         Raises:
             MoveRefused: it runs no policy.
         """
-        if self.drive is None or self.is_over or not self._life.is_loaded:
+        if self.robot_io is None or self.is_over or not self._current().is_loaded:
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy")
-        return self.drive
+        return self.robot_io
 
     # Its life.
 
@@ -303,7 +316,7 @@ class Session(BaseSession):
             logger.exception("session %s failed", self.id)
             self._fail(PolicyFailed(f"session {self.id!r} failed ({type(error).__name__}); the server's log says more"))
         finally:
-            self._life.is_loaded = False
+            self._current().is_loaded = False
             self.rooms = None
             self._settled.set()
 
@@ -313,119 +326,129 @@ class Session(BaseSession):
         robot = robot_of(new.transport_server_url, new.workspace_id or "", room)
         try:
             self._leases.take(robot, self)
-            served = await self.policies.begin(self.progress.tell)
-            table, asked = fit(served.requirements, new, self._settings)
-            await read_ahead(served, new.language_instruction)
-            pace = self._admitted(served, asked)
-            limits = limits_of(table, served.requirements, new, self._settings)
-            async with self._shadow(served, table) as shadow:
+            loaded = await self.policies.begin(self.progress.tell)
+            table, asked = fit(loaded.requirements, new, self._settings)
+            await read_ahead(loaded, new.language_instruction)
+            config = self._admitted(loaded, asked)
+            limits = limits_of(table, loaded.requirements, new, self._settings)
+            async with self._shadow(loaded, table) as shadow:
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
                     frame_age_limit=self._settings.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
                 )
-                drive = RobotIO(
-                    table=table,
-                    buffer=buffer,
-                    control=Controller(buffer, pace, limits),
+                timeouts = self._settings.patience.for_frames(self._settings.frame_age_limit)
+                runner = PolicyRunner(
+                    loaded,
                     engine=self._engine,
-                    served=served,
-                    notify=self._happened,
-                    patience=self._settings.patience.for_frames(self._settings.frame_age_limit),
+                    samples=config.samples,
                     shadow=shadow,
-                    taps=self._taps,
-                    is_dry=new.dry_run,
                     instruction=new.language_instruction,
                 )
-                del served  # another one may take over, and then this one's weights are let go
+                robot_io = RobotIO(
+                    table,
+                    Controller(buffer, config, limits, timeouts),
+                    runner,
+                    observers=self._observers,
+                    is_dry=new.dry_run,
+                )
+                self._reporting = robot_io
+                del loaded  # another one may take over, and then this one's weights are let go
                 self.progress.tell("joining rooms")
                 async with self._transport.connect(
                     new.transport_server_url,
                     session_id=self.id,
                     cameras=new.camera_names,
                     workspace_id=new.workspace_id,
-                    inbox=drive,
+                    inbox=robot_io,
                     made=self._made,
                 ) as link:
                     self.rooms = link.rooms
-                    self.drive = drive
-                    await self._drive_robot(drive, link)
+                    self.robot_io = robot_io
+                    await self._control_robot(robot_io, link)
         finally:
             self._leases.release(robot, self)
             self._engine.release(self)
             await self.policies.close()
 
-    def _admitted(self, served: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
-        pace = admitted(self._engine, self, served, asked, degrade=self.new.degrade, seen=self._seen)
-        self._admission = promised(asked, pace)
-        return pace
+    def _admitted(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
+        config = admitted(self._engine, self, loaded, asked, degrade=self.new.degrade, seen=self._seen)
+        self._admission = promised(asked, config)
+        return config
 
     def _seen(self) -> Sizes | None:
         """The sizes of the frames that come; None before every camera has shown one."""
-        if self.drive is None:
+        if self.robot_io is None:
             return None
-        sizes = self.drive.buffer.sizes()
+        sizes = self.robot_io.buffer.sizes
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
-    def _shadow(self, served: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
+    def _shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return shadow_of(
             self.new.shadow_policy_path,
             self.new.shadow_revision,
-            served.requirements,
+            loaded.requirements,
             table.names,
             engine=self._engine,
             load=self._load,
             tell=lambda stage: self.progress.tell("loading the shadow policy"),
         )
 
-    async def _drive_robot(self, drive: RobotIO, link: Link) -> None:
-        driving = asyncio.create_task(drive.run(link), name=f"drive {self.id}")
-        watching = asyncio.create_task(self._watch_input(drive), name=f"watch {self.id}")
+    async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
+        controlling = asyncio.create_task(robot_io.run(link), name=f"control {self.id}")
+        following = asyncio.create_task(self._follow_events(robot_io), name=f"follow {self.id}")
+        watching = asyncio.create_task(self._watch_input(robot_io), name=f"watch {self.id}")
         ending = asyncio.create_task(self._ending.wait())
         self.progress.finish()
         call_in_thread(self._engine.durations.keep, "durations")
         self._active_since = time.monotonic()
-        self._life.is_loaded = True
-        self._move(Move.LOADED, self._life.reason)
+        self._current().is_loaded = True
+        self._move(Move.LOADED, self._current().reason)
         self._announce_latch()
         self._settled.set()
-        first = [driving, watching, ending, drive.broken]
+        first = [controlling, following, watching, ending, robot_io.broken]
         try:
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if ending in done:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
-                        await drive.idle()
+                        await robot_io.idle()
         finally:
-            if not drive.control.is_idle:
-                # The drive itself broke, or was cancelled: the robot is told to hold before its rooms are left.
-                drive.halt()
+            if not robot_io.controller.is_idle:
+                # Its control broke, or was cancelled: the robot is held before its rooms are left.
+                robot_io.halt()
             for task in first:
                 task.cancel()
-            results = await asyncio.gather(driving, watching, drive.broken, return_exceptions=True)
-            drive.detach()
+            results = await asyncio.gather(*first, return_exceptions=True)
+            robot_io.detach()
+            self._current()
         for result in results:
             if isinstance(result, Exception):
                 raise result
 
-    async def _watch_input(self, drive: RobotIO) -> None:
+    async def _watch_input(self, robot_io: RobotIO) -> None:
         patience = self._settings.input_timeout
         while True:
-            last = max(self._active_since, drive.buffer.last_input_at or self._active_since)
+            last = max(self._active_since, robot_io.buffer.last_input_at or self._active_since)
             left = last + patience - time.monotonic()
             if left <= 0:
-                self._happened(Move.EXPIRED, f"no frame or joints for {patience:g} s; restart it when they are back")
+                self._expire(f"no frame or joints for {patience:g} s; restart it when they are back")
             await asyncio.sleep(max(left, patience / 20))
+
+    def _expire(self, reason: str) -> None:
+        if self._current().can(Move.EXPIRED):
+            self._follow(ControlEvent(Move.EXPIRED, reason))
+            self._halt()
 
     def _fail(self, error: ServiceError) -> None:
         self._error = self._error or error
-        if self._life.can(Move.FAILED):
+        if self._current().can(Move.FAILED):
             self._move(Move.FAILED, str(error))
 
     def _move(self, move: Move, reason: str | None = None) -> Stage:
         """Go where the table says, and tell whoever wants to know."""
-        stage = self._life.move(move, reason)
+        stage = self._lifecycle.move(move, reason)
         notice = notice_of(self.new, stage, move, reason)
         if notice is not None:
             try:

@@ -86,10 +86,10 @@ class DirectInference:
         """
         return self._wanted_by(self.link()[1])
 
-    def _wanted_by(self, drive: RobotIO) -> Wanted:
+    def _wanted_by(self, robot_io: RobotIO) -> Wanted:
         known, cameras = self._wanted, self.session.new.camera_names
-        if known is None or known.joints is not drive.table or known.cameras is not cameras:
-            known = self._wanted = Wanted(cameras, drive.table, self._pixels)
+        if known is None or known.joints is not robot_io.table or known.cameras is not cameras:
+            known = self._wanted = Wanted(cameras, robot_io.table, self._pixels)
         return known
 
     def link(self) -> tuple[DirectLink, RobotIO]:
@@ -107,9 +107,9 @@ class DirectInference:
         if isinstance(session, Interrupted):
             raise session.refusal()
         link = self._transport.links.get(session.id)
-        if session.drive is None or session.is_over or link is None:
+        if session.robot_io is None or session.is_over or link is None:
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
-        return link, session.drive
+        return link, session.robot_io
 
     def open(self) -> tuple[DirectLink, RobotIO]:
         """Refuse where no client may control by itself now.
@@ -117,7 +117,7 @@ class DirectInference:
         Raises:
             MoveRefused: says why, and what to do.
         """
-        link, drive = self.link()
+        link, robot_io = self.link()
         session = self.session
         assert isinstance(session, Session)
         if session.latch is not None:
@@ -132,7 +132,7 @@ class DirectInference:
             )
         if session.new.dry_run:
             raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
-        return link, drive
+        return link, robot_io
 
     def check(self) -> tuple[DirectLink, RobotIO]:
         """Refuse where this client may not control by itself now: a stop is for whoever controlled until then.
@@ -174,55 +174,56 @@ class DirectInference:
             Compiling: for pictures of a new size.
             TooManyRequests: the session has enough to think about.
         """
-        link, drive = self.check()
-        if link.thinking >= MOST:
+        link, robot_io = self.check()
+        if link.acts_under_way >= MOST:
             raise TooManyRequests(f"session {self.session.id!r} has {MOST} acts under way; ask again when one is done")
-        trail = self._done(executed, drive)
-        link.thinking += 1
+        trail = self._done(executed, robot_io)
+        link.acts_under_way += 1
         try:
-            thought = await self._think(link, drive, seen, trail)
+            thought = await self._think(link, robot_io, seen, trail)
         finally:
-            link.thinking -= 1
+            link.acts_under_way -= 1
         self.check()
         link.acts += 1
-        self._plan, self._trail, self._ticks = thought.actions, trail, drive.control.ticks
+        self._plan, self._trail, self._ticks = thought.actions, trail, robot_io.controller.ticks
         return thought
 
-    async def _think(self, link: DirectLink, drive: RobotIO, seen: Observation, trail: np.ndarray) -> InferenceTrace:
+    async def _think(self, link: DirectLink, robot_io: RobotIO, seen: Observation, trail: np.ndarray) -> InferenceTrace:
         began = time.monotonic()
-        instruction = await self.prompted(seen, drive)
-        wanted = self._wanted_by(drive)
+        instruction = await self.prompted(seen, robot_io)
+        wanted = self._wanted_by(robot_io)
         pose, odd = seen.pose(wanted)
         frames = await seen.decoded(wanted) if seen.files else seen.frames
         now = time.monotonic()
         is_shown = now - link.shown_at >= _SHOWN
         if is_shown:
             link.shown_at = now
-            self._show(drive, frames, seen, now)
-        thinking = drive.thinking
-        served = thinking.served
+            self._show(robot_io, frames, seen, now)
+        runner = robot_io.runner
+        loaded = runner.loaded
         whole = {feature: frames[camera][None] for camera, feature in wanted.features}
         whole[STATE] = pose[None]
         whole |= task_input(instruction)
-        observation = select_features(served.requirements, whole)
+        observation = select_features(loaded.requirements, whole)
         sizes = {camera: image.shape[:2] for camera, image in frames.items()}
-        if not served.is_compiled(sizes):
-            await self._compile(drive, sizes)
+        if not loaded.is_compiled(sizes):
+            await self._compile(robot_io, sizes)
         try:
-            inference = await self._engine.infer(served, observation, caller=self)
-            chunk, clamped = self._judged(drive, inference.chunk, _motion(pose, trail, drive.control.pace.action_rate))
+            inference = await self._engine.infer(loaded, observation, caller=self)
+            motion = _motion(pose, trail, robot_io.controller.config.action_rate)
+            chunk, clamped = self._judged(robot_io, inference.chunk, motion)
         except PolicyFailed:
-            thinking.errors += 1
+            runner.errors += 1
             raise
         # What nobody waits for is done when the answer is on its way.
         asyncio.get_running_loop().call_soon(
-            self._note, drive, observation, whole, inference, now, time.monotonic(), is_shown
+            self._note, robot_io, observation, whole, inference, now, time.monotonic(), is_shown
         )
         return InferenceTrace(chunk, clamped, inference, now - began, odd)
 
     def _note(
         self,
-        drive: RobotIO,
+        robot_io: RobotIO,
         asked: Mapping[str, np.ndarray],
         whole: Mapping[str, np.ndarray],
         inference: InferenceResult,
@@ -231,47 +232,47 @@ class DirectInference:
         is_shown: bool,
     ) -> None:
         """What came of an inference: for the figures, a policy that is tried out, a shadow, a recording."""
-        thinking = drive.thinking
+        runner = robot_io.runner
         for stage in STAGES:
-            thinking.seconds[stage].add(getattr(inference, stage))
-        if thinking.recent and not is_shown:
+            runner.seconds[stage].add(getattr(inference, stage))
+        if runner.recent and not is_shown:
             # Of whoever asks as fast as it can, not eight that are nearly the same: their 2.4 MB pushed all else out of
             # the processor's cache, and a request took a tenth longer for it.
-            thinking.recent.pop()
-        thinking.recent.append((asked, inference.chunk))
-        if thinking.shadow is not None:
-            thinking.shadow.offer(whole, inference.chunk)
-        drive.taps.planned(inference.chunk[0], seen_at, at)
+            runner.recent.pop()
+        runner.recent.append((asked, inference.chunk))
+        if runner.shadow is not None:
+            runner.shadow.offer(whole, inference.chunk)
+        robot_io.observers.planned(inference.chunk[0], seen_at, at)
 
-    def _show(self, drive: RobotIO, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
+    def _show(self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
         """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks (``_SHOWN``)."""
         for camera, image in frames.items():
-            if drive.buffer.put_frame(camera, image, now):
-                drive.taps.saw(camera, image, now)
-        drive.buffer.put_joints(seen.joints, now)
+            if robot_io.buffer.put_frame(camera, image, now):
+                robot_io.observers.saw(camera, image, now)
+        robot_io.buffer.put_joints(seen.joints, now)
 
-    async def _compile(self, drive: RobotIO, sizes: Sizes) -> None:
+    async def _compile(self, robot_io: RobotIO, sizes: Sizes) -> None:
         try:
             async with asyncio.timeout(self._patience):
-                await self._engine.compile(drive.thinking.served, sizes)
+                await self._engine.compile(robot_io.runner.loaded, sizes)
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
 
-    def _judged(self, drive: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
-        guard = drive.control.guard
-        wrong = guard.form(answer)
+    def _judged(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
+        guard = robot_io.controller.guard
+        wrong = guard.check_shape(answer)
         if wrong is None:
             assert isinstance(answer, np.ndarray)
             judged = guard.judge(answer[0].astype(np.float32), motion)
             if judged.actions is not None:
                 return judged.actions, judged.clamped
             wrong = judged.reason or "", judged.text
-        drive.control.rejected += 1
+        robot_io.controller.rejected += 1
         raise PolicyFailed(wrong[1])
 
-    def _done(self, executed: int | None, drive: RobotIO) -> np.ndarray:
+    def _done(self, executed: int | None, robot_io: RobotIO) -> np.ndarray:
         """The newest actions (n, a) that the next chunk follows; none of them when the arm is at rest."""
-        if drive.control.ticks != self._ticks:
+        if robot_io.controller.ticks != self._ticks:
             self._forget()  # the session's own loop drove the robot meanwhile
         if executed is None:
             return _NONE
@@ -290,11 +291,11 @@ class DirectInference:
         Raises:
             As ``think``.
         """
-        drive = self.check()[1]
+        robot_io = self.check()[1]
         now, thought = time.monotonic(), None
-        if drive.control.ticks != self._ticks or now - self._given_at > _PAUSE:
+        if robot_io.controller.ticks != self._ticks or now - self._given_at > _PAUSE:
             self._forget()
-        steps = drive.control.pace.action_steps
+        steps = robot_io.controller.config.action_steps
         if self._plan is None or self._given >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._given
             try:
@@ -309,7 +310,7 @@ class DirectInference:
         self._given_at = time.monotonic()
         return action, min(steps, len(self._plan)) - self._given, thought
 
-    async def prompted(self, seen: Observation, drive: RobotIO) -> str | None:
+    async def prompted(self, seen: Observation, robot_io: RobotIO) -> str | None:
         """What is to be done about this: what the client says, else what it or somebody else said last.
 
         It is the session's instruction from now on, and what recordings call it.
@@ -322,7 +323,7 @@ class DirectInference:
             said = session.new.language_instruction
         elif said != session.new.language_instruction and isinstance(session, Session):
             await session.tell(said)
-        if (why := check_instruction(drive.thinking.served.requirements, said)) is not None:
+        if (why := check_instruction(robot_io.runner.loaded.requirements, said)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))
         return said
 
@@ -332,11 +333,11 @@ class DirectInference:
         Raises:
             MoveRefused: it has no live parts.
         """
-        drive = self.link()[1]
-        needs, pace = drive.thinking.served.requirements, drive.control.pace
+        robot_io = self.link()[1]
+        needs, config = robot_io.runner.loaded.requirements, robot_io.controller.config
         ends = {
             joint.name: [end if np.isfinite(end) else None for end in (joint.low, joint.high)]
-            for joint in drive.table.joints
+            for joint in robot_io.table.joints
         }
         return {
             "session_id": self.session.id,
@@ -344,12 +345,12 @@ class DirectInference:
             "policy_path": self.session.new.policy_path,
             "policy_type": needs.policy_type,
             "cameras": {camera: list(needs.cameras[camera]) for camera in self.session.new.camera_names},
-            "joint_names": list(drive.table.names),
+            "joint_names": list(robot_io.table.names),
             "joint_ranges": ends,
-            "rate": pace.rate,
-            "action_rate": pace.action_rate,
-            "chunk": pace.chunk,
-            "action_steps": pace.action_steps,
+            "rate": config.rate,
+            "action_rate": config.action_rate,
+            "chunk": config.chunk,
+            "action_steps": config.action_steps,
             "reads_prompt": needs.language,
         }
 
@@ -382,7 +383,7 @@ async def act(consultation: DirectInference, message: Mapping[str, Any]) -> dict
     is_new = message.get("reset", False)
     if not isinstance(is_new, bool):
         raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
-    drive = consultation.open()[1] if is_new else consultation.check()[1]
+    robot_io = consultation.open()[1] if is_new else consultation.check()[1]
     want = message.get("want", "chunk")
     if not isinstance(want, str) or want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
@@ -398,11 +399,11 @@ async def act(consultation: DirectInference, message: Mapping[str, Any]) -> dict
     else:
         thought = await consultation.think(seen, executed)
         told |= {"actions": thought.actions}
-    pace = drive.control.pace
+    config = robot_io.controller.config
     told |= {
-        "joint_names": list(drive.table.names),
-        "action_rate": pace.action_rate,
-        "action_steps": pace.action_steps,
+        "joint_names": list(robot_io.table.names),
+        "action_rate": config.action_rate,
+        "action_steps": config.action_steps,
         "clamped": list(thought.clamped) if thought else [],
     }
     if thought is not None:

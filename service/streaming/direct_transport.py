@@ -37,7 +37,7 @@ class DirectLink:
         inbox: where what they show goes.
         driver: who is commanded, or None.
         watchers: all who are told what happens, the driver among them.
-        thinking: acts under way.
+        acts_under_way: acts that are not answered yet.
         acts: those that were answered.
         shown_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
     """
@@ -47,7 +47,7 @@ class DirectLink:
         self.inbox = inbox
         self.driver: Driver | None = None
         self.watchers: set[Driver] = set()
-        self.thinking = 0
+        self.acts_under_way = 0
         self.acts = 0
         self.shown_at = -math.inf
         self._connected = self._sent = self._refused = 0
@@ -70,7 +70,7 @@ class DirectLink:
             "commands_sent": self._sent,
             "commands_refused": self._refused,
             "acts": self.acts,
-            "acts_under_way": self.thinking,
+            "acts_under_way": self.acts_under_way,
         }
 
     def drive(self, driver: Driver, silence: float) -> bool:

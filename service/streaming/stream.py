@@ -233,7 +233,7 @@ class Stream:
                     return
             if self._link.driver is self and time.monotonic() - self.heard_at > self._silence:
                 self._link.part(self, f"the client on the stream was silent for {self._silence:g} s")
-            hold = None if session.drive is None else session.drive.control.hold
+            hold = None if session.robot_io is None else session.robot_io.controller.hold
             shown = (str(session.stage), session.reason, hold.text if hold else None, hold.code if hold else None)
             # Texts of holds count seconds; only what it is about is news.
             if (shown[0], shown[1], shown[3]) != self._shown:

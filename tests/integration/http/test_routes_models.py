@@ -346,15 +346,15 @@ async def test_ticks_keep_time_beside_forwards(serve, loaded):
         inputs |= {"timestep": np.zeros(512, np.float32), "class_labels": np.zeros(512, np.int32)}
         body = write(inputs, NPZ)
         assert (await server.forward(body, NPZ))[0] == 200
-        drive = server.app.ctx.sessions.get("arm").drive
+        robot_io = server.app.ctx.sessions.get("arm").robot_io
         robot_task = asyncio.create_task(show(server.transport.link, period=0.02))
         assert (await server.call("POST", "/sessions/arm/start"))[0] == 200
         statuses = [(await server.forward(body, NPZ))[0] for _ in range(4)]
         robot_task.cancel()
         assert statuses == [200] * 4
         # Generous, for machines that do other things too: on the loop, each of these passes would cost many ticks.
-        assert drive.control.lateness.percentile(90) < 0.02
-        assert drive.control.lateness.count > 10
+        assert robot_io.controller.lateness.percentile(90) < 0.02
+        assert robot_io.controller.lateness.count > 10
 
 
 async def test_a_server_starts_with_the_models_of_its_settings(model_folder):

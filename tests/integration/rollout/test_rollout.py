@@ -277,8 +277,8 @@ async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytes
     await rig.running()
     engine, tried = rig.sessions.engine, list[float]()
 
-    async def try_out(served, observation, real=engine.try_out):
-        chunk, _ = await real(served, observation)
+    async def try_out(loaded, observation, real=engine.try_out):
+        chunk, _ = await real(loaded, observation)
         tried.append(60.0 if len(tried) in slow else 0.001)
         return chunk, tried[-1]
 
@@ -326,15 +326,15 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
 ) -> None:
     async with rigged(limits=Limits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
-        assert session.drive is not None
+        assert session.robot_io is not None
         missed, verdict = [], Verdict("unknown", "")
         # A first inference that the machine kept back would make all of them slow ones.
-        usual = session.drive.thinking.seconds["total"]
+        usual = session.robot_io.runner.seconds["total"]
         await until(lambda: (usual.percentile(90) or 0.0) < 0.05)
         while not missed or (missed[-1] > 1 and len(missed) < 5):  # a busy machine may cost some, but not every time
-            before, kept_waiting = session.drive.control.missed_ticks, KeptWaiting(pauses)
+            before, kept_waiting = session.robot_io.controller.missed_ticks, KeptWaiting(pauses)
             verdict = await rig.prepare(policy)
-            missed.append(session.drive.control.missed_ticks - before - kept_waiting.ticks)
+            missed.append(session.robot_io.controller.missed_ticks - before - kept_waiting.ticks)
             assert verdict.reason == reason, verdict.text
         assert missed[-1] <= 1, missed
         assert "secret" not in verdict.text
@@ -342,7 +342,7 @@ async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
         assert (await rig.rollout.swap("s", NEXT)).reason == "not_staged"
         sent = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > sent + 5)
-        assert session.drive.control.hold is None
+        assert session.robot_io.controller.hold is None
 
 
 async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_session_fails(watched: Rig) -> None:
@@ -360,8 +360,8 @@ async def test_a_policy_that_fails_on_its_probation_is_taken_back_before_the_ses
 async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_more_of_them_are() -> None:
     async with rigged(seconds=30.0, missed=0.02, limits=UNHURRIED) as rig:
         session = await rig.swapped()
-        assert session.drive is not None
-        control = session.drive.control
+        assert session.robot_io is not None
+        control = session.robot_io.controller
         allowed = int(0.02 * 30.0 / control.period)
         probation = asyncio.create_task(rig.rollout.probation("s", NEXT))
         control.missed_ticks += allowed // 2  # all at once, right after it took over
@@ -379,9 +379,9 @@ async def test_ticks_that_a_pause_costs_are_no_reason_to_take_a_policy_back_and_
 async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_one_whose_robot_stands() -> None:
     async with rigged(seconds=30.0, patience=1.5, standing=0.5) as rig:
         session = await rig.swapped(late := ScriptedPolicy())
-        assert session.drive is not None
+        assert session.robot_io is not None
         # Each answer finds all actions of its chunk over, so the queue runs dry only once.
-        late.latency = 1.2 * session.drive.control.pace.chunk / session.drive.control.pace.action_rate
+        late.latency = 1.2 * session.robot_io.controller.config.chunk / session.robot_io.controller.config.action_rate
         verdict = await rig.rollout.probation("s", NEXT)
         assert verdict.reason == "starved", verdict
         assert "0.5 s are allowed" in verdict.text
@@ -393,15 +393,15 @@ async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_
 async def test_the_answer_that_ends_a_hold_of_other_things_may_take_its_time() -> None:
     async with rigged(seconds=1.5, standing=0.1) as rig:
         session = await rig.swapped(slow := ScriptedPolicy())
-        assert session.drive is not None
-        control = session.drive.control
-        slow.latency = 0.5 * control.pace.chunk / control.pace.action_rate
+        assert session.robot_io is not None
+        control = session.robot_io.controller
+        slow.latency = 0.5 * control.config.chunk / control.config.action_rate
         judging = asyncio.ensure_future(rig.rollout.probation("s", NEXT))
         for _ in range(3):
             control.obstruct("away", "the link is down")
             await until(lambda: control.hold is not None)
             control.clear("away")
-            await until(lambda: control.hold is None and control.is_waiting)
+            await until(lambda: control.hold is None and control.scheduler.in_flight)
             await asyncio.sleep(slow.latency)
         verdict = await judging
         assert verdict.reason is None, verdict
@@ -589,16 +589,16 @@ async def test_an_inference_of_the_old_policy_that_fails_late_is_not_blamed_on_t
 
     old = session.policies.running
     assert old is not None
-    assert session.drive is not None
+    assert session.robot_io is not None
     assert (await rig.prepare(ScriptedPolicy())).reason is None
-    old.served.policy = Late()
-    asked = session.drive.control
-    await until(lambda: asked.is_waiting)
+    old.loaded.policy = Late()
+    asked = session.robot_io.controller
+    await until(lambda: asked.scheduler.in_flight)
     await asyncio.sleep(0.1)
     await rig.sessions.stop("s")
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     gate.set()
-    await until(lambda: not asked.is_waiting)
+    await until(lambda: not asked.scheduler.in_flight)
     await rig.sessions.start("s")
     assert (await rig.rollout.probation("s", NEXT)).reason is None
 
@@ -607,10 +607,10 @@ async def test_frames_of_another_size_since_it_was_staged_do_not_keep_a_policy_o
     session = await rig.running()
     assert (await rig.prepare(ScriptedPolicy())).reason is None
     rig.size = (24, 32)
-    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    await until(lambda: session.robot_io is not None and session.robot_io.buffer.sizes == {"front": (24, 32)})
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     rig.size = (96, 128)
-    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (96, 128)})
+    await until(lambda: session.robot_io is not None and session.robot_io.buffer.sizes == {"front": (96, 128)})
     assert (await rig.rollout.rollback("s")).reason is None
     assert rig.rollout.followers()[0].sha == SHA
 
@@ -626,7 +626,7 @@ async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pa
         assert (await rig.prepare(ScriptedPolicy(LONG, step=0.01))).reason is None
         assert (await rig.rollout.swap("s", NEXT)).reason is None
         await rig.sessions.start("s")
-        await until(lambda: session.drive is not None and len(session.drive.control.actions) > 200)
+        await until(lambda: session.robot_io is not None and len(session.robot_io.controller.queue) > 200)
         began = time.monotonic()
         assert (await rig.rollout.rollback("s")).reason is None
         assert pauses.running(began) < 0.5
@@ -721,7 +721,7 @@ async def test_what_was_verified_acts_and_not_what_somebody_else_loaded_under_th
     verified = ScriptedPolicy()
     assert (await rig.prepare(verified)).reason is None
     assert session.policies.staged is not None
-    assert session.policies.staged.served.policy is verified
+    assert session.policies.staged.loaded.policy is verified
 
 
 async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: Rig) -> None:
@@ -729,7 +729,7 @@ async def test_a_policy_that_was_replaced_twice_is_not_in_memory_any_more(rig: R
     seen: list[weakref.ref[ScriptedPolicy]] = []
     for number in range(4):
         assert session.policies.running is not None
-        seen.append(weakref.ref(session.policies.running.served.policy))  # type: ignore[arg-type]
+        seen.append(weakref.ref(session.policies.running.loaded.policy))  # type: ignore[arg-type]
         sha = str(number) * 40
         assert (await rig.prepare(ScriptedPolicy(), sha)).reason is None
         assert (await rig.rollout.swap("s", sha)).reason is None
@@ -752,10 +752,10 @@ class CompilesInTheMiddle(ScriptedPolicy):
 async def test_no_policy_is_slow_because_of_frames_that_do_not_come_any_more(rig: Rig) -> None:
     rig.size = (30, 40)
     session = await rig.running()
-    assert session.drive is not None
-    await until(lambda: session.drive is not None and len(session.drive.thinking.recent) >= 2)
+    assert session.robot_io is not None
+    await until(lambda: session.robot_io is not None and len(session.robot_io.runner.recent) >= 2)
     rig.size = (24, 32)
-    await until(lambda: session.drive is not None and session.drive.buffer.sizes() == {"front": (24, 32)})
+    await until(lambda: session.robot_io is not None and session.robot_io.buffer.sizes == {"front": (24, 32)})
     assert (await rig.prepare(CompilesInTheMiddle())).reason is None
 
 
@@ -785,10 +785,10 @@ async def test_a_policy_that_hangs_is_taken_back() -> None:
 
 async def test_what_the_running_policy_answered_wrongly_is_nothing_to_compare_with(rig: Rig) -> None:
     session = await rig.running()
-    assert session.drive is not None
+    assert session.robot_io is not None
     old = rig.policies["owner/name"]
     old.failures.append(np.full((1, 20, 6), np.nan, np.float32))
-    await until(lambda: session.drive is not None and session.drive.control.rejected == 1)
+    await until(lambda: session.robot_io is not None and session.robot_io.controller.rejected == 1)
     verdict = await rig.prepare(ScriptedPolicy(step=3.0))
     assert verdict.reason == "differs", verdict.text
     json.dumps(dict(verdict.figures), allow_nan=False)

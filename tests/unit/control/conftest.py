@@ -73,9 +73,9 @@ class Rig:
         self.robots.append(asyncio.create_task(self._show(self.link)))
 
     def ticks(self) -> int:
-        drive = self.session.drive
-        assert drive is not None
-        return drive.commands_sent + drive.commands_withheld
+        robot_io = self.session.robot_io
+        assert robot_io is not None
+        return robot_io.commands_sent + robot_io.commands_withheld
 
     async def _show(self, link: MemoryLink) -> None:
         count = 0

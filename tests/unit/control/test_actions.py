@@ -15,7 +15,7 @@ def numbered(length: int, first: float = 0.0) -> np.ndarray:
 
 
 def join(queue: ActionQueue, chunk: np.ndarray, seen_at: float, now: float) -> None:
-    queue.push(queue.joined(chunk, seen_at), seen_at, now)
+    queue.push(queue.aggregate(chunk, seen_at), seen_at, now)
 
 
 def first_of(action: np.ndarray | None) -> float | None:
@@ -148,7 +148,7 @@ def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
 def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
     random = np.random.default_rng(1)
     theirs = TemporalEnsembler(coefficient, 8)
-    ours = ActionQueue(PERIOD, overlap=Ensembled(coefficient))
+    ours = ActionQueue(PERIOD, aggregation=Ensembled(coefficient))
     for tick in range(30):
         chunk = random.normal(size=(8, 3)).astype(np.float32)
         now = tick * PERIOD
@@ -160,7 +160,7 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
 
 
 def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
-    queue = ActionQueue(PERIOD, overlap=Ensembled(0.0))
+    queue = ActionQueue(PERIOD, aggregation=Ensembled(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
     # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
@@ -171,7 +171,7 @@ def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
 
 
 def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
-    queue = ActionQueue(PERIOD, overlap=Ensembled(0.0))
+    queue = ActionQueue(PERIOD, aggregation=Ensembled(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.clear()
     join(queue, numbered(10, first=50), seen_at=0.0, now=0.0)
@@ -183,19 +183,19 @@ def test_a_chunk_of_another_policy_leads_over_from_the_old_one() -> None:
     queue.push(np.zeros((10, 2), np.float32), 0.0, 0.0)
     other = np.full((10, 2), 4, np.float32)
     # Seen at the old chunk's action 2, answered at its action 4: actions 2 to 4 of the new chunk are led over.
-    faded = queue.faded(other, 0.2, 0.4, 3)
+    faded = queue.crossfade(other, 0.2, 0.4, 3)
     assert faded[:, 0].tolist() == [0, 0, 1, 2, 3, 4, 4, 4, 4, 4]
     assert other.min() == 4, "the chunk itself is left as it is"
     # Fewer actions are left of the old one than asked for.
-    assert queue.faded(other, 0.7, 0.7, 9)[:5, 1].tolist() == [1, 2, 3, 4, 4]
+    assert queue.crossfade(other, 0.7, 0.7, 9)[:5, 1].tolist() == [1, 2, 3, 4, 4]
 
 
 def test_with_nothing_left_to_lead_over_from_a_chunk_stays_as_it_is() -> None:
     queue = ActionQueue(0.1)
     other = np.full((4, 2), 4, np.float32)
-    assert queue.faded(other, 0.0, 0.0, 3) is other
+    assert queue.crossfade(other, 0.0, 0.0, 3) is other
     queue.push(np.zeros((3, 2), np.float32), 0.0, 0.0)
-    assert queue.faded(other, 0.3, 0.3, 3) is other
-    assert queue.faded(other, 0.1, 0.1, 0) is other
+    assert queue.crossfade(other, 0.3, 0.3, 3) is other
+    assert queue.crossfade(other, 0.1, 0.1, 0) is other
     queue.clear()
-    assert queue.faded(other, 0.1, 0.1, 3) is other
+    assert queue.crossfade(other, 0.1, 0.1, 3) is other

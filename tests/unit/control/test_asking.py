@@ -7,21 +7,25 @@ import numpy as np
 import pytest
 
 from service.control.aggregation import OVERLAPS
-from service.control.chunk_scheduler import Expected
+from service.control.chunk_scheduler import Estimate
 from service.control.observation_buffer import Snapshot
 from tests.unit.control.test_control import FRAME, PACE, POSE, World
 
 STEADY = replace(PACE, action_steps=8)
 
 
+def figures(world: World) -> dict[str, object]:
+    return world.control.scheduler.figures(world.control.queue.period)
+
+
 def answers(world: World) -> dict[str, int]:
-    found = world.control.asking["answers"]
+    found = figures(world)["answers"]
     assert isinstance(found, dict)
     return dict(found)
 
 
 def test_one_that_stands_out_counts_little_and_a_jump_is_believed_the_second_time() -> None:
-    expected = Expected()
+    expected = Estimate()
     assert expected.value is None
     for _ in range(20):
         expected.add(0.04)
@@ -55,7 +59,7 @@ def test_after_a_jump_of_the_latency_few_chunks_are_late_and_after_it_few_are_ea
     world.latency = 0.02
     world.run(20.0)
     assert answers(world)["early"] - before <= 16
-    late = world.control.asking["asked_ahead_s"]
+    late = figures(world)["asked_ahead_s"]
     assert late == pytest.approx(0.02, abs=1e-3)
 
 
@@ -64,19 +68,19 @@ def test_a_first_chunk_that_takes_long_does_not_make_the_next_ones_early_for_lon
     world.latency = 0.02
     world.run(20.0)
     assert answers(world)["early"] <= 10
-    assert world.control.asking["asked_ahead_s"] == pytest.approx(0.02, abs=1e-3)
+    assert figures(world)["asked_ahead_s"] == pytest.approx(0.02, abs=1e-3)
 
 
 def test_a_delay_is_what_was_done_meanwhile_and_waiting_for_a_program_is_none() -> None:
     world = World(pace=STEADY, latency=0.7).begin().run(0.9)
-    assert world.control.asking["delay_actions"] is None, "nothing was done before the first chunk"
+    assert figures(world)["delay_actions"] is None, "nothing was done before the first chunk"
     world.control.obstruct("compiling", "compiling")
     world.run(3.0)
     world.control.clear("compiling")
     world.latency = 0.12
     world.run(3.0)
-    assert world.control.asking["delay_actions"] == 3, "the tick that asks, and two more"
-    latency = world.control.asking["latency_actions"]
+    assert figures(world)["delay_actions"] == 3, "the tick that asks, and two more"
+    latency = figures(world)["latency_actions"]
     assert latency == {"p50": pytest.approx(2.4, abs=0.01), "p90": pytest.approx(2.4, abs=0.01)}
 
 
@@ -109,8 +113,8 @@ def test_whoever_asks_says_when_the_plan_runs_dry() -> None:
     do = world.do
 
     def note(step) -> None:
-        if step.ask is not None:
-            dues.append((world.now, step.due))
+        if step.request is not None:
+            dues.append((world.now, step.request.due))
         do(step)
 
     world.do = note  # type: ignore[method-assign]
@@ -142,8 +146,8 @@ def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(nam
     # One unit per action is an eighth per tick, at every tick.
     assert moved == pytest.approx(1 / 8, abs=1e-3)
     ticks, chunks = [], world.control.chunks
-    for _, snapshot in world.answers:
-        world.control.answer(line(snapshot), world.now)
+    for _, request in world.answers:
+        world.answer(request)
     for _ in range(200):
         world.now = world.control.next_deadline(world.now)
         world.buffer.put_frame("front", FRAME, world.now)
@@ -151,8 +155,8 @@ def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(nam
         step = world.control.tick(world.now)
         ticks.append(time.thread_time() - began)
         assert step.command is not None
-        if step.ask is not None:
-            world.control.answer(line(step.ask), world.now)
+        if step.request is not None:
+            world.answer(step.request)
     assert world.control.chunks > chunks + 4
     # 25 us on a quiet machine; the median, because others work here, too.
     assert np.median(ticks) < 100e-6

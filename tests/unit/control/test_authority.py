@@ -16,6 +16,8 @@ from service.sessions.session import Session
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
+pytestmark = pytest.mark.timed
+
 
 class Onlooker:
     """A tap that keeps all it is told, or fails."""
@@ -48,7 +50,7 @@ async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -
     creating = asyncio.create_task(rig.sessions.create(NewSession("s", "policy", "memory://", rate=50)))
     await rig.until(lambda: bool(rig.sessions.list()))
     onlooker = Onlooker()
-    assert rig.session.drive is None
+    assert rig.session.robot_io is None
     detach = rig.session.attach(onlooker)
     gate.set()
     await creating
@@ -84,13 +86,13 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
     session.attach(onlooker)
     await rig.until(lambda: len(onlooker.ticks) > 5)
     await rig.sessions.emergency_stop("a test", "s")
-    await rig.until(lambda: session.drive.control.is_idle)
+    await rig.until(lambda: session.robot_io.controller.is_idle)
     assert rig.link.sent == [], "holds are not sent either"
     assert not any(tick.is_sent for tick in onlooker.ticks)
     stats = rig.stats
     assert stats["dry_run"] is True
     assert (stats["commands_sent"], stats["commands_refused"], stats["last_command"]) == (0, 0, {})
-    assert stats["commands_withheld"] == session.drive.commands_withheld > 5
+    assert stats["commands_withheld"] == session.robot_io.commands_withheld > 5
     assert stats["inference_count"] > 0
 
 
@@ -127,7 +129,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7}, "7")],
+    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7.0}, "7")],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))

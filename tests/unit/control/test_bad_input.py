@@ -72,7 +72,7 @@ class Robot:
 def test_nothing_but_finite_values_in_range_of_known_joints_gets_in(frame: str) -> None:
     robot = Robot()
     robot.hear(frame)
-    after = robot.buffer.measured()
+    after = robot.buffer.measured_joints()
     for joint in SO100:
         value = after[joint.name]
         assert value is not None
@@ -102,7 +102,7 @@ def test_each_kind_of_bad_value_has_its_name(data: str, dropped: dict[str, int],
     robot = Robot()
     robot.hear(f'{{"type": "joint_update", "data": [{data}]}}')
     assert robot.buffer.dropped.by_reason() == dropped
-    assert robot.buffer.measured() == POSE | {"Elbow": elbow}
+    assert robot.buffer.measured_joints() == POSE | {"Elbow": elbow}
 
 
 # What decides about motion, and what it is told by.

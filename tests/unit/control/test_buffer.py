@@ -26,8 +26,8 @@ def test_a_stale_frame_is_named_with_its_age_and_the_limit() -> None:
     seen = buffer()
     seen.put_frame("front", FRAME, 1.0)
     seen.put_joints(POSE, 1.0)
-    assert seen.lacking(1.299) is None
-    assert seen.lacking(1.412) == NotReady("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
+    assert seen.not_ready(1.299) is None
+    assert seen.not_ready(1.412) == NotReady("camera_stale", "camera 'front': frame is 412 ms old, limit 300 ms")
 
 
 def test_a_silent_robot_is_not_a_stale_one() -> None:
@@ -89,7 +89,7 @@ def test_a_frame_that_no_policy_could_use_is_dropped_and_counted(camera: str, im
     seen = buffer()
     seen.put_frame(camera, image, 1.0)
     assert seen.dropped.by_reason() == {reason: 1}
-    assert seen.sizes() == {}
+    assert seen.sizes == {}
 
 
 def test_an_older_frame_never_replaces_a_newer_one() -> None:
@@ -105,12 +105,12 @@ def test_after_the_joint_room_was_lost_motion_needs_all_joints_anew_but_a_hold_d
     seen.put_joints(POSE, 1.0)
     seen.put_frame("front", FRAME, 1.0)
     seen.distrust_joints()
-    lack = seen.lacking(1.0)
+    lack = seen.not_ready(1.0)
     assert lack is not None
     assert lack.code == "joints_missing"
     assert seen.pose is not None
     seen.put_joints(POSE, 1.1)
-    assert seen.lacking(1.1) is None
+    assert seen.not_ready(1.1) is None
 
 
 def test_a_snapshot_does_not_change_when_joints_do() -> None:

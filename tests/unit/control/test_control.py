@@ -1,7 +1,7 @@
 """Control with a scripted world and no clock: time is a number that the test moves."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,12 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.aggregation import Ensembled
+from service.control.chunk_scheduler import PolicyRequest
 from service.control.config import ControlConfig
-from service.control.controller import Controller, TickResult
+from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.joints import SO100, JointTable
 from service.control.limits import Asked, motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
-from service.control.robot_io import ControlLoop
+from service.control.policy_runner import PolicyRunner
+from service.control.robot_io import RobotIO
+from service.inference.engine import Engine, LoadedPolicy
+from service.stage import Move
+from service.testing import MemoryTransport, ScriptedPolicy
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
@@ -44,7 +49,8 @@ class World:
     now: float = 100.0
     sent: list[tuple[float, list[float]]] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
-    answers: list[tuple[float, Snapshot]] = field(default_factory=list)
+    answers: list[tuple[float, PolicyRequest]] = field(default_factory=list)
+    events: list[ControlEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], JointTable(SO100))
@@ -54,10 +60,11 @@ class World:
     def do(self, step: TickResult) -> None:
         if step.command is not None:
             self.sent.append((self.now, step.command.tolist()))
-        if step.ask is not None:
+        if step.request is not None:
             assert not self.answers, "two requests in flight"
             self.asked.append(self.now)
-            self.answers.append((self.now + self.latency, step.ask))
+            self.answers.append((self.now + self.latency, step.request))
+        self.events += step.events
 
     def run(self, seconds: float, *, late: float = 0.0) -> "World":
         """Tick as a loop would, every wake-up ``late`` seconds behind its deadline."""
@@ -66,12 +73,8 @@ class World:
             idle = self.control.is_idle
             wake = float("inf") if idle else max(self.control.next_deadline(self.now) + late, self.now)
             if self.answers and self.answers[0][0] <= min(wake, end):
-                self.now, snapshot = self.answers.pop()
-                answer = self.policy(snapshot)
-                if isinstance(answer, str):
-                    self.control.refuse(answer, self.now)
-                else:
-                    self.control.answer(answer, self.now)
+                self.now, request = self.answers.pop()
+                self.answer(request)
                 continue
             if wake > end + 1e-9:
                 self.now = end
@@ -81,7 +84,13 @@ class World:
                 self.buffer.put_frame("front", FRAME, self.now)
             self.do(self.control.tick(self.now))
 
+    def answer(self, request: PolicyRequest) -> None:
+        chunk = self.policy(request.snapshot)
+        error = ("policy_failed", chunk) if isinstance(chunk, str) else None
+        self.do(self.control.accept(PolicyAnswer(request, None if error else chunk, error), self.now))
+
     def begin(self) -> "World":
+        self.events.clear()
         self.control.begin(self.now)
         return self
 
@@ -121,7 +130,7 @@ def test_actions_are_those_of_their_own_time() -> None:
     world.begin().run(0.5)
     # Seen at t, answered at t + 0.12: actions 0, 1 and 2 are over, the tick at t + 0.15 does action 3.
     assert [round(command[0] - POSE["Rotation"]) for _, command in world.sent] == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert world.control.actions.late == 3
+    assert world.control.queue.late == 3
 
 
 @pytest.mark.parametrize("latency", [0.001, 0.04, 0.11, 0.3])
@@ -150,12 +159,15 @@ def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way
     world = World(latency=0.03).begin().run(1.0)
     while not world.answers:
         world.run(world.control.next_deadline(world.now) - world.now)
-    before = world.control.holds.by_reason()
+    before, sent = world.control.holds.by_reason(), len(world.sent)
     world.now += 2.0
     world.sees = False
     world.answers = [(world.now, world.answers[0][1])]
     world.run(0.1)
-    assert world.control.holds.by_reason() == {**before, "camera_stale": 1}
+    # The answer says why, and the tick after it says it better; what goes out is one hold.
+    assert world.control.holds.by_reason() == {**before, "camera_stale": 1, "paused": 1}
+    world.run(1.0)
+    assert len(world.sent) - sent == 4
 
 
 def test_a_stalled_camera_holds_at_the_measured_pose_four_times_and_then_is_silent() -> None:
@@ -190,7 +202,7 @@ def test_an_answer_to_frames_from_before_a_hold_is_thrown_away() -> None:
     world.run(0.6)
     back, world.sees = world.now, True
     world.run(0.5)
-    assert world.control.discarded == 1
+    assert world.control.scheduler.discarded == 1
     assert world.commands() == []
     assert world.asked[-1] > back
 
@@ -221,7 +233,7 @@ def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None
     world.policy = plan
     world.run(1.0)
     assert world.control.hold is None
-    assert world.control.fault is None
+    assert world.events == []
 
 
 @pytest.mark.parametrize("bad", ["nothing", "an exception"])
@@ -230,19 +242,19 @@ def test_three_failures_in_a_row_end_the_motion_for_good_and_two_do_not(bad: str
     world = World()
     world.policy = lambda snapshot: BAD_CHUNKS.get(next(kinds), plan)(snapshot)
     world.begin()
-    while world.control.fault is None and world.control.stop_wanted is None:
+    while not world.events:
         world.run(0.05)
     assert list(kinds) == []
+    assert not world.control.is_running
     if bad == "an exception":
-        assert world.control.fault == "the policy raised ValueError (3 times in a row)"
-        assert world.control.stop_wanted is None
+        assert world.events == [ControlEvent(Move.FAILED, "the policy raised ValueError (3 times in a row)")]
         return
-    assert world.control.fault is None, "an answer that is no chunk stops the robot; the session lives"
-    assert world.control.stop_wanted is not None
-    code, text = world.control.stop_wanted
-    assert code == "policy_invalid"
-    assert text.endswith("(3 times in a row)")
-    assert (world.control.rejected, world.control.rejected_for) == (5, "shape")
+    [(move, reason)] = world.events
+    assert move is Move.EMERGENCY_STOP, "an answer that is no chunk stops the robot; the session lives"
+    assert reason is not None
+    assert reason.startswith("policy_invalid: ")
+    assert reason.endswith("(3 times in a row)")
+    assert world.control.rejected == 5
 
 
 def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
@@ -251,7 +263,8 @@ def test_a_policy_that_gets_stuck_in_the_middle_of_a_motion_is_a_hold() -> None:
     world.run(3.0)
     assert world.control.starvations == 1
     assert world.control.hold is not None
-    assert world.control.hold.code == "starved"
+    assert world.control.hold.code == "inference_slow"
+    assert world.control.holds["starved"] == 1
     assert world.commands()[-4:] == 4 * [world.held(world.control.hold.since)]
 
 
@@ -298,7 +311,7 @@ def test_an_answer_that_comes_after_a_stop_moves_nothing() -> None:
     world.run(0.5)
     world.begin().run(0.2)
     assert world.sent == []
-    assert world.control.discarded == 1
+    assert world.control.scheduler.discarded == 1
 
 
 def test_a_late_wake_up_skips_missed_ticks_and_keeps_the_phase() -> None:
@@ -320,7 +333,7 @@ def test_after_a_long_pause_there_is_one_hold_and_then_a_new_plan() -> None:
     world.do(world.control.tick(world.now))
     assert world.commands()[sent:] == [world.held(world.now)]
     world.run(1.0)
-    assert world.control.holds.by_reason() == {"camera_stale": 1}
+    assert world.control.holds.by_reason() == {"paused": 1}
     assert len(world.commands(paused + 2.0)) <= 22
     assert world.control.hold is None
 
@@ -366,7 +379,7 @@ def gripping() -> World:
 
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_a_hold_keeps_the_grip_and_so_does_the_motion_after_it(on_hold: str, gripping: World) -> None:
-    gripping.control.pace = replace(gripping.pace, on_hold=on_hold)
+    gripping.control.config = replace(gripping.pace, on_hold=on_hold)
     gripping.sees, stalled = False, gripping.now
     gripping.run(2.0)
     assert gripping.sent[-1][1] == [*list(POSE.values())[:-1], CLOSED]
@@ -408,10 +421,10 @@ def test_an_obstacle_holds_until_it_is_gone() -> None:
 
 def test_restarting_forgets_the_plan_the_hold_and_the_failures() -> None:
     world = World(policy=BAD_CHUNKS["nan"]).begin().run(1.0)
-    assert world.control.stop_wanted is not None
+    assert [event.move for event in world.events] == [Move.EMERGENCY_STOP]
     world.policy = plan
     world.begin().run(1.0)
-    assert world.control.stop_wanted is None
+    assert world.events == []
     assert world.control.hold is None
     assert len(world.sent) >= 18
 
@@ -460,59 +473,83 @@ def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(
         world.run(data.draw(st.floats(0, 0.5)))
         assert all(np.isfinite(command).all() for _, command in world.sent)
         times = [at for at, _ in world.sent[since:]]
-        slots = np.array([world.control._grid.slot(at) for at in times])
+        slots = np.floor((np.array(times) - world.control._clock._anchor) / world.control.period + 1e-6)
         assert (np.diff(slots) >= 1).all(), times
     if not world.control.is_running:
         world.run(1.0)
         assert world.control.is_idle
 
 
-async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothing_to_do() -> None:
-    world = World()
-    slept: list[float] = []
+class Loop:
+    """The shell around a control, with a clock that the test moves, and a robot whose link is in memory."""
 
-    async def sleep(deadline: float) -> None:
-        slept.append(deadline)
-        world.now = max(world.now, deadline)
+    def __init__(self, world: World, passes: Callable[[], None]) -> None:
+        self.world, self.slept, self._passes = world, list[float](), passes
         world.buffer.put_frame("front", FRAME, world.now)
-        if len(slept) == 10:
-            world.do(world.control.halt(world.now))
+        policy = LoadedPolicy(ScriptedPolicy())
+        runner = PolicyRunner(policy, engine=Engine(switch_interval=None))
+        self.io = RobotIO(world.buffer.joints, world.control, runner, clock=lambda: world.now, sleep=self._sleep)
 
-    async def run() -> None:
-        loop = ControlLoop(world.control, world.do, clock=lambda: world.now, sleep=sleep)
-        task = asyncio.create_task(loop.run())
-        await loop.idle()
-        assert slept == []
-        world.begin()
-        loop.wake()
-        await loop.idle()
-        assert np.diff(slept) == pytest.approx(0.05)
-        task.cancel()
-
-    await run()
-    assert len(slept) >= 10
-
-
-async def test_what_was_decided_before_a_pause_of_the_process_is_marked_and_the_next_tick_is_not() -> None:
-    world = World()
-    steps: list[TickResult] = []
-    pause = [0.0, 0.0, 2.0, 0.0]  # seconds in which nothing runs, right after a tick's moment
-
-    async def sleep(deadline: float) -> None:
-        world.now = max(world.now, deadline)
-        world.buffer.put_frame("front", FRAME, world.now)
+    async def _sleep(self, deadline: float) -> None:
+        self.slept.append(deadline)
+        self.world.now = max(self.world.now, deadline)
+        self.world.buffer.put_frame("front", FRAME, self.world.now)
+        self._passes()
         await asyncio.sleep(0)
 
-    def watch(now: float) -> None:
-        world.now += pause[len(steps)]
-
-    def act(step: TickResult) -> None:
-        steps.append(step)
-        if len(steps) == len(pause):
+    async def run(self, until: Callable[[], Awaitable[None]]) -> None:
+        transport = MemoryTransport()
+        async with transport.connect(
+            "memory://", session_id="s", cameras=("front",), workspace_id=None, inbox=self.io
+        ) as link:
+            task = asyncio.create_task(self.io.run(link))
+            await until()
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.io.runner._engine.close()
 
-    world.begin()
-    task = asyncio.create_task(ControlLoop(world.control, act, watch=watch, clock=lambda: world.now, sleep=sleep).run())
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [step.is_overtaken for step in steps] == [False, False, True, False]
+
+async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothing_to_do() -> None:
+    world = World()
+
+    def passes() -> None:
+        if len(loop.slept) == 10:
+            loop.io.halt()
+
+    loop = Loop(world, passes)
+
+    async def until() -> None:
+        await loop.io.idle()
+        assert loop.slept == []
+        loop.io.begin()
+        await loop.io.idle()
+
+    await loop.run(until)
+    assert len(loop.slept) >= 10
+    assert np.diff(loop.slept) == pytest.approx(0.05)
+
+
+async def test_a_command_that_was_decided_before_a_pause_of_the_process_is_not_sent_and_the_next_is() -> None:
+    world = World()
+    tick, ticks = world.control.tick, list[float]()
+
+    def slow_tick(now: float) -> TickResult:
+        ticks.append(now)
+        result = tick(now)
+        if len(ticks) == 3:
+            world.now += 2.0  # nothing runs, right after a tick's moment
+        return result._replace(command=np.array(list(POSE.values()), np.float32))
+
+    world.control.tick = slow_tick  # type: ignore[method-assign]
+    loop = Loop(world, lambda: None)
+    sent: list[tuple[int, int]] = []
+
+    async def until() -> None:
+        loop.io.begin()
+        while len(ticks) < 5:
+            await asyncio.sleep(0)
+            sent.append((len(ticks), loop.io.commands_refused))
+
+    await loop.run(until)
+    assert dict(sent)[2] == 0
+    assert dict(sent)[4] == 1, "the one of the pause alone"

@@ -150,11 +150,11 @@ FORMS = {
 def test_what_is_no_chunk_is_refused_in_every_mode(form: str, mode: Mode) -> None:
     answer, reason = FORMS[form]
     judging = guard(limits(mode))
-    wrong = judging.form(answer)
+    wrong = judging.check_shape(answer)
     assert wrong is not None
     assert wrong[0] == reason
     assert judging.refused[reason] == 1
-    assert judging.form(np.zeros((1, STEPS, 6), np.float32)) is None
+    assert judging.check_shape(np.zeros((1, STEPS, 6), np.float32)) is None
 
 
 def test_a_command_is_held_to_the_step_and_the_range_of_its_tick() -> None:
@@ -252,7 +252,7 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
     guarding = guard(limits(mode))
     plan = line(0.0)
     plan[-1, joint] = value
-    form = guarding.form(plan[None])
+    form = guarding.check_shape(plan[None])
     assert form is not None
     assert form[0] == "wild"
     assert TABLE.names[joint] in form[1]
@@ -264,16 +264,16 @@ def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
     narrow = motion_limits(TABLE, Asked(file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")})))
     plan = line(0.0)
     plan[:, 0] = 90.0
-    assert guard(narrow).form(plan[None]) is None
+    assert guard(narrow).check_shape(plan[None]) is None
 
 
 def test_without_any_known_range_nothing_is_unbelievable() -> None:
     table = JointTable([Joint("a", 0), Joint("b", 1)])
     unlimited = motion_limits(table, Asked())
-    assert Guard(unlimited, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is None
+    assert Guard(unlimited, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is None
     of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
-    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 1e9, np.float32)) is not None
-    assert Guard(of_data, rate=20, action_rate=20, chunk=1).form(np.full((1, 1, 2), 2.5, np.float32)) is None
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is not None
+    assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 2.5, np.float32)) is None
 
 
 def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
@@ -302,7 +302,7 @@ def test_a_float32_is_believed_where_it_would_be_as_a_float64() -> None:
             for joint in range(6):
                 chunk = np.repeat(HOME[None, None], STEPS, axis=1)
                 chunk[0, -1, joint] = value
-                verdict = judging.form(chunk)
-                assert verdict == judging.form(chunk.astype(np.float64))
+                verdict = judging.check_shape(chunk)
+                assert verdict == judging.check_shape(chunk.astype(np.float64))
                 believed.append(verdict is None)
     assert {True, False} == set(believed)

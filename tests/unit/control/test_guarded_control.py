@@ -11,13 +11,16 @@ import pytest
 
 from service.control.aggregation import Ensembled
 from service.control.config import ControlConfig
-from service.control.controller import Controller, TickResult
+from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.hold import Ramp
 from service.control.joints import SO100, JointTable
 from service.control.limits import Asked, LimitsFile, Said, motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
+from service.stage import Move
 from tests.unit.control.conftest import POSE
+
+pytestmark = pytest.mark.timed
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 TABLE = JointTable(SO100)
@@ -44,6 +47,7 @@ class Arm:
     is_choked: bool = False
     now: float = 100.0
     sent: list[np.ndarray] = field(default_factory=list)
+    events: list[ControlEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], TABLE)
@@ -64,14 +68,16 @@ class Arm:
 
     def do(self, step: TickResult, follows: bool = True) -> None:
         if step.command is not None and self.is_choked:
-            self.control.acknowledge(False, self.now)
+            self.control.confirm(False, self.now)
         elif step.command is not None:
-            self.control.acknowledge(True, self.now)
+            self.control.confirm(True, self.now)
             self.sent.append(step.command)
             if follows:
                 self.move(step.command)
-        if step.ask is not None:
-            self.control.answer(self.policy(step.ask), self.now + 1e-3)
+        self.events += step.events
+        if step.request is not None:
+            answer = PolicyAnswer(step.request, self.policy(step.request.snapshot))
+            self.do(self.control.accept(answer, self.now + 1e-3), follows)
 
     @property
     def steps(self) -> np.ndarray:
@@ -170,15 +176,16 @@ def test_a_chunk_refused_for_its_limits_is_a_hold_and_three_in_a_row_want_a_stop
     arm = Arm(towards(1.0), asked("refuse", velocity=60.0)).tick(15)
     assert arm.control.chunks > 1
     arm.policy = towards(4.0)
-    arm.tick(12)
-    assert arm.control.hold is not None
+    while arm.control.hold is None:
+        arm.tick()
     assert arm.control.hold.code == "policy_invalid"
     assert "velocity of joint 'Rotation': changes by 4, the limit is 3 per action" in arm.control.hold.text
-    assert arm.control.rejected_for == "velocity"
+    assert arm.control.guard.refused["velocity"] == arm.control.rejected
     arm.tick(4)
-    assert arm.control.stop_wanted is not None
-    assert arm.control.stop_wanted[0] == "policy_invalid"
-    assert arm.control.fault is None
+    [(move, reason)] = arm.events
+    assert move is Move.EMERGENCY_STOP
+    assert reason is not None
+    assert reason.startswith("policy_invalid: ")
     assert arm.steps.max() <= 3.001
 
 
@@ -223,7 +230,7 @@ def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: An
         else:
             arm.control.obstruct("compiling", "for a while")
         arm.tick()
-        arm.control.withdraw()
+        arm.control.scheduler.withdraw()
     held = arm.sent[told:]
     assert len(held) >= 4 + (on_hold == "ramp")
     assert all((each == held[-1]).all() for each in held[-4:])

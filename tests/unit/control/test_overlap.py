@@ -10,7 +10,8 @@ from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
 from service.control.aggregation import DEFAULT, OVERLAPS, Aggregation, Crossfaded, Ensembled, Weighted, overlap_of
-from service.control.chunk_scheduler import prefix_of
+from service.control.chunk_scheduler import plan_prefix
+from service.control.controller import PolicyAnswer
 from service.control.observation_buffer import Snapshot
 from tests.unit.control.test_control import PACE, POSE, World, plan
 
@@ -25,51 +26,51 @@ def constant(value: float, length: int = 10) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LEROBOT)
 def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) -> None:
-    queue = ActionQueue(0.1, overlap=OVERLAPS[name])
+    queue = ActionQueue(0.1, aggregation=OVERLAPS[name])
     queue.push(constant(1), seen_at=0.0, now=0.0)
-    joined = queue.joined(constant(2), seen_at=0.4)
+    joined = queue.aggregate(constant(2), seen_at=0.4)
     assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
     assert joined[6:, 0].tolist() == [2, 2, 2, 2], "beyond the old chunk there is only the new one"
 
 
 def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
-    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
     for number, value in enumerate((0, 4, 8)):
         seen_at = 0.1 * number
-        queue.push(queue.joined(constant(value), seen_at), seen_at, seen_at)
-    assert queue.joined(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
+        queue.push(queue.aggregate(constant(value), seen_at), seen_at, seen_at)
+    assert queue.aggregate(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
 
 
 def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_the_points_there() -> None:
-    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
     queue.push(ramp, seen_at=0.0, now=0.0)
     # The same motion, seen two and a half actions later: nothing of it changes.
-    joined = queue.joined(ramp + 2.5, seen_at=0.25)
+    joined = queue.aggregate(ramp + 2.5, seen_at=0.25)
     assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
 
 
 def test_a_chunk_that_was_seen_before_the_plan_begins_is_weighed_where_the_plan_has_something() -> None:
-    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
     queue.push(constant(1), seen_at=0.3, now=0.3)
-    assert queue.joined(constant(2), seen_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
+    assert queue.aggregate(constant(2), seen_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
 
 
 def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
-    queue = ActionQueue(0.1, overlap=Crossfaded(3))
+    queue = ActionQueue(0.1, aggregation=Crossfaded(3))
     queue.push(constant(0), seen_at=0.0, now=0.0)
-    joined = queue.joined(constant(4), 0.2, 3)
+    joined = queue.aggregate(constant(4), 0.2, 3)
     assert joined[:, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 4], "the first that can be done is number 3"
     # Two actions are left of the plan.
-    assert queue.joined(constant(3), 0.7, 1)[:, 0].tolist() == pytest.approx([0, 1, 2, 3, 3, 3, 3, 3, 3, 3])
-    assert queue.joined(constant(3), 0.9, 5)[:, 0].tolist() == [0] + [3] * 9, "and none of those that can be done"
+    assert queue.aggregate(constant(3), 0.7, 1)[:, 0].tolist() == pytest.approx([0, 1, 2, 3, 3, 3, 3, 3, 3, 3])
+    assert queue.aggregate(constant(3), 0.9, 5)[:, 0].tolist() == [0] + [3] * 9, "and none of those that can be done"
 
 
 def test_a_plan_that_is_over_is_not_joined_with() -> None:
-    queue = ActionQueue(0.1, overlap=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
     queue.push(constant(1), seen_at=0.0, now=5.0)
     new = constant(2)
-    assert queue.joined(new, 0.5) is new
+    assert queue.aggregate(new, 0.5) is new
 
 
 @pytest.mark.parametrize("coefficient", [0.01, 0.0, -3.0, 10.0, -10.0])
@@ -81,12 +82,12 @@ def test_an_ensemble_weighs_the_newest_by_lerobots_series(coefficient: float, co
 
 
 def test_what_an_ensemble_forgets_is_one_prediction_after_another_overlap_was_chosen() -> None:
-    queue = ActionQueue(0.1, overlap=Ensembled(0.0))
+    queue = ActionQueue(0.1, aggregation=Ensembled(0.0))
     for _ in range(5):
-        queue.push(queue.joined(constant(0), 0.0), 0.0, 0.0)
-    queue.join_by(OVERLAPS["average"])
-    queue.join_by(Ensembled(0.0))
-    assert queue.joined(constant(4), 0.0)[0, 0] == pytest.approx(2)
+        queue.push(queue.aggregate(constant(0), 0.0), 0.0, 0.0)
+    queue.set_aggregation(OVERLAPS["average"])
+    queue.set_aggregation(Ensembled(0.0))
+    assert queue.aggregate(constant(4), 0.0)[0, 0] == pytest.approx(2)
 
 
 def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() -> None:
@@ -166,7 +167,8 @@ def test_another_policy_is_led_over_to_and_nothing_of_the_old_plan_is_joined_wit
     world.run(0.06)
     _, asked = world.answers.pop()
     changed = world.now
-    world.control.answer((line(asked) - 1).astype(np.float32), world.now, fade=3)
+    chunk = (line(asked.snapshot) - 1).astype(np.float32)
+    world.control.accept(PolicyAnswer(asked, chunk, fade=3), world.now)
     world.run(0.5)
     # How far from the new policy's motion, at each tick.
     off = [command[0] - line_at(at) + 1 for at, command in world.sent if at > changed]
@@ -213,7 +215,7 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
         tick = round((seen_at - 100) / 0.05)
         done = [sent[tick + number] for number in range(int(delay))]
         assert chunk[0, :delay] == pytest.approx(np.array(done))
-    assert world.control.asking["delay_actions"] == 4
+    assert world.control.scheduler.delay == 4
 
 
 def test_what_follows_the_given_actions_is_led_over_to() -> None:
@@ -235,14 +237,15 @@ def test_what_follows_the_given_actions_is_led_over_to() -> None:
 
 def test_without_a_plan_a_policy_is_given_none_and_only_real_time_chunking_sends_any() -> None:
     world = World(pace=replace(PACE, overlap=OVERLAPS["rtc"]), latency=1.0).begin().run(0.1)
-    [(_, snapshot)] = world.answers
+    [(_, request)] = world.answers
+    snapshot = request.snapshot
     assert snapshot.prefix[PREFIX_LENGTH].tolist() == snapshot.prefix[PREFIX_DELAY].tolist() == [0]
     assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
     other = World(pace=replace(PACE, overlap=OVERLAPS["average"]), latency=1.0).begin().run(0.1)
-    assert other.answers[0][1].prefix == {}
+    assert other.answers[0][1].snapshot.prefix == {}
 
 
 def test_no_more_of_a_plan_is_said_to_be_over_than_there_is() -> None:
-    prefix = prefix_of(np.ones((3, 6), np.float32), 7, PACE)
+    prefix = plan_prefix(np.ones((3, 6), np.float32), 7, PACE)
     assert prefix[PREFIX_DELAY].tolist() == prefix[PREFIX_LENGTH].tolist() == [3]
     assert prefix[PREFIX_DELAY].dtype == np.int32

@@ -22,6 +22,8 @@ from service.transport.protocol import Join, JointUpdate, Role
 from service.transport.server import websocket
 from service.transport.server.rooms import CommandRefused, Place, RoomTable, Send
 
+pytestmark = pytest.mark.timed
+
 ARM = Place(Kind.ROBOTICS, "w", "arm-joint-output")
 NAMES = [joint.name for joint in SO100]
 OWN, OTHER = "the session's secret", "another one"
@@ -38,7 +40,7 @@ class Double:
         self.buffer = ObservationBuffer((), table)
         self.measure(dict.fromkeys(NAMES, 10.0))
         control = SimpleNamespace(guard=SimpleNamespace(limits=motion_limits(table)))
-        self.drive: Any = SimpleNamespace(table=table, buffer=self.buffer, control=control)
+        self.robot_io: Any = SimpleNamespace(table=table, buffer=self.buffer, controller=control)
 
     def measure(self, pose: dict[str, float]) -> None:
         self.buffer.put_joints(pose, time.monotonic())
@@ -149,7 +151,7 @@ def test_a_hold_is_a_pose_that_was_measured_just_now_wherever_that_is() -> None:
     limits = {"low": np.full(6, -5.0), "high": np.full(6, 5.0)}  # the arm stands outside, at 10
     arena = seated(Stage.STOPPED, "a hand")
     assert arena.session is not None
-    guard = arena.session.drive.control.guard
+    guard = arena.session.robot_io.controller.guard
     guard.limits = type(guard.limits)(**{**vars(guard.limits), **limits})
     assert arena.over_rest({"Rotation": 4.0}, OWN) == "latched"
     assert arena.over_rest({"Rotation": 10.0, "Jaw": 9.0}, OWN) == "latched"

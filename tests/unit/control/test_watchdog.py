@@ -3,46 +3,46 @@
 import numpy as np
 import pytest
 
-from service.control.watchdog import Looked, Watchdog, WatchdogTimeouts
+from service.control.watchdog import InputTimes, Watchdog, WatchdogTimeouts
 
 PERIOD = 0.02
 
 
-def watchdog(executed: float = 0.4, covered: float = 0.4, **patience: object) -> Watchdog:
-    made = Watchdog(WatchdogTimeouts(**patience), executed=executed, covered=covered)  # type: ignore[arg-type]
+def watchdog(executed: float = 0.4, covered: float = 0.4, **timeouts: object) -> Watchdog:
+    made = Watchdog(WatchdogTimeouts(**timeouts), executed=executed, covered=covered)  # type: ignore[arg-type]
     made.begin(0.0)
     return made
 
 
-def walk(dog: Watchdog, until: float, at: float = 0.0, **looked: object):
+def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
     """Look at every tick from ``at`` to ``until``; the findings of the last look."""
-    seen = {"seen_at": {}, **looked}
+    seen = {"seen_at": {}, **times}
     found = None
     for index in range(round((until - at) / PERIOD) + 1):
-        found = dog.look(at + index * PERIOD, Looked(**seen))  # type: ignore[arg-type]
+        found = dog.check(at + index * PERIOD, InputTimes(**seen))  # type: ignore[arg-type]
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize(
-    ("looked", "code", "word"),
+    ("times", "code", "word"),
     [
         ({"seen_at": {"front": 0.0, "wrist": None}}, "camera_missing", "'wrist'"),
         ({"seen_at": {"front": 0.0}}, "camera_stale", "'front'"),
-        ({"lost": ("s-front",), "seen_at": {"front": 0.0}}, "link_lost", "'s-front'"),
-        ({"is_felt": False}, "joints_missing", "joints"),
+        ({"lost_rooms": ("s-front",), "seen_at": {"front": 0.0}}, "link_lost", "'s-front'"),
+        ({"is_pose_current": False}, "joints_missing", "joints"),
     ],
 )
-def test_a_robot_that_is_not_seen_is_degraded_after_3_s_and_stopped_after_30(looked, code, word) -> None:
+def test_a_robot_that_is_not_seen_is_degraded_after_3_s_and_stopped_after_30(times, code, word) -> None:
     dog = watchdog()
-    assert walk(dog, 2.98, **looked).blind is None
-    found = walk(dog, 3.04, 3.0, **looked)
+    assert walk(dog, 2.98, **times).blind is None
+    found = walk(dog, 3.04, 3.0, **times)
     assert found.blind is not None
     assert found.blind.startswith(f"{code}: ")
     assert word in found.blind
     assert found.stop is None
-    assert walk(dog, 30.0, 3.06, **looked).stop is None
-    stop = walk(dog, 30.06, 30.02, **looked).stop
+    assert walk(dog, 30.0, 3.06, **times).stop is None
+    stop = walk(dog, 30.06, 30.02, **times).stop
     assert stop is not None
     assert stop.code == code
     assert str(stop).startswith(f"{code}: ")
@@ -51,18 +51,18 @@ def test_a_robot_that_is_not_seen_is_degraded_after_3_s_and_stopped_after_30(loo
 
 def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None:
     dog = watchdog()
-    assert walk(dog, 20.0, lost=("r",)).blind is not None
+    assert walk(dog, 20.0, lost_rooms=("r",)).blind is not None
     assert walk(dog, 20.02, 20.02).blind is None
-    assert walk(dog, 22.0, 20.04, lost=("r",)).blind is None
-    assert walk(dog, 50.0, 22.02, lost=("r",)).stop is None
+    assert walk(dog, 22.0, 20.04, lost_rooms=("r",)).blind is None
+    assert walk(dog, 50.0, 22.02, lost_rooms=("r",)).stop is None
     dog.begin(100.0)
-    found = walk(dog, 102.9, 100.0, seen_at={"front": 1.0}, is_felt=False)
+    found = walk(dog, 102.9, 100.0, seen_at={"front": 1.0}, is_pose_current=False)
     assert (found.blind, found.stop, found.holds) == (None, None, {})
 
 
 def test_cameras_that_may_be_slow_are_given_more_time() -> None:
-    patience = WatchdogTimeouts().for_frames(10.0)
-    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (10.0, 20.0, 200.0)
+    timeouts = WatchdogTimeouts().for_frames(10.0)
+    assert (timeouts.frame_age, timeouts.degraded_after, timeouts.stop_after) == (10.0, 20.0, 200.0)
     assert WatchdogTimeouts(degraded_after=1, stop_after=2).for_frames(0.3) == WatchdogTimeouts(0.3, 1, 2)
     with pytest.raises(ValueError, match="degraded_after 40"):
         WatchdogTimeouts(degraded_after=40)
@@ -71,24 +71,24 @@ def test_cameras_that_may_be_slow_are_given_more_time() -> None:
 def test_a_process_that_paused_holds_for_one_tick() -> None:
     dog = watchdog()
     walk(dog, 1.0)
-    assert "2.00 s" in dog.look(3.0, Looked({})).holds["paused"]
-    assert dog.look(3.02, Looked({})).holds == {}
+    assert "2.00 s" in dog.check(3.0, InputTimes({})).holds["paused"]
+    assert dog.check(3.02, InputTimes({})).holds == {}
 
 
 @pytest.mark.parametrize("frame_age", [0.3, 10.0])
 def test_a_blocked_event_loop_holds_after_250_ms_however_old_frames_may_be(frame_age: float) -> None:
     dog = watchdog(frame_age=frame_age)
     walk(dog, 1.0)
-    assert dog.look(1.24, Looked({})).holds == {}
-    assert dog.look(1.5, Looked({})).holds.keys() == {"paused"}
+    assert dog.check(1.24, InputTimes({})).holds == {}
+    assert dog.check(1.5, InputTimes({})).holds.keys() == {"paused"}
 
 
 def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
     dog = Watchdog(WatchdogTimeouts(), executed=2.0, covered=4.0, period=0.5)
     dog.begin(0.0)
     for now in (0.5, 1.0, 1.5):
-        assert dog.look(now, Looked({})).holds == {}
-    assert dog.look(2.3, Looked({})).holds.keys() == {"paused"}
+        assert dog.check(now, InputTimes({})).holds == {}
+    assert dog.check(2.3, InputTimes({})).holds.keys() == {"paused"}
 
 
 def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chunk_is_of_use() -> None:
@@ -128,7 +128,7 @@ def test_the_same_picture_for_two_seconds_is_frozen_until_another_one_comes() ->
     for index in range(61):
         dog.frame("front", picture.copy(), index / 30)
         assert ("front" in dog.frozen) == (index >= 60)
-    assert dog.look(2.0, Looked({})).stop is None
+    assert dog.check(2.0, InputTimes({})).stop is None
     other = picture.copy()
     other[0, 0, 0] ^= 1
     dog.frame("front", other, 2.1)
@@ -140,7 +140,7 @@ def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> No
     picture = np.zeros((480, 640, 3), np.uint8)
     for index in range(300):
         image = picture.copy()
-        image[1, 1, 0] = index % 256  # none of the points that are looked at first
+        image[1, 1, 0] = index % 256  # none of the points that are times at first
         dog.frame("front", image, index / 30)
         assert not dog.frozen
 
@@ -149,7 +149,7 @@ def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
     dog = watchdog(frozen_stops=True)
     for second in (0.0, 1.0, 2.0):
         dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
-    stop = dog.look(2.0, Looked({"front": 2.0})).stop
+    stop = dog.check(2.0, InputTimes({"front": 2.0})).stop
     assert stop is not None
     assert str(stop).startswith("camera_frozen: camera 'front'")
 
@@ -159,21 +159,21 @@ def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
     walk(dog, 1.0, seen_at={"front": 1.0}, asked_at=0.9)
     # What the camera showed meanwhile comes bit by bit.
     for now, seen_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
-        assert dog.look(now, Looked({"front": seen_at}, asked_at=0.9)).holds.keys() == {"paused"}
+        assert dog.check(now, InputTimes({"front": seen_at}, asked_at=0.9)).holds.keys() == {"paused"}
     walk(dog, 3.1, 3.06, seen_at={"front": 3.01}, asked_at=0.9)
-    assert dog.look(5.0, Looked({"front": 4.99}, asked_at=0.9)).holds.keys() == {"paused"}
-    assert dog.look(5.02, Looked({"front": 5.0}, asked_at=0.9)).holds == {}
+    assert dog.check(5.0, InputTimes({"front": 4.99}, asked_at=0.9)).holds.keys() == {"paused"}
+    assert dog.check(5.02, InputTimes({"front": 5.0}, asked_at=0.9)).holds == {}
 
 
 def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
     dog = watchdog()
     walk(dog, 1.0, seen_at={"front": 1.0})
-    assert dog.look(3.0, Looked({"front": 1.0})).holds.keys() == {"paused"}
+    assert dog.check(3.0, InputTimes({"front": 1.0})).holds.keys() == {"paused"}
     walk(dog, 3.4, 3.02, seen_at={"front": 1.0})
-    found = dog.look(3.5, Looked({"front": 1.0}))
+    found = dog.check(3.5, InputTimes({"front": 1.0}))
     assert found.holds == {}
     dog.begin(3.6)
-    assert dog.look(3.6, Looked({"front": 1.0})).holds == {}
+    assert dog.check(3.6, InputTimes({"front": 1.0})).holds == {}
 
 
 def test_a_frozen_camera_is_a_warning_with_its_code() -> None:

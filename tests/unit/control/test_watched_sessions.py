@@ -17,6 +17,8 @@ from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from service.transport.link import BadInput, RobotLeft
 from tests.unit.control.conftest import LENIENT, POSE
 
+pytestmark = pytest.mark.timed
+
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
     async with rigged(patience=LENIENT) as rig:
@@ -43,7 +45,7 @@ async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_w
     rig.is_dark = False
     assert rig.stats["stop_code"] == "camera_stale"
     assert rig.stats["emergency_stop"].startswith("camera_stale: camera 'front': no new frame")
-    await rig.until(lambda: session.drive.control.is_idle)
+    await rig.until(lambda: session.robot_io.controller.is_idle)
     held = len(rig.link.sent)
     await asyncio.sleep(0.1)
     assert len(rig.link.sent) == held
@@ -71,16 +73,16 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
 async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
     async with rigged(patience=LENIENT) as rig:
         session = await rig.running()
-        await rig.until(lambda: len(session.drive.control.actions) > 0)
+        await rig.until(lambda: len(session.robot_io.controller.queue) > 0)
         rig.is_dark = rig.is_dumb = True
         before = time.monotonic()
         rig.link.reconnect()
         sent = len(rig.link.sent)
-        assert len(session.drive.control.actions)
-        await rig.until(lambda: session.drive.control.hold is not None)
-        assert len(session.drive.control.actions) == 0, "the plan from before is gone"
+        assert len(session.robot_io.controller.queue)
+        await rig.until(lambda: session.robot_io.controller.hold is not None)
+        assert len(session.robot_io.controller.queue) == 0, "the plan from before is gone"
         rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
-        assert "no frame since a link was lost" in session.drive.buffer.lacking(time.monotonic()).text
+        assert "no frame since a link was lost" in session.robot_io.buffer.not_ready(time.monotonic()).text
         rig.is_dark = False
         await asyncio.sleep(0.1)
         targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
@@ -138,11 +140,11 @@ BAD = (
 @pytest.mark.parametrize("values", BAD, ids=lambda values: "-".join(values))
 async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robot(rig, values) -> None:
     session = await rig.running()
-    measured = session.drive.buffer.measured()
+    measured = session.robot_io.buffer.measured_joints()
     for _ in range(19):
         rig.link.deliver_joints(values)
     assert session.stage is Stage.RUNNING
-    assert session.drive.buffer.measured() == measured
+    assert session.robot_io.buffer.measured_joints() == measured
     rig.link.deliver_joints(values)
     assert session.stage is Stage.STOPPED
     assert rig.stats["stop_code"] == "bad_input"
@@ -153,7 +155,7 @@ async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robo
 async def test_frames_of_the_wire_that_cannot_be_read_count_as_bad_input_too(rig) -> None:
     session = await rig.running()
     for _ in range(20):
-        session.drive.event(BadInput({"malformed": 1}))
+        session.robot_io.event(BadInput({"malformed": 1}))
     assert rig.stats["stop_code"] == "bad_input"
     assert rig.stats["inputs_dropped"] == {"malformed": 20}
 
@@ -186,11 +188,11 @@ async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_sessi
 
 async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(rig) -> None:
     session = await rig.running()
-    session.drive.control.stop_wanted = ("policy_invalid", "three chunks in a row left the limits")
+    rig.policies["policy"].failures += 3 * [np.full((1, SO100_REQUIREMENTS.chunk, 6), np.nan, np.float32)]
     await rig.until(lambda: session.stage is Stage.STOPPED)
     assert rig.stats["stop_code"] == "policy_invalid"
-    assert rig.stats["emergency_stop"] == "policy_invalid: three chunks in a row left the limits"
-    assert session.drive.control.stop_wanted is None
+    assert rig.stats["emergency_stop"].startswith("policy_invalid: the policy returned ")
+    assert not session.robot_io.controller.is_running
 
 
 async def test_a_stop_from_a_room_is_kept_and_shown_however_it_is_worded(rig) -> None:
@@ -226,11 +228,11 @@ async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig
     await asyncio.sleep(0.3)
     told = len(rig.link.sent)
     rig.link.is_choked = False
-    await rig.until(lambda: rig.session.drive.control.is_idle)
+    await rig.until(lambda: rig.session.robot_io.controller.is_idle)
     assert [each.values for each in rig.link.sent[told:]] == 4 * [POSE]
     rig.link.is_choked = True
     await rig.sessions.stop("s")
-    await rig.until(lambda: rig.session.drive.control.is_idle)
+    await rig.until(lambda: rig.session.robot_io.controller.is_idle)
 
 
 async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
@@ -240,7 +242,7 @@ async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None
 
         def tell(event: str, about: dict[str, object]) -> None:
             if event != "session.deleted":
-                held.append(session.drive.control.is_running)
+                held.append(session.robot_io.controller.is_running)
                 raise RuntimeError("out of order")
 
         rig.sessions._tell = tell
@@ -260,11 +262,11 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
 async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
     async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
         session = await rig.running()
-        control = session.drive.control
+        control = session.robot_io.controller
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
         session.attach(plans)
         time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
-        assert len(control.actions), "there is a plan that must not be done"
+        assert len(control.queue), "there is a plan that must not be done"
         await rig.until(lambda: bool(plans.sent))
         until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
         assert until_then
@@ -317,7 +319,7 @@ async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anyth
             assert rounds < 8, "it is heard before the next tick"
             await asyncio.sleep(0)
         await hearing
-        await rig.until(lambda: session.drive.control.is_idle)
+        await rig.until(lambda: session.robot_io.controller.is_idle)
         assert {one.values["Rotation"] for one in rig.link.sent[sent:]} == {1.0}, "only holds after the block"
 
 

@@ -31,7 +31,7 @@ class Engines:
         self.likes: list[str | None] = []
         self.parcels: list[PolicyArtifact] = []
         self.kept: list[Copy] = []
-        self.lacking: list[tuple[str, str, str]] = []
+        self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.pieces: list[bytes] = []
         self.idle: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Engines:
         self.kept.append(copy)
 
     def lacks(self, engine: str, handle: str, why: str) -> None:
-        self.lacking.append((engine, handle, why))
+        self.not_ready.append((engine, handle, why))
 
     def put(self, piece: bytes) -> Any:
         self.pieces.append(piece)
@@ -123,7 +123,7 @@ def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_t
     assert engines.calls[3:] == [("one", "load")]
     update.on("two")
     assert engines.calls[4:] == [("two", "load")]
-    assert engines.lacking == []
+    assert engines.not_ready == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_where_one_cannot_have_it_another_is_asked_in_its_place(engines: Engines
     text = why.text if isinstance(why, Refusal) else str(why)
     with pytest.raises(DeviceGone, match=f"one: {text}"):
         policy.on("one")
-    assert engines.lacking == [("one", policy.handle, text)]
+    assert engines.not_ready == [("one", policy.handle, text)]
     assert engines.calls == [("one", "load"), ("two", "load")], "the same failure is not had twice"
     del engines.answers["one load"]
     assert policy.on("one").device == "one"
@@ -146,7 +146,7 @@ def test_of_an_error_whose_text_may_hold_anything_only_its_kind_is_said(engines:
     engines.answers["two load"] = ValueError("a secret")
     with pytest.raises(DeviceGone, match=r"two: \(ValueError\)"):
         policy.on("two")
-    assert "secret" not in str(engines.lacking)
+    assert "secret" not in str(engines.not_ready)
 
 
 def test_an_update_that_an_engine_cannot_have_is_refused_with_its_name(
@@ -169,7 +169,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
     engines.answers["load"] = DeviceGone("so did it")
     with pytest.raises(CheckpointError, match=r"no engine could load it \(one: it ended; two: so did it; three: "):
         RemoteLoader(engines)(str(folder))
-    assert engines.lacking == []
+    assert engines.not_ready == []
 
 
 def test_it_is_said_what_the_slowest_engine_does(

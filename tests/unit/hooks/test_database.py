@@ -32,17 +32,17 @@ async def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path)
     assert await database.run(add, "one") == 1
     database.close()
     again = Database(tmp_path / "deep" / "events.sqlite3", SCHEMA)
-    assert again.run_now(words) == ["one"]
+    assert again.run_blocking(words) == ["one"]
     again.close()
 
 
 def test_a_transaction_that_fails_leaves_nothing() -> None:
     database = Database(None, SCHEMA)
     with pytest.raises(KeyError):
-        database.run_now(add, "one", then_fail=True)
-    assert database.run_now(add, "two") == 1
+        database.run_blocking(add, "one", then_fail=True)
+    assert database.run_blocking(add, "two") == 1
     with pytest.raises(StoreError, match="UNIQUE"):
-        database.run_now(add, "two")
+        database.run_blocking(add, "two")
     database.close()
 
 
@@ -62,7 +62,7 @@ def test_a_newer_version_adds_its_scripts_and_an_older_one_refuses(tmp_path: Pat
     path = tmp_path / "events.sqlite3"
     Database(path, SCHEMA).close()
     newer = Database(path, [*SCHEMA, "CREATE TABLE more (n INTEGER);\nCREATE INDEX more_n ON more (n)"])
-    newer.run_now(add, "kept")
+    newer.run_blocking(add, "kept")
     newer.close()
     with pytest.raises(StoreError, match="version 2, this robojax knows 1"):
         Database(path, SCHEMA)
@@ -90,11 +90,11 @@ def test_a_file_that_is_deleted_or_replaced_takes_nothing_that_would_be_lost(tmp
     database = Database(path, SCHEMA)
     path.unlink()
     with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_now(add, "one")
+        database.run_blocking(add, "one")
     another = Database(path, SCHEMA)
     with pytest.raises(StoreError, match="deleted or replaced"):
-        database.run_now(add, "two")
-    assert another.run_now(words) == []
+        database.run_blocking(add, "two")
+    assert another.run_blocking(words) == []
     database.close()
     another.close()
 
@@ -109,7 +109,7 @@ def test_after_close_it_says_so() -> None:
     database.close()
     database.close()
     with pytest.raises(StoreError, match="is closed"):
-        database.run_now(words)
+        database.run_blocking(words)
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
         from hooks.database import Database
         database = Database({str(tmp_path / "events.sqlite3")!r}, {SCHEMA!r})
         for number in range(1000):
-            database.run_now(lambda connection: connection.execute("INSERT INTO words VALUES (?)", (f"{{number:04}}",)))
+            text = f"{{number:04}}"
+            database.run_blocking(lambda connection: connection.execute("INSERT INTO words VALUES (?)", (text,)))
             print(f"{{number:04}}", flush=True)
     """
     with subprocess.Popen(
@@ -128,5 +129,5 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
         process.kill()
         told += process.stdout.read().split()
     database = Database(tmp_path / "events.sqlite3", SCHEMA)
-    assert set(database.run_now(words)) >= {word for word in told if len(word) == 4}
+    assert set(database.run_blocking(words)) >= {word for word in told if len(word) == 4}
     database.close()

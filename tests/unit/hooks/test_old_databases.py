@@ -72,7 +72,7 @@ async def test_a_registry_of_the_first_version_sends_what_waits_in_order(tmp_pat
             tokens=("a-token-of-the-registry",),
             database=path,
             allowed_networks=("127.0.0.0/8",),
-            sender=SenderSettings(kept=FOREVER),
+            sender=SenderSettings(retention=FOREVER),
         )
         registry = Registry(settings)
         async with registry.running():

@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 
-from hooks.database import Database, insert
-from hooks.queue import Queue, Runner
+from hooks.database import Database, insert_row
+from hooks.queue import Queue, QueueRunner
 from tests.testing.waiting import until
 
 TABLE = """CREATE TABLE rows (number INTEGER PRIMARY KEY, topic TEXT NOT NULL, lane TEXT NOT NULL, status TEXT NOT NULL,
@@ -26,10 +26,10 @@ class Rows:
     def add(self, row: str) -> None:
         topic, lane, status, due = row.split()
         values = {"topic": topic, "lane": lane.strip("-"), "status": status, "due": NOW + float(due)}
-        self.database.run_now(lambda connection: insert(connection, "rows", **values))
+        self.database.run_blocking(lambda connection: insert_row(connection, "rows", **values))
 
     def set(self, number: int, status: str) -> None:
-        self.database.run_now(
+        self.database.run_blocking(
             lambda connection: connection.execute("UPDATE rows SET status = ? WHERE number = ?", (status, number))
         )
 
@@ -40,7 +40,7 @@ class Rows:
             left[0] -= 1
             return left[0] >= 0
 
-        rows, _, later = self.database.run_now(QUEUE.take, NOW, has_room)
+        rows, _, later = self.database.run_blocking(QUEUE.begin_due_rows, NOW, has_room)
         return [row["number"] for row in rows], None if later is None else later - NOW
 
 
@@ -59,7 +59,7 @@ def test_what_begins_is_due_and_next_in_its_lane(rows, begun, later):
     table = Rows(*rows)
     assert table.take() == (begun, later)
     assert table.take()[0] == []
-    assert table.database.run_now(QUEUE.release) == len(begun) + sum("running" in row for row in rows)
+    assert table.database.run_blocking(QUEUE.release_running) == len(begun) + sum("running" in row for row in rows)
 
 
 def test_no_more_begin_than_there_is_room_for():
@@ -68,7 +68,7 @@ def test_no_more_begin_than_there_is_room_for():
 
 
 async def test_a_runner_keeps_to_its_limits_follows_the_clock_and_writes_until_it_is_written(monkeypatch, caplog):
-    monkeypatch.setattr("hooks.queue.STORE_PAUSE", 0.01)
+    monkeypatch.setattr("hooks.queue.STORE_RETRY_INTERVAL", 0.01)
     table = Rows(*["x - waiting 0"] * 4, "off - waiting 0", "y - waiting 90")
     began, most, goes_on, wall = [], [], asyncio.Event(), [NOW]
     troubles = [sqlite3.OperationalError("disk is full")] * 3
@@ -85,7 +85,7 @@ async def test_a_runner_keeps_to_its_limits_follows_the_clock_and_writes_until_i
         await runner.write(write, row["number"])
 
     limits = {"x": {"x": 2, "all": 3}, "y": {"all": 3}, "off": {"off": 0}}
-    runner = Runner(table.database, QUEUE, work, limits.__getitem__, clock=lambda: wall[0])
+    runner = QueueRunner(table.database, QUEUE, work, limits.__getitem__, clock=lambda: wall[0])
     await runner.begin_due()
     await until(lambda: began == [1, 2])
     goes_on.set()
@@ -111,7 +111,7 @@ async def test_what_does_not_end_in_time_is_cancelled():
         finally:
             ended.append(row["number"])
 
-    runner = Runner(table.database, QUEUE, work, lambda topic: {}, clock=lambda: NOW)
+    runner = QueueRunner(table.database, QUEUE, work, lambda topic: {}, clock=lambda: NOW)
     running = asyncio.create_task(runner.run())
     await until(lambda: ended)
     table.add("x - waiting 0")
@@ -119,4 +119,4 @@ async def test_what_does_not_end_in_time_is_cancelled():
     await asyncio.gather(running, return_exceptions=True)
     await runner.close(0.05)
     assert ended == [1, 2]
-    assert table.database.run_now(QUEUE.release) == 2
+    assert table.database.run_blocking(QUEUE.release_running) == 2

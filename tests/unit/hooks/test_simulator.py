@@ -6,8 +6,8 @@ from aiohttp import web
 from hooks.errors import InvalidWebhook
 from hooks.payload import ACTIONS, SAMPLE_SCOPES, WebhookPayload, sample
 from hooks.payload import SCOPES as DOCUMENTED
-from hooks.signatures import is_github, is_standard
-from hooks.testing import deliveries, headers, send
+from hooks.signatures import is_valid_github, is_valid_standard
+from hooks.testing import build_deliveries, build_headers, send_deliveries
 
 STANDARD = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
@@ -42,21 +42,21 @@ def test_an_event_that_is_not_documented_is_refused():
 
 def test_copies_share_an_id_and_a_shuffle_is_the_same_every_time():
     events = [(name, sample(name)) for name in SAMPLE_SCOPES]
-    sent = deliveries(events, copies=3, is_reordered=True, seed=1)
+    sent = build_deliveries(events, copies=3, is_reordered=True, seed=1)
     assert len({delivery.id for delivery in sent}) == len(SAMPLE_SCOPES)
     assert len(sent) == 3 * len(SAMPLE_SCOPES)
-    order = [delivery.what for delivery in sent]
+    order = [delivery.kind for delivery in sent]
     assert order != sorted(order, key=SAMPLE_SCOPES.index)
-    assert order == [delivery.what for delivery in deliveries(events, copies=3, is_reordered=True, seed=1)]
+    assert order == [delivery.kind for delivery in build_deliveries(events, copies=3, is_reordered=True, seed=1)]
 
 
 def test_signatures_are_those_that_a_receiver_verifies():
-    (delivery,) = deliveries([("repo", sample("repo"))])
-    found = headers(delivery, secret="s", standard_secret=STANDARD, github_secret="g", now=1000.5)
+    (delivery,) = build_deliveries([("repo", sample("repo"))])
+    found = build_headers(delivery, secret="s", standard_secret=STANDARD, github_secret="g", now=1000.5)
     assert found["X-Webhook-Secret"] == "s"
     signed = (found["Webhook-Id"], found["webhook-timestamp"], found["webhook-signature"])
-    assert is_standard((STANDARD,), *signed, delivery.body, now=1000)
-    assert is_github(("g",), found["X-Hub-Signature-256"], delivery.body)
+    assert is_valid_standard((STANDARD,), *signed, delivery.body, now=1000)
+    assert is_valid_github(("g",), found["X-Hub-Signature-256"], delivery.body)
 
 
 async def test_outcomes_tell_status_time_and_what_went_wrong():
@@ -72,15 +72,15 @@ async def test_outcomes_tell_status_time_and_what_went_wrong():
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     await web.SockSite(runner, listener).start()
-    sent = deliveries([("repo", sample("repo"))], copies=2)
+    sent = build_deliveries([("repo", sample("repo"))], copies=2)
     try:
-        found = [one async for one in send(f"{url}/x", sent, at_once=2)]
+        found = [one async for one in send_deliveries(f"{url}/x", sent, at_once=2)]
         assert [(one.status, one.is_accepted, sent[0].id in one.answer) for one in found] == [(201, True, True)] * 2
         assert all(0 < one.seconds < 30 for one in found)
-        (moved, _) = [one async for one in send(f"{url}/redirect", sent)]
+        (moved, _) = [one async for one in send_deliveries(f"{url}/redirect", sent)]
         assert (moved.status, moved.is_accepted) == (302, False)
     finally:
         await runner.cleanup()
-    (gone, _) = [one async for one in send(f"{url}/x", sent)]
+    (gone, _) = [one async for one in send_deliveries(f"{url}/x", sent)]
     assert (gone.status, gone.is_accepted) == (None, False)
     assert "onnect" in gone.answer

@@ -24,7 +24,7 @@ from service.sessions.store import NewSession, Sessions
 from service.testing import MemoryTransport
 
 # Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("no_compile_cache")]
+pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("no_compile_cache")]
 
 POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")
@@ -78,24 +78,24 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
         session = await sessions.create(
             NewSession(**{**vars(NEW), "language_instruction": RED, "max_relative_target": 1.0})
         )
-        drive = session.drive
-        assert drive is not None
+        robot_io = session.robot_io
+        assert robot_io is not None
         transport.link.deliver_joints(POSE)
         await sessions.start("s")
 
         async def newest(after: int) -> np.ndarray:
             async with asyncio.timeout(100):
-                while drive.control.chunks <= after:  # noqa: ASYNC110 - control has no events
+                while robot_io.controller.chunks <= after:  # noqa: ASYNC110 - control has no events
                     await asyncio.sleep(0.01)
-            return drive.thinking.recent[-1][1]
+            return robot_io.runner.recent[-1][1]
 
         red = await newest(0)
         with pytest.raises(InvalidRequest, match="45 bytes; this policy reads 31"):
             await sessions.adjust("s", {"language_instruction": "and now put it back to where you found it, ok"})
         await sessions.adjust("s", {"language_instruction": BLUE})
-        blue = await newest(drive.control.chunks + 1)
+        blue = await newest(robot_io.controller.chunks + 1)
         assert np.abs(red - blue).max() > 0.01
-        assert drive.thinking.errors == drive.control.rejected == 0
+        assert robot_io.runner.errors == robot_io.controller.rejected == 0
         assert str(session.stage) == "running"
 
 

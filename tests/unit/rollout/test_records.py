@@ -81,7 +81,10 @@ async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) ->
     deployments = Deployments(sources=lambda repo: pytest.fail(repo), rollout=Robots(), database=database)
     await deployments.quarantine.add(REPO, "1" * 40, "slow", "", None)
     deployments.close()
-    assert database.run_now(lambda connection: connection.execute("SELECT count(*) FROM quarantine").fetchone()[0]) == 1
+    assert (
+        database.run_blocking(lambda connection: connection.execute("SELECT count(*) FROM quarantine").fetchone()[0])
+        == 1
+    )
     database.close()
 
 

@@ -15,6 +15,8 @@ from tests.unit.sessions.test_interrupted import NEW as KEPT
 from tests.unit.sessions.test_interrupted import after_a_kill, serving
 from tests.unit.sessions.test_sessions import LONG, NEW, PATIENT, rigged
 
+pytestmark = pytest.mark.timed
+
 
 @dataclass
 class Listening(ScriptedPolicy):
@@ -32,7 +34,7 @@ async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chun
     async with rigged(PATIENT) as rig:
         rig.policy = policy = Listening(replace(LONG, takes_prefix=True), latency=0.05, step=0.02)
         await rig.running(replace(NEW, overlap="replace", action_steps=20, record=True))
-        control = rig.sessions.live("s").drive.control  # type: ignore[union-attr]
+        control = rig.sessions.live("s").robot_io.controller  # type: ignore[union-attr]
         assert PREFIX_ACTIONS not in policy.heard[-1][0]
         adjusted = await rig.sessions.adjust("s", {"overlap": "rtc", "action_steps": 15})
         assert adjusted.joining()["overlap"] == "rtc"

@@ -16,6 +16,8 @@ from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
 
+pytestmark = pytest.mark.timed
+
 READS = replace(LONG, language=True)
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 
@@ -102,8 +104,8 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
     loader = ScriptedLoader(lambda: policy)
     try:
-        async with engine.policy(loader, "policy", None, lambda word: None) as served:
-            served.replicas[0].prepare(4, None)
+        async with engine.policy(loader, "policy", None, lambda word: None) as loaded:
+            loaded.replicas[0].prepare(4, None)
 
             def seen(task: str) -> dict[str, np.ndarray]:
                 pictures = {"observation.images.front": np.zeros((1, 48, 64, 3), np.uint8)}
@@ -112,7 +114,7 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
                 )
 
             tasks = [RED, BLUE, "put it down", RED + " and " + BLUE]
-            answers = await asyncio.gather(*(engine.infer(served, seen(task)) for task in tasks))
+            answers = await asyncio.gather(*(engine.infer(loaded, seen(task)) for task in tasks))
         batches = [told for told in policy.told if len(told) > 1]
         assert batches, "somebody waited while the first one ran"
         assert sorted({text for told in policy.told for text in told}) == sorted(set(tasks))

@@ -120,6 +120,7 @@ async def test_what_failed_before_it_was_ready_was_promised_to_nobody(server: Se
 async def test_what_stopped_by_itself_is_written_down_too(server: Server) -> None:
     session = await server.sessions.create(NEW)
     server.transport.link.deliver_emergency_stop("the robot said so")
+    assert session.is_latched
     await server.sessions._ledger._records.written()
     async with after_a_kill(server) as after:
         assert after.sessions.get("arm").latch == session.latch == "the robot said so (from robot)"

@@ -32,6 +32,8 @@ from tests.testing.pauses import Pauses
 from tests.testing.rig import POSE, show
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 NEW = NewSession("s", "policy", "memory://", rate=100)
 # A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
 LONG = replace(SO100_REQUIREMENTS, chunk=400)
@@ -121,7 +123,7 @@ async def test_a_started_session_drives_the_robot_with_wire_names(rig: Rig) -> N
     assert list(link.sent[0].values) == list(POSE)
     assert [joint.index for joint in link.sent[0].joints] == list(range(6))
     await rig.sessions.stop("s")
-    await until(lambda: rig.sessions.get("s").drive.control.is_idle)  # type: ignore[union-attr]
+    await until(lambda: rig.sessions.get("s").robot_io.controller.is_idle)  # type: ignore[union-attr]
     sent = len(link.sent)
     await asyncio.sleep(0.05)
     assert len(link.sent) == sent
@@ -131,10 +133,12 @@ async def test_a_started_session_drives_the_robot_with_wire_names(rig: Rig) -> N
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
     session = rig.sessions.live("s")
-    assert session.drive is not None
-    control = session.drive.control
+    assert session.robot_io is not None
+    control = session.robot_io.controller
     # None is under way, which one counts already and the other not yet.
-    await until(lambda: len(link.sent) > 60 and control.chunks > 1 and not control.is_waiting and control.hold is None)
+    await until(
+        lambda: len(link.sent) > 60 and control.chunks > 1 and not control.scheduler.in_flight and control.hold is None
+    )
     status = json.loads(json.dumps(asdict(session.status()), allow_nan=False))
     stats, inference = status["stats"], status["inference_stats"]
     assert status["status"] == "running"
@@ -419,8 +423,8 @@ async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig
     assert "limit 300 ms" in str(session.status().stats["hold"])
     await until(lambda: held(link, -4) == kept(link, 4))
     # By what went out, and when: a machine that pauses sends nothing meanwhile.
-    assert session.drive is not None
-    stalled = session.drive.buffer.seen_at()["front"]
+    assert session.robot_io is not None
+    stalled = session.robot_io.buffer.seen_at["front"]
     assert stalled is not None
     assert link.sent[-5].values != link.sent[-4].values
     assert link.sent[-5].at - stalled <= 0.35
@@ -476,7 +480,7 @@ async def test_starting_while_the_link_is_lost_is_reconnecting(rig: Rig) -> None
 async def test_commands_the_link_does_not_take_are_counted_and_never_repeated(rig: Rig) -> None:
     link = await rig.running()
     link.is_choked = True
-    await until(lambda: rig.sessions.get("s").drive.commands_refused > 3)  # type: ignore[union-attr]
+    await until(lambda: rig.sessions.get("s").robot_io.commands_refused > 3)  # type: ignore[union-attr]
     sent = len(link.sent)
     link.is_choked = False
     await asyncio.sleep(0.05)
@@ -488,7 +492,7 @@ async def test_a_policy_that_raises_holds_and_three_times_in_a_row_is_an_error_u
     session = rig.sessions.get("s")
     rig.policy.failures = [ValueError("secret")]
     await until(lambda: session.status().stats["errors"] == 1)
-    await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
+    await until(lambda: session.robot_io.controller.hold is None)  # type: ignore[union-attr]
     assert session.stage is Stage.RUNNING
     rig.policy.failures = [ValueError("secret")] * 3
     await until(lambda: session.stage is Stage.ERROR)
@@ -496,7 +500,7 @@ async def test_a_policy_that_raises_holds_and_three_times_in_a_row_is_an_error_u
     assert message is not None
     assert "(3 times in a row)" in message
     assert "secret" not in message
-    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
     assert held(link, -4) == [POSE] * 4
     with pytest.raises(MoveRefused, match="allowed now: restart"):
         await rig.sessions.start("s")
@@ -516,13 +520,13 @@ async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_unt
     session = rig.sessions.get("s")
     rig.policy.failures = [answer]
     await until(lambda: session.status().stats["errors"] == 1)
-    await until(lambda: session.drive.control.hold is None)  # type: ignore[union-attr]
+    await until(lambda: session.robot_io.controller.hold is None)  # type: ignore[union-attr]
     assert session.stage is Stage.RUNNING
     rig.policy.failures = [answer] * 3
     await until(lambda: session.is_latched)
     assert session.stage is Stage.STOPPED
     assert (session.reason or "").startswith("policy_invalid: the policy returned")
-    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
     assert held(link, -4) == [POSE] * 4
     assert all(np.isfinite(list(sent.values.values())).all() for sent in link.sent)
     with pytest.raises(MoveRefused):
@@ -630,7 +634,7 @@ async def test_what_is_being_compiled_at_a_start_is_let_end_and_nothing_more_is_
 async def test_a_compile_that_takes_too_long_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("service.control.policy_runner.REST", 0.2)
+    monkeypatch.setattr("service.control.policy_runner.COMPILE_WAIT", 0.2)
     async with started_beside_a_compile() as (rig, policy):
         await until(lambda: any(values != POSE for values in held(rig.transport.link, 0)))
         assert policy.batches == []
@@ -735,7 +739,7 @@ async def test_an_emergency_stop_latches_at_once_holds_and_is_left_only_by_reset
     assert await rig.sessions.emergency_stop("button") == ["s"]
     assert session.stage is Stage.STOPPED
     assert held(link, sent) == [POSE]  # before anything was awaited
-    await until(lambda: session.drive.control.is_idle)  # type: ignore[union-attr]
+    await until(lambda: session.robot_io.controller.is_idle)  # type: ignore[union-attr]
     assert held(link, sent) == [POSE] * 4
     assert session.status().error_message == "button"
     for move in (rig.sessions.start, rig.sessions.restart):
@@ -778,8 +782,8 @@ async def test_an_emergency_stop_clears_the_plan_even_while_an_inference_is_on_i
     await until(lambda: rig.policy.acted > acted)
     sent = len(link.sent)
     link.deliver_emergency_stop()
-    control = rig.sessions.live("s").drive.control  # type: ignore[union-attr]
-    await until(lambda: control.is_idle and not control.is_waiting)
+    control = rig.sessions.live("s").robot_io.controller  # type: ignore[union-attr]
+    await until(lambda: control.is_idle and not control.scheduler.in_flight)
     assert held(link, sent) == [POSE] * 4
     assert rig.sessions.get("s").queue()["queue_length"] == 0
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
+from service.control.controller import ControlEvent
 from service.errors import MoveRefused, PolicyError, SessionExists, UnknownSession
 from service.inference.engine import Engine
 from service.sessions.records import SCHEMA, SessionRecords
@@ -23,6 +25,8 @@ from service.stage import Move
 from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
+
+pytestmark = pytest.mark.timed
 
 SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
 IDS = st.sampled_from(["a", "b"])
@@ -220,7 +224,8 @@ class Walk(RuleBasedStateMachine):
         if id not in self.links:
             return
         session = self.sessions.live(id)
-        session._happened(Move.BLINDED if is_blind else Move.RECOVERED, "it sees nothing" if is_blind else None)
+        move, reason = (Move.BLINDED, "it sees nothing") if is_blind else (Move.RECOVERED, None)
+        session._follow(ControlEvent(move, reason))
         seen = {("running", True): "degraded", ("degraded", False): "running"}
         self.stages[id] = seen.get((self.stages[id], is_blind), self.stages[id])
 
@@ -228,9 +233,9 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def the_policy_fails_until_all_running_sessions_are_errors(self) -> None:
         running = [id for id, stage in self.stages.items() if stage == "running"]
-        drive = self.sessions.get(running[0]).drive
-        assert drive is not None
-        policy = drive.thinking.served.policy
+        robot_io = self.sessions.get(running[0]).robot_io
+        assert robot_io is not None
+        policy = robot_io.runner.loaded.policy
         assert isinstance(policy, ScriptedPolicy)
         policy.failures = [ValueError("x")] * 1000
         self.runner.run(until(lambda: all(str(self.sessions.get(id).stage) == "error" for id in running)))
@@ -262,9 +267,9 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def what_does_not_go_falls_silent(self) -> None:
         for id, link in self.links.items():
-            drive = self.sessions.live(id).drive
-            assert drive is not None
-            if self.stages[id] not in GOING and drive.control.is_idle:
+            robot_io = self.sessions.live(id).robot_io
+            assert robot_io is not None
+            if self.stages[id] not in GOING and robot_io.controller.is_idle:
                 sent = len(link.sent)
                 self.runner.run(asyncio.sleep(0))
                 assert len(link.sent) == sent

@@ -84,7 +84,7 @@ async def test_an_action_that_was_planned_before_a_pause_or_before_the_loop_drov
     client._given_at -= 2.1
     np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
     np.testing.assert_allclose(await told(), moved + 0.2, atol=1e-4)
-    client.session.drive.control.ticks += 1
+    client.session.robot_io.controller.ticks += 1
     np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
 
 

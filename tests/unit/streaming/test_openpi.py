@@ -280,7 +280,7 @@ def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_
 
 
 async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):
-    recent = server.app.ctx.sessions.get("arm").drive.thinking.recent
+    recent = server.app.ctx.sessions.get("arm").robot_io.runner.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()
         monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 60.0)

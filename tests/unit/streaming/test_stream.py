@@ -198,10 +198,10 @@ async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joi
         await client.say("ping")
         await client.hear("pong")
         gate.set()
-        buffer = server.app.ctx.sessions.get("arm").drive.buffer
-        while not buffer.sizes():  # noqa: ASYNC110, it decodes in a thread
+        buffer = server.app.ctx.sessions.get("arm").robot_io.buffer
+        while not buffer.sizes:  # noqa: ASYNC110, it decodes in a thread
             await asyncio.sleep(0.01)
-        assert buffer.measured()["Elbow"] == -30.0
+        assert buffer.measured_joints()["Elbow"] == -30.0
 
 
 async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):
@@ -224,13 +224,13 @@ async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_no
         await server.call("POST", "/sessions/arm/start")
         await client.say("observation", **server.seen())
         await client.hear("command")
-        drive, link = server.app.ctx.sessions.get("arm").drive, server.app.ctx.doors.direct.links["arm"]
+        robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.doors.direct.links["arm"]
         driver, sent = link.driver, link.health()["commands_sent"]
-        assert len(drive.control.actions)
+        assert len(robot_io.controller.queue)
         link.part(driver, "gone")
         link.drive(driver, 2.0)
-        assert not len(drive.control.actions)
+        assert not len(robot_io.controller.queue)
         # It showed one of its joints; where the other robot's are is nothing to hold it at.
         link.inbox.joints({"Elbow": 20.0}, time.monotonic())
-        drive.halt(always_hold=True)
+        robot_io.halt(always_hold=True)
         assert link.health()["commands_sent"] == sent

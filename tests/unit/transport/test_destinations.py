@@ -5,7 +5,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hooks.addresses import danger, layers
+from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.registry.delivery import PinnedResolver
 from service.app import create_app
 from service.errors import InvalidRequest, TransportError
@@ -37,7 +37,7 @@ async def look_up(host, port):
 
 
 def destinations(*listed, resolve=look_up, own_port=None):
-    return Destinations(listed, AddressRules(danger, layers, resolve, PinnedResolver), lambda: own_port)
+    return Destinations(listed, AddressRules(describe_danger, unwrap_ipv4, resolve, PinnedResolver), lambda: own_port)
 
 
 # Without a list: this machine by its plain names, and nothing else.

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from hooks.client import WebhooksClient
-from hooks.threads import begin
+from hooks.threads import start_in_thread
 from tests.testing.stub_hub import StubHub
 from tests.testing.stub_hub.failures import Failure
 
@@ -52,14 +52,14 @@ def limit_ends_at(monkeypatch) -> Callable[[Failure], None]:
 
     def set_limit(failure: Failure) -> None:
         def within(seconds: float, work: Callable[[], Result]) -> Result:
-            held, future = failure.held, begin(work)
+            held, future = failure.held, start_in_thread(work)
             while not future.done():
                 if failure.held > held:
                     raise TimeoutError(f"not done in {seconds:g} s")
                 time.sleep(0.002)
             return future.result()
 
-        monkeypatch.setattr("hooks.client.client.within", within)
+        monkeypatch.setattr("hooks.client.client.run_with_timeout", within)
 
     return set_limit
 

@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub.utils import _http
 
 from hooks.client import HubRefused, HubSilent, HubUnreachable, WebhooksClient
-from hooks.client.client import asked_to_wait
+from hooks.client.client import read_retry_after
 from hooks.errors import HubTrouble
-from hooks.threads import within
+from hooks.threads import run_with_timeout
 
 URL = "https://example.com/hook"
 DATE = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
@@ -192,7 +192,7 @@ def test_a_client_closed_by_another_thread_is_opened_again(stub, client):
     ],
 )
 def test_what_an_answer_asks_for(headers, seconds):
-    assert asked_to_wait(headers, now=DATE) == seconds
+    assert read_retry_after(headers, now=DATE) == seconds
 
 
 def test_errors_and_timeouts_of_the_work_itself_are_handed_on():
@@ -200,7 +200,7 @@ def test_errors_and_timeouts_of_the_work_itself_are_handed_on():
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        within(5, fail)
+        run_with_timeout(5, fail)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

@@ -436,7 +436,7 @@ def test_backoff_doubles_up_to_its_longest_and_half_is_chance() -> None:
 async def test_a_disk_that_is_full_for_a_while_does_not_lose_what_was_accepted(
     serving, make_payload, until, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("hooks.queue.STORE_PAUSE", 0.01)
+    monkeypatch.setattr("hooks.queue.STORE_RETRY_INTERVAL", 0.01)
     receiver, runs, began, goes_on = Receiver(settings(database=tmp_path / "e.sqlite3")), [], asyncio.Event(), None
     goes_on = asyncio.Event()
 

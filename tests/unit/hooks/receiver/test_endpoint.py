@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from hooks.errors import InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiver.endpoint import Filter, Proofs, ReceiverSettings, handler_of
+from hooks.receiver.endpoint import AcceptedSecrets, Filter, ReceiverSettings, read_handler
 from hooks.receiver.events import Event, Status
 from hooks.receiver.filters import Facts
 from hooks.signatures import sign_github, sign_standard
@@ -53,19 +53,19 @@ PUSH = Facts(
     ],
 )
 def test_everything_that_is_named_has_to_hold(wanted: dict, is_wanted: bool) -> None:
-    assert Filter.of(**wanted).wants(PUSH) is is_wanted
+    assert Filter.build(**wanted).matches(PUSH) is is_wanted
 
 
 def test_a_delivery_that_does_not_say_is_not_wanted_by_a_filter_that_asks() -> None:
-    assert Filter().wants(Facts())
+    assert Filter().matches(Facts())
     for wanted in ({"repos": "*"}, {"repo_types": "model"}, {"scopes": "repo"}, {"refs": "*"}, {"events": "repo"}):
-        assert Filter.of(**wanted).wants(Facts()) is ("repos" in wanted)
+        assert Filter.build(**wanted).matches(Facts()) is ("repos" in wanted)
 
 
 NOW = 1_700_000_000
 BODY = b'{"a": 1}'
 STANDARD = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-ALL = Proofs(("old-secret", "new-secret"), (STANDARD,), ("github-secret",))
+ALL = AcceptedSecrets(("old-secret", "new-secret"), (STANDARD,), ("github-secret",))
 
 
 def standard(secret: str = STANDARD, *, at: int = NOW, body: bytes = BODY) -> dict[str, str]:
@@ -83,8 +83,8 @@ def github(secret: str = "github-secret", body: bytes = BODY) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("proofs", "headers", "status"),
     [
-        (Proofs(), {}, None),
-        (Proofs(), {"x-webhook-secret": "anything"}, None),
+        (AcceptedSecrets(), {}, None),
+        (AcceptedSecrets(), {"x-webhook-secret": "anything"}, None),
         (ALL, {}, 401),
         (ALL, {"webhook-id": "msg_1"}, 401),
         (ALL, {"x-webhook-secret": "old-secret"}, None),
@@ -102,22 +102,25 @@ def github(secret: str = "github-secret", body: bytes = BODY) -> dict[str, str]:
         (ALL, github("guessed"), 403),
         (ALL, {"x-webhook-secret": "wrong", **standard()}, None),
         (ALL, {"x-webhook-secret": "wrong", **standard("whsec_AAAA"), **github("x")}, 403),
-        (Proofs(("a-secret",)), standard(), 401),
-        (Proofs(("a-secret",)), github(), 401),
-        (Proofs(standard=(STANDARD,)), {"x-webhook-secret": "x"}, 401),
-        (Proofs(standard=(STANDARD,)), standard(), None),
+        (AcceptedSecrets(("a-secret",)), standard(), 401),
+        (AcceptedSecrets(("a-secret",)), github(), 401),
+        (AcceptedSecrets(standard=(STANDARD,)), {"x-webhook-secret": "x"}, 401),
+        (AcceptedSecrets(standard=(STANDARD,)), standard(), None),
     ],
 )
-def test_one_that_verifies_is_enough(proofs: Proofs, headers: dict[str, str], status: int | None) -> None:
-    early = proofs.refuse_by_head(headers)
-    late = proofs.refuse(headers, BODY, now=NOW)
+def test_one_that_verifies_is_enough(proofs: AcceptedSecrets, headers: dict[str, str], status: int | None) -> None:
+    early = proofs.check_headers(headers)
+    late = proofs.check_delivery(headers, BODY, now=NOW)
     assert (late and late.status) == status
     # What is refused before the body is read would have been refused with it.
     assert early is None or early == late
 
 
 def test_a_refusal_names_the_header_that_is_wanted() -> None:
-    told = [proofs.refuse({}, BODY, now=NOW) for proofs in (ALL, Proofs(standard=(STANDARD,)), Proofs(github=("x",)))]
+    told = [
+        proofs.check_delivery({}, BODY, now=NOW)
+        for proofs in (ALL, AcceptedSecrets(standard=(STANDARD,)), AcceptedSecrets(github=("x",)))
+    ]
     assert [one.body for one in told if one] == [
         b'{"error":"x-webhook-secret header not set."}',
         b'{"error":"webhook-signature header not set."}',
@@ -213,7 +216,7 @@ def custom(push: Push, *, when: Event) -> object:
     ],
 )
 def test_parameters_get_what_they_are_annotated_or_called(function: Any, model: object, wanted: object) -> None:
-    handler = handler_of(function)
+    handler = read_handler(function)
     assert handler.model is model
     assert not handler.is_async
     assert handler.bind("p", "r", EVENT)() == wanted
@@ -228,10 +231,10 @@ async def test_async_ones_are_told_from_others() -> None:
         return later(*arguments, **named)
 
     for function in (later, functools.partial(later), wrapped):
-        handler = handler_of(function)
+        handler = read_handler(function)
         assert (handler.is_async, handler.name) == (True, "later")
         assert await handler.bind(None, None, EVENT)() == "e1"
-    called = handler_of(Object())
+    called = read_handler(Object())
     assert (called.is_async, called.name, called.model) == (True, "Object", None)
     assert await called.bind({"a": 1}, None, EVENT)() == {"a": 1}
 
@@ -240,7 +243,7 @@ def test_annotations_that_cannot_be_looked_up_are_read_as_text() -> None:
     def local(hook: "models.WebhookPayload", asked: "Request | None", data: "dict[str, Missing]") -> None:
         """Names that exist for a type checker only."""
 
-    assert [kind for _, kind, _ in handler_of(local).wants] == ["payload", "request", "payload"]
+    assert [kind for _, kind, _ in read_handler(local).arguments] == ["payload", "request", "payload"]
 
 
 def test_a_handler_that_yields_is_refused_because_it_would_not_run() -> None:
@@ -248,7 +251,7 @@ def test_a_handler_that_yields_is_refused_because_it_would_not_run() -> None:
         yield payload
 
     with pytest.raises(InvalidWebhook, match=r"later: .* would not run"):
-        handler_of(later)
+        read_handler(later)
 
 
 @pytest.mark.parametrize(
@@ -258,4 +261,4 @@ def test_a_handler_that_yields_is_refused_because_it_would_not_run() -> None:
 )
 def test_a_parameter_nobody_knows_is_refused_when_it_is_added(function: Any) -> None:
     with pytest.raises(InvalidWebhook, match=r"handler .*(parameter|wanted a function)"):
-        handler_of(function)
+        read_handler(function)

@@ -9,12 +9,12 @@ from hooks.errors import StoreError, UnknownEvent
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import DAY
 from hooks.receiver.events import Answer, Event, Status
-from hooks.receiver.inbox import Arrival, Inbox, Verdict
+from hooks.receiver.inbox import Acceptance, Inbox, IncomingEvent
 
 NOW = 1_700_000_000.0
 
 
-def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Verdict, Event]:
+def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", **more) -> tuple[Acceptance, Event]:
     parts = {
         "id": f"e{number}",
         "path": "/webhooks/x",
@@ -30,18 +30,18 @@ def arrive(inbox: Inbox, number: int, *, at: float = NOW, body: bytes = b"{}", *
         "action": "update",
         "status": Status.WAITING,
     }
-    arrival = Arrival(**{**parts, **more})
+    arrival = IncomingEvent(**{**parts, **more})
     given = {"now": at, "window": 10.0, "coalesce": False, "max_waiting": 1000, "paths": (arrival.path,)}
-    return inbox.database.run_now(ledger.accept, arrival, **given)[:2]
+    return inbox.database.run_blocking(ledger.accept_event, arrival, **given)[:2]
 
 
 def begin(inbox: Inbox, event_id: str) -> Event | None:
-    rows, *_ = inbox.database.run_now(ledger.QUEUE.take, NOW, lambda path: True)
-    return next((ledger.event_of(row) for row in rows if row["id"] == event_id), None)
+    rows, *_ = inbox.database.run_blocking(ledger.QUEUE.begin_due_rows, NOW, lambda path: True)
+    return next((ledger.read_event(row) for row in rows if row["id"] == event_id), None)
 
 
 def end(inbox: Inbox, number: int, *, at: float = NOW) -> None:
-    inbox.database.run_now(ledger.finish, f"e{number}", Answer(200, b"null"), (), now=at)
+    inbox.database.run_blocking(ledger.finish_event, f"e{number}", Answer(200, b"null"), (), now=at)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def inbox(tmp_path: Path):
 def test_a_lock_file_that_cannot_be_made_is_told(inbox: Inbox, tmp_path: Path) -> None:
     (tmp_path / "events.sqlite3.lock").mkdir()
     with pytest.raises(StoreError, match="lock file cannot be made"):
-        inbox.own()
+        inbox.lock()
 
 
 def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
@@ -71,31 +71,31 @@ def test_events_are_listed_newest_first_page_by_page(inbox: Inbox) -> None:
 
 
 def test_a_duplicate_is_known_by_its_id_whatever_its_body(inbox: Inbox) -> None:
-    assert arrive(inbox, 1)[0] is Verdict.NEW
+    assert arrive(inbox, 1)[0] is Acceptance.NEW
     verdict, event = arrive(inbox, 2, delivery_id="d1", body=b"[]", at=NOW + 3 * DAY)
-    assert (verdict, event.id) == (Verdict.DUPLICATE, "e1")
-    assert arrive(inbox, 3, delivery_id="d1", webhook_id="w2")[0] is Verdict.NEW
-    assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Verdict.NEW
+    assert (verdict, event.id) == (Acceptance.DUPLICATE, "e1")
+    assert arrive(inbox, 3, delivery_id="d1", webhook_id="w2")[0] is Acceptance.NEW
+    assert arrive(inbox, 4, delivery_id="d1", path="/webhooks/y")[0] is Acceptance.NEW
 
 
 def test_without_an_id_the_body_counts_for_a_while(inbox: Inbox) -> None:
     same = {"delivery_id": None, "identity": "body:abc"}
-    assert arrive(inbox, 1, **same)[0] is Verdict.NEW
-    assert arrive(inbox, 2, **same, at=NOW + 9)[0] is Verdict.DUPLICATE
-    assert arrive(inbox, 3, **same, at=NOW + 11)[0] is Verdict.NEW
-    assert arrive(inbox, 4, **{**same, "identity": "body:abcd"}, at=NOW + 11)[0] is Verdict.NEW
-    assert arrive(inbox, 5, delivery_id="body:abc", at=NOW + 11)[0] is Verdict.NEW
+    assert arrive(inbox, 1, **same)[0] is Acceptance.NEW
+    assert arrive(inbox, 2, **same, at=NOW + 9)[0] is Acceptance.DUPLICATE
+    assert arrive(inbox, 3, **same, at=NOW + 11)[0] is Acceptance.NEW
+    assert arrive(inbox, 4, **{**same, "identity": "body:abcd"}, at=NOW + 11)[0] is Acceptance.NEW
+    assert arrive(inbox, 5, delivery_id="body:abc", at=NOW + 11)[0] is Acceptance.NEW
 
 
 def test_an_event_during_which_the_process_ends_too_often_is_a_dead_letter(inbox: Inbox) -> None:
     for number in (1, 2):
         arrive(inbox, number)
     for start in range(3):
-        assert inbox.database.run_now(ledger.resume, now=NOW, crashes=2) == {"/webhooks/x": 2}
+        assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=2) == {"/webhooks/x": 2}
         began = begin(inbox, "e1")
         assert began is not None
         assert began.attempt == start + 1
-    assert inbox.database.run_now(ledger.resume, now=NOW, crashes=2) == {"/webhooks/x": 1}
+    assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=2) == {"/webhooks/x": 1}
     [dead] = inbox.list(status="dead")
     assert (dead.id, dead.error) == ("e1", "the process ended while it ran")
 
@@ -104,8 +104,8 @@ def test_a_clean_stop_is_no_such_end(inbox: Inbox) -> None:
     arrive(inbox, 1)
     for _ in range(5):
         assert begin(inbox, "e1")
-        assert inbox.database.run_now(ledger.QUEUE.release) == 1
-        assert inbox.database.run_now(ledger.resume, now=NOW, crashes=0)
+        assert inbox.database.run_blocking(ledger.QUEUE.release_running) == 1
+        assert inbox.database.run_blocking(ledger.resume_events, now=NOW, max_crashes=0)
 
 
 def test_an_event_begins_once(inbox: Inbox) -> None:
@@ -120,10 +120,10 @@ def test_what_ended_long_ago_is_forgotten_and_what_waits_never(inbox: Inbox) -> 
     end(inbox, 0)
     end(inbox, 1, at=NOW + 5)
     assert begin(inbox, "e2")
-    inbox.database.run_now(ledger.fail, "e2", "x", now=NOW, attempts=1, retry_at=None, to_sender=False)
-    limits = {"kept": 10.0, "kept_dead": 20.0, "kept_bytes": 1000}
+    inbox.database.run_blocking(ledger.fail_event, "e2", "x", now=NOW, attempts=1, retry_at=None, to_sender=False)
+    limits = {"max_age": 10.0, "max_dead_age": 20.0, "max_bytes": 1000}
     for later, left in ((9, ["e3", "e2", "e1", "e0"]), (10, ["e3", "e2", "e1"]), (20, ["e3"]), (1e6, ["e3"])):
-        inbox.database.run_now(ledger.prune, now=NOW + later, **limits)
+        inbox.database.run_blocking(ledger.prune_events, now=NOW + later, **limits)
         assert [event.id for event in inbox.list()] == left
 
 
@@ -132,9 +132,9 @@ def test_bodies_take_no_more_room_than_they_may(inbox: Inbox) -> None:
         arrive(inbox, number, body=bytes(100))
         if number < 5:
             end(inbox, number)
-    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 3
+    assert inbox.database.run_blocking(ledger.prune_events, now=NOW, max_age=DAY, max_dead_age=DAY, max_bytes=250) == 3
     assert [event.id for event in inbox.list()] == ["e5", "e4", "e3"]
-    assert inbox.database.run_now(ledger.prune, now=NOW, kept=DAY, kept_dead=DAY, kept_bytes=250) == 0
+    assert inbox.database.run_blocking(ledger.prune_events, now=NOW, max_age=DAY, max_dead_age=DAY, max_bytes=250) == 0
 
 
 def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) -> None:
@@ -150,13 +150,13 @@ def test_the_write_ahead_log_does_not_grow_with_what_is_written(inbox: Inbox) ->
 def test_deliveries_are_counted_by_webhook(inbox: Inbox) -> None:
     for number in range(5):
         arrive(inbox, number, webhook_id="w1" if number else "w2", at=NOW + number)
-    assert inbox.database.run_now(ledger.counts, since=NOW + 1.5) == {"w1": 3}
-    assert inbox.database.run_now(ledger.counts, since=0.0) == {"w1": 4, "w2": 1}
+    assert inbox.database.run_blocking(ledger.count_deliveries, since=NOW + 1.5) == {"w1": 3}
+    assert inbox.database.run_blocking(ledger.count_deliveries, since=0.0) == {"w1": 4, "w2": 1}
 
 
 def test_a_listing_reads_no_bodies(inbox: Inbox) -> None:
     arrive(inbox, 1)
     statements: list[str] = []
-    inbox.database.run_now(lambda connection: connection.set_trace_callback(statements.append))
+    inbox.database.run_blocking(lambda connection: connection.set_trace_callback(statements.append))
     inbox.list()
     assert not any("body" in statement or "*" in statement for statement in statements if "SELECT" in statement)

@@ -5,11 +5,11 @@ import sqlite3
 import time
 
 from hooks.errors import StoreError
-from hooks.queue import Runner
+from hooks.queue import QueueRunner
 from hooks.receiver import inbox as ledger
 from hooks.receiver.endpoint import DAY, ReceiverSettings
 from hooks.receiver.inbox import Inbox
-from hooks.receiver.intake import Keeper
+from hooks.receiver.intake import Maintenance
 from hooks.receiver.receiver import Receiver
 
 
@@ -20,15 +20,15 @@ async def test_a_webhook_near_the_hubs_daily_limit_is_warned_of_once_a_day(
     receiver = Receiver()
     async with serving(receiver, lambda: None, "x") as sender:
         running = receiver._running
-        keeper = Keeper(running.inbox, running.runner, ReceiverSettings())
+        keeper = Maintenance(running.inbox, running.runner, ReceiverSettings())
         warned = []
         for number in range(5):
             await sender.post("/webhooks/x", make_payload(), headers={"webhook-id": str(number)})
-            await keeper.tidy(time.time())
+            await keeper.prune(time.time())
             warned.append(caplog.text.count("webhook webhook-1 had"))
         assert warned == [0, 0, 0, 1, 1]
         assert "had 4 deliveries within a day; the Hub stops at 5" in caplog.text
-        await keeper.tidy(time.time() + 2 * DAY)
+        await keeper.prune(time.time() + 2 * DAY)
         assert caplog.text.count("webhook webhook-1 had") == 1
 
 
@@ -37,15 +37,15 @@ async def test_what_is_old_is_forgotten_while_it_runs(serving, make_payload) -> 
     async with serving(receiver, lambda: None, "x") as sender:
         await sender.post("/webhooks/x", make_payload())
         running = receiver._running
-        keeper = Keeper(running.inbox, running.runner, receiver.settings)
-        await keeper.tidy(time.time() + 5)
+        keeper = Maintenance(running.inbox, running.runner, receiver.settings)
+        await keeper.prune(time.time() + 5)
         assert len(await receiver.events()) == 1
-        await keeper.tidy(time.time() + 15)
+        await keeper.prune(time.time() + 15)
         assert await receiver.events() == []
 
 
 async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monkeypatch, caplog) -> None:
-    monkeypatch.setattr("hooks.receiver.intake.LOOK_EVERY", 0.0)
+    monkeypatch.setattr("hooks.receiver.intake.POLL_INTERVAL", 0.0)
     troubles, is_over = ["full", "full", "", "full", "locked"], asyncio.Event()
 
     def version(connection: sqlite3.Connection) -> int:
@@ -58,10 +58,10 @@ async def test_what_keeps_it_from_its_work_is_logged_once_until_it_is_over(monke
     async def work(row: sqlite3.Row) -> None:
         pass
 
-    monkeypatch.setattr("hooks.receiver.inbox.version", version)
+    monkeypatch.setattr("hooks.receiver.inbox.get_data_version", version)
     with Inbox(None) as inbox:
-        runner = Runner(inbox.database, ledger.QUEUE, work, lambda path: {})
-        keeping = asyncio.create_task(Keeper(inbox, runner, ReceiverSettings()).run())
+        runner = QueueRunner(inbox.database, ledger.QUEUE, work, lambda path: {})
+        keeping = asyncio.create_task(Maintenance(inbox, runner, ReceiverSettings()).run())
         async with asyncio.timeout(30):
             await is_over.wait()
         keeping.cancel()

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import Filter
-from hooks.receiver.filters import Facts, Unusable, check, facts_of, parse, payload_of
+from hooks.receiver.filters import Facts, InvalidPayload, build_payload, check_payload, parse_json, read_facts
 
 
 class Strict(BaseModel):
@@ -22,7 +22,7 @@ class Robot(WebhookPayload):
 def test_a_fact_is_no_longer_than_a_listing_can_hold(make_payload) -> None:
     data = make_payload("a" * 5_000_000)
     data["webhook"]["id"] = data["event"]["scope"] = "b" * 5_000_000
-    facts = facts_of(data)
+    facts = read_facts(data)
     assert [len(text or "") for text in (facts.repo, facts.webhook_id, facts.scope)] == [512] * 3
 
 
@@ -32,20 +32,20 @@ def test_what_the_hub_may_send_one_day_is_kept(make_payload) -> None:
     data["webhook"]["version"] = 4
     data["event"]["scope"] = "repo.content.lfs"
     for model in (WebhookPayload, huggingface_hub.WebhookPayload):
-        payload = payload_of(model, data)
+        payload = build_payload(model, data)
         assert isinstance(payload, WebhookPayload)
         assert (payload.repo.type, payload.webhook.version, payload.is_about("repo.content")) == ("kernel", 4, True)
         assert (payload.later, payload.repo.stars) == ({"x": 1}, 3)
 
 
 def test_huggingface_hubs_own_class_is_given_where_it_can_be(make_payload) -> None:
-    payload = payload_of(huggingface_hub.WebhookPayload, make_payload())
+    payload = build_payload(huggingface_hub.WebhookPayload, make_payload())
     assert type(payload) is huggingface_hub.WebhookPayload
     assert payload.repo.name == "robots/act"
 
 
 def test_a_broken_part_that_is_not_needed_is_left_out(make_payload) -> None:
-    payload = payload_of(WebhookPayload, make_payload(discussion={"num": "three"}, updatedRefs="none"))
+    payload = build_payload(WebhookPayload, make_payload(discussion={"num": "three"}, updatedRefs="none"))
     assert payload.discussion is None
     assert payload.updatedRefs is None
     assert payload.repo.head_sha == "a" * 40
@@ -55,67 +55,67 @@ def test_a_broken_part_that_is_not_needed_is_left_out(make_payload) -> None:
 def test_a_needed_part_that_is_not_there_is_named(make_payload, name: str) -> None:
     data = make_payload()
     data[name] = {"secret-looking": "value"}
-    with pytest.raises(Unusable) as refused:
-        payload_of(WebhookPayload, data)
+    with pytest.raises(InvalidPayload) as refused:
+        build_payload(WebhookPayload, data)
     assert refused.value.fields
     assert all(field.startswith(name) for field in refused.value.fields)
     assert "secret-looking" not in repr(refused.value.fields)
 
 
 def test_other_models_and_subclasses_say_what_they_miss(make_payload) -> None:
-    assert payload_of(Strict, {"count": 3}) == Strict(count=3)
-    with pytest.raises(Unusable) as refused:
-        payload_of(Strict, {"count": "many"})
+    assert build_payload(Strict, {"count": 3}) == Strict(count=3)
+    with pytest.raises(InvalidPayload) as refused:
+        build_payload(Strict, {"count": "many"})
     assert refused.value.fields == ("count",)
-    with pytest.raises(Unusable) as refused:
-        payload_of(Robot, make_payload())
+    with pytest.raises(InvalidPayload) as refused:
+        build_payload(Robot, make_payload())
     assert refused.value.fields == ("robot",)
-    assert payload_of(Robot, make_payload(robot="so100", comment=3)).robot == "so100"
+    assert build_payload(Robot, make_payload(robot="so100", comment=3)).robot == "so100"
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[" * 100_000, b'{"a": NaN}', b"\xff\xfe", b'"\\ud800"', b"{} {}", b'{"a": 1,}']
 )
 def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(Unusable, match="no JSON"):
-        parse(body)
+    with pytest.raises(InvalidPayload, match="no JSON"):
+        parse_json(body)
 
 
 @pytest.mark.parametrize("data", [[], "text", 3, None])
 def test_what_is_no_object_is_refused(data: object) -> None:
-    assert facts_of(data) == Facts()
-    with pytest.raises(Unusable, match="no JSON object"):
-        payload_of(None, data)
+    assert read_facts(data) == Facts()
+    with pytest.raises(InvalidPayload, match="no JSON object"):
+        build_payload(None, data)
 
 
 def test_an_event_of_a_session_is_known_by_its_type() -> None:
-    facts = facts_of({"type": "session.policy.swapped", "timestamp": "2026-01-01T00:00:00Z", "data": {}})
+    facts = read_facts({"type": "session.policy.swapped", "timestamp": "2026-01-01T00:00:00Z", "data": {}})
     assert facts.scope == "session.policy.swapped"
-    assert Filter(scopes=("session.policy",)).wants(facts)
-    assert not Filter(scopes=("repo",)).wants(facts)
+    assert Filter(scopes=("session.policy",)).matches(facts)
+    assert not Filter(scopes=("repo",)).matches(facts)
 
 
 def test_facts_come_from_anything(make_payload) -> None:
-    facts = facts_of(make_payload())
+    facts = read_facts(make_payload())
     assert (facts.repo, facts.scope, facts.action) == ("robots/act", "repo.content", "update")
     assert facts.refs == ("refs/heads/main",)
     odd = {"event": 3, "repo": {"id": 5, "name": None}, "webhook": [], "updatedRefs": [1, {"ref": 2}, {"ref": "x"}]}
-    assert facts_of(odd) == Facts(refs=("x",))
-    assert facts_of(json.loads("{}")) == Facts()
+    assert read_facts(odd) == Facts(refs=("x",))
+    assert read_facts(json.loads("{}")) == Facts()
 
 
 def test_a_bucket_with_many_files_is_read_whole(make_payload) -> None:
     files = [{"path": f"{number}", "action": "add", "size": number} for number in range(1234)]
-    payload = payload_of(WebhookPayload, make_payload(updatedFiles=files))
+    payload = build_payload(WebhookPayload, make_payload(updatedFiles=files))
     assert [file.size for file in payload.updatedFiles] == list(range(1234))
     assert payload.model_dump(by_alias=True, exclude_unset=True)["updatedFiles"] == files
     files[1000]["size"] = "huge"
-    assert payload_of(WebhookPayload, make_payload(updatedFiles=files)).updatedFiles is None
+    assert build_payload(WebhookPayload, make_payload(updatedFiles=files)).updatedFiles is None
 
 
 def test_before_it_is_kept_only_what_is_needed_is_looked_at(make_payload) -> None:
     for model in (WebhookPayload, huggingface_hub.WebhookPayload, None):
-        check(model, make_payload(updatedFiles=3, discussion={}))
+        check_payload(model, make_payload(updatedFiles=3, discussion={}))
     for model, data in ((WebhookPayload, {}), (Robot, make_payload()), (Strict, {}), (None, [])):
-        with pytest.raises(Unusable):
-            check(model, data)
+        with pytest.raises(InvalidPayload):
+            check_payload(model, data)

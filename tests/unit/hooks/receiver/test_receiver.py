@@ -19,7 +19,7 @@ from hooks.payload import WebhookPayload
 from hooks.receiver import intake
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.receiver.events import Event, Status
-from hooks.receiver.intake import Rates
+from hooks.receiver.intake import RateLimiter
 from hooks.receiver.receiver import Receiver
 from hooks.signatures import sign_github, sign_standard
 from tests.testing.pauses import Pauses
@@ -149,7 +149,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 # The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
-    monkeypatch.setattr("hooks.receiver.intake.DRAINED_WITHIN", 60.0)
+    monkeypatch.setattr("hooks.receiver.intake.DISCARD_TIMEOUT", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -464,7 +464,7 @@ async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> Non
     headers = {**SIGNED, "authorization": "Bearer private", "webhook-id": "1", "user-agent": "hub"}
     async with serving(receiver) as sender:
         await sender.post("/webhooks/x", make_payload(), headers=headers)
-        recent = await receiver.recent()
+        recent = await receiver.list_recent()
     assert (seen[0].headers["user-agent"], seen[0].delivery_id, seen[0].webhook_id) == ("hub", "1", "webhook-1")
     assert json.loads(seen[0].body) == make_payload()
     assert [event.repo for event in recent] == ["robots/act"]
@@ -476,7 +476,7 @@ async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> Non
 async def test_what_cannot_be_written_is_not_acknowledged(
     serving, make_payload, tmp_path: Path, monkeypatch, caplog, trouble: str
 ) -> None:
-    monkeypatch.setattr("hooks.database.LOCK_PATIENCE", 0.05)
+    monkeypatch.setattr("hooks.database.LOCK_TIMEOUT", 0.05)
     receiver, runs = Receiver(ReceiverSettings(database=tmp_path / "e.sqlite3")), []
     async with serving(receiver, lambda payload: runs.append(1), "x") as sender:
         inbox = receiver._running.inbox
@@ -589,18 +589,18 @@ async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving,
 
 
 def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
-    limit = Rates(rate=2.0, burst=3)
-    assert [limit.take("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-    assert limit.take("b", 10.0) == 0.0
-    assert limit.take("a", 10.4) > 0
-    assert limit.take("a", 10.5) == 0.0
-    assert [limit.take("a", 1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    limit = RateLimiter(rate=2.0, burst=3)
+    assert [limit.take_token("a", 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert limit.take_token("b", 10.0) == 0.0
+    assert limit.take_token("a", 10.4) > 0
+    assert limit.take_token("a", 10.5) == 0.0
+    assert [limit.take_token("a", 1000.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
 
 
 def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(intake, "SOURCES", 2)
-    limit = Rates(rate=1.0, burst=1)
+    monkeypatch.setattr(intake, "MAX_SOURCES", 2)
+    limit = RateLimiter(rate=1.0, burst=1)
     for source in ("a", "b", "c"):
-        limit.take(source, 0.0)
-    assert limit.take("c", 0.0) > 0
-    assert limit.take("a", 0.0) == 0.0
+        limit.take_token(source, 0.0)
+    assert limit.take_token("c", 0.0) > 0
+    assert limit.take_token("a", 0.0) == 0.0

@@ -43,7 +43,7 @@ def settings(**changed: Any) -> RegistrySettings:
 
 async def until_fact(registry: Registry, name: str, value: int) -> None:
     async def is_so() -> bool:
-        return (await registry.facts()).get(name) == value
+        return (await registry.get_stats()).get(name) == value
 
     await until(is_so)
 

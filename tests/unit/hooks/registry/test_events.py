@@ -15,7 +15,7 @@ from hooks.registry.delivery import Schedule
 from hooks.registry.registry import Registry
 from hooks.registry.sender import SenderSettings
 from hooks.registry.store import Watched, Webhook
-from hooks.signatures import is_standard
+from hooks.signatures import is_valid_standard
 from tests.testing.target import TargetServer
 from tests.testing.waiting import until
 from tests.unit.hooks.registry.serving import settings
@@ -52,7 +52,7 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
     """What the API says then."""
 
     async def disabled() -> Any:
-        return (await registry.management.get(webhook.id)).wire()["disabled"]
+        return (await registry.management.get(webhook.id)).to_json()["disabled"]
 
     return await until(disabled)
 
@@ -76,8 +76,8 @@ async def until_disabled(registry: Registry, webhook: Webhook) -> Any:
 )
 def test_a_webhook_wants_what_it_watches(watched: Watched, scope: str, repo: tuple[str, str], is_wanted: bool) -> None:
     webhook = Webhook("1", "http://x", None, (watched,), ("repo",))
-    assert webhook.wants(scope, *repo) is is_wanted
-    assert not webhook.wants_sessions
+    assert webhook.matches(scope, *repo) is is_wanted
+    assert not webhook.is_watching_sessions
 
 
 async def test_an_event_of_ours_is_read_by_huggingface_hubs_model_and_by_ours(
@@ -95,7 +95,7 @@ async def test_an_event_of_ours_is_read_by_huggingface_hubs_model_and_by_ours(
     assert (ours.repo.head_sha, ours.new_sha("main")) == (NEW, NEW)
     assert ours.updatedRefs is not None
     assert ours.updatedRefs[0].oldSha == OLD
-    assert is_standard(
+    assert is_valid_standard(
         ["s" * 20],
         got.id,
         got.headers["webhook-timestamp"],
@@ -193,7 +193,7 @@ async def test_a_webhook_that_fails_again_and_again_is_suspended_until_it_is_ena
         assert enabled.disabled == ""
         assert await registry.emit_repo("lab/act", NEW, OLD) == 1
         await target.wait_for(5)
-        assert (await registry.facts())["deliveries_failed"] == 2
+        assert (await registry.get_stats())["deliveries_failed"] == 2
 
 
 async def test_a_success_in_between_keeps_a_webhook_from_being_suspended(target: TargetServer) -> None:
@@ -234,7 +234,7 @@ async def test_a_deleted_webhook_is_sent_nothing_more(registry: Registry, target
     target.gate.set()
     await asyncio.sleep(0.05)
     assert len(target.got) == 1
-    assert (await registry.facts())["deliveries_waiting"] == 0
+    assert (await registry.get_stats())["deliveries_waiting"] == 0
 
 
 async def test_events_are_refused_with_a_reason_while_it_does_not_run() -> None:

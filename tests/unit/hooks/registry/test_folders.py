@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from watchfiles import awatch
 
-from hooks.registry.folder_watcher import FolderWatcher, Quiet, Stopped, look_at, sha_of
+from hooks.registry.folder_watcher import FolderWatcher, SettleTimer, WatchStopped, hash_folder, scan_folder
 from hooks.registry.registry import Registry
 from service.rollout.sources import FolderSource
 from tests.testing.pauses import Pauses
@@ -50,43 +50,43 @@ async def heard(tmp_path: Path, pauses: Pauses) -> AsyncIterator[Heard]:
 
 
 def test_quiet_is_counted_from_the_last_move() -> None:
-    quiet = Quiet(2.0)
+    quiet = SettleTimer(2.0)
     first, second = frozenset({("a", 1, 1, 1)}), frozenset({("a", 2, 2, 1)})
-    assert quiet.wait(first, 10.0) == 2.0
-    assert quiet.wait(first, 11.5) == 0.5
-    assert quiet.wait(second, 11.9) == 2.0
-    assert quiet.wait(second, 13.9) == 0.0
-    assert quiet.wait(None, 14.0) == 2.0
+    assert quiet.get_remaining(first, 10.0) == 2.0
+    assert quiet.get_remaining(first, 11.5) == 0.5
+    assert quiet.get_remaining(second, 11.9) == 2.0
+    assert quiet.get_remaining(second, 13.9) == 0.0
+    assert quiet.get_remaining(None, 14.0) == 2.0
 
 
 async def test_the_sha_is_the_one_of_the_deployments_and_of_content_only(tmp_path: Path) -> None:
     folder = write_policy(tmp_path / "act")
-    sha = sha_of(folder, GO_ON)
+    sha = hash_folder(folder, GO_ON)
     assert sha == await FolderSource(tmp_path / "cache").head(str(folder), None)
     assert len(sha) == 40
     os.utime(folder / "config.json", (1, 1))
     (folder / ".hidden").write_text("x")
     (folder / "model.safetensors.tmp").write_text("x")
     (folder / "training.log").write_text("x")
-    assert sha_of(shutil.copytree(folder, tmp_path / "copy"), GO_ON) == sha
+    assert hash_folder(shutil.copytree(folder, tmp_path / "copy"), GO_ON) == sha
     write_policy(folder, b"weightz")
-    assert sha_of(folder, GO_ON) != sha
+    assert hash_folder(folder, GO_ON) != sha
 
 
 def test_a_folder_that_is_no_policy_is_taken_whole(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("a")
-    before = sha_of(tmp_path, GO_ON)
+    before = hash_folder(tmp_path, GO_ON)
     (tmp_path / "deep" / "a.txt").rename(tmp_path / "deep" / "b.txt")
-    assert sha_of(tmp_path, GO_ON) != before
-    assert look_at(tmp_path / "nowhere") is None
+    assert hash_folder(tmp_path, GO_ON) != before
+    assert scan_folder(tmp_path / "nowhere") is None
 
 
 def test_reading_ends_when_asked_to(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
-        sha_of(write_policy(tmp_path / "act"), stop)
+    with pytest.raises(WatchStopped):
+        hash_folder(write_policy(tmp_path / "act"), stop)
 
 
 async def test_a_file_exchanged_by_a_rename_is_one_change(heard: Heard, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_a_file_exchanged_by_a_rename_is_one_change(heard: Heard, tmp_path
     (folder / "tmp8f3a").write_bytes(b"other weights")
     os.replace(folder / "tmp8f3a", folder / "model.safetensors")
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", sha_of(folder, GO_ON))
+    assert heard[1] == ("act", hash_folder(folder, GO_ON))
     assert heard[0] != heard[1]
 
 
@@ -106,11 +106,11 @@ async def test_a_folder_renamed_into_place_is_one_change_and_is_followed_on(hear
     folder.rename(tmp_path / "old")
     (tmp_path / "new").rename(folder)
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", sha_of(folder, GO_ON))
+    assert heard[1] == ("act", hash_folder(folder, GO_ON))
     await asyncio.sleep(0.1)
     write_policy(folder, b"third")
     await until(lambda: len(heard) == 3)
-    assert heard[2] == ("act", sha_of(folder, GO_ON))
+    assert heard[2] == ("act", hash_folder(folder, GO_ON))
 
 
 async def test_a_link_that_is_turned_to_another_folder_is_a_change(heard: Heard, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_a_link_that_is_turned_to_another_folder_is_a_change(heard: Heard,
     (tmp_path / "next").symlink_to("v2")
     os.replace(tmp_path / "next", tmp_path / "act")
     await until(lambda: len(heard) == 2)
-    assert heard[1] == ("act", sha_of(tmp_path / "v2", GO_ON))
+    assert heard[1] == ("act", hash_folder(tmp_path / "v2", GO_ON))
 
 
 async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_a_file_that_grows_is_not_read_before_it_rests(tmp_path: Path) -> 
         await asyncio.sleep(0.01)
         if heard:
             break
-    assert heard == [("act", sha_of(folder, GO_ON))]
+    assert heard == [("act", hash_folder(folder, GO_ON))]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -153,15 +153,15 @@ async def test_a_folder_that_moves_while_it_is_read_is_read_again(
     folder = write_policy(tmp_path / "act", b"first")
 
     def read_and_move(folder: Path, stop: threading.Event) -> str:
-        read.append(sha_of(folder, stop))
+        read.append(hash_folder(folder, stop))
         if len(read) == 1:
             write_policy(folder, b"second")
         return read[-1]
 
-    monkeypatch.setattr("hooks.registry.folder_watcher.sha_of", read_and_move)
+    monkeypatch.setattr("hooks.registry.folder_watcher.hash_folder", read_and_move)
     running = asyncio.create_task(FolderWatcher({"act": folder}, heard.settled, quiet=0.05, poll=30.0).run())
     await until(lambda: heard)
-    assert heard == [("act", sha_of(folder, GO_ON))]
+    assert heard == [("act", hash_folder(folder, GO_ON))]
     assert len(read) == 2
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -189,7 +189,7 @@ async def test_a_folder_that_is_not_there_is_said_once_and_looked_at_now_and_the
 
 async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp_path: Path) -> None:
     folder = write_policy(tmp_path / "act")
-    first = sha_of(folder, GO_ON)
+    first = hash_folder(folder, GO_ON)
     made = settings(folders={"lab/act": folder}, database=tmp_path / "db" / "registry.sqlite3")
     async with target_server() as target:
         async with Registry(made).running() as registry:
@@ -201,7 +201,7 @@ async def test_a_change_reaches_the_webhooks_once_and_the_same_content_never(tmp
             write_policy(folder, b"second")
             await target.wait_for(1)
             await until_delivered(registry, 1)  # what is under way at the end is sent again
-        second = sha_of(folder, GO_ON)
+        second = hash_folder(folder, GO_ON)
         body = target.got[0].json
         assert body["repo"]["headSha"] == second
         assert body["repo"]["name"] == "lab/act"

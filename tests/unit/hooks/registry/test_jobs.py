@@ -18,7 +18,7 @@ import pytest
 
 from hooks.errors import InvalidSettings
 from hooks.registry.delivery import DeliveryRequest, Destination, Outcome
-from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, environment, load_jobs, run_process
+from hooks.registry.jobs import MAX_VARIABLE, Job, JobDeliverer, build_environment, load_jobs, run_process
 from hooks.registry.registry import Registry
 from tests.testing.pauses import Pauses
 from tests.testing.waiting import lives, until
@@ -75,7 +75,7 @@ async def test_a_job_gets_the_event_and_nothing_of_the_servers_environment(
 def test_a_payload_is_in_the_environment_as_long_as_linux_takes_it(tmp_path: Path, surplus: int, is_in: bool) -> None:
     body = b"x" * (MAX_VARIABLE - len("WEBHOOK_PAYLOAD=") - 1 + surplus)
     job = Job("job", ("true",), tmp_path)
-    given = environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
+    given = build_environment(job, Destination("w", secret="s"), DeliveryRequest("msg_1", body), tmp_path / "p")
     assert ("WEBHOOK_PAYLOAD" in given) is is_in
     assert given["WEBHOOK_SECRET"] == "s"
     assert "WEBHOOK_REPO_ID" not in given

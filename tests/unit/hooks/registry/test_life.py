@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from hooks.errors import InvalidSettings, StoreError
-from hooks.registry.delivery import resolve
+from hooks.registry.delivery import resolve_host
 from hooks.registry.registry import Registry, RegistrySettings
 from tests.testing.pauses import Pauses
 from tests.testing.target import Delivery, target_server
@@ -133,9 +133,9 @@ async def test_it_stops_in_time_while_a_target_hangs_and_a_folder_is_watched(tmp
 async def test_a_name_server_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: hang.wait(30) and [])
-    monkeypatch.setattr("hooks.registry.delivery.RESOLVE_WITHIN", 0.05)
+    monkeypatch.setattr("hooks.registry.delivery.RESOLVE_TIMEOUT", 0.05)
     with pytest.raises(TimeoutError):
-        await resolve("robot.example", 80)
+        await resolve_host("robot.example", 80)
     hang.set()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hooks.registry.delivery import MAX_EXCERPT, MAX_SECRET, Destination, Outcome, excerpt
+from hooks.registry.delivery import MAX_EXCERPT, MAX_SECRET, Destination, Outcome, make_excerpt
 
 
 @pytest.mark.parametrize(
@@ -24,17 +24,17 @@ def test_what_counts_as_delivered(outcome: Outcome, is_delivered: bool) -> None:
 
 def test_a_secret_that_the_target_repeats_is_struck_out_also_where_reading_ended() -> None:
     secret = "s3cret-" * 8
-    assert excerpt(f"you sent {secret}!".encode(), (secret, None)) == "you sent ***!"
+    assert make_excerpt(f"you sent {secret}!".encode(), (secret, None)) == "you sent ***!"
     for begin in range(MAX_EXCERPT - 80, MAX_EXCERPT + MAX_SECRET):
         data = (b"x" * begin + secret.encode() + b"y" * 2000)[: MAX_EXCERPT + MAX_SECRET]
-        assert "s3c" not in excerpt(data, (secret,))
-        assert "ret-" not in excerpt(data[::-1], (secret[::-1],), of_end=True)[::-1]
+        assert "s3c" not in make_excerpt(data, (secret,))
+        assert "ret-" not in make_excerpt(data[::-1], (secret[::-1],), is_end=True)[::-1]
 
 
 def test_an_excerpt_is_bounded_text_whatever_the_bytes_are() -> None:
-    assert len(excerpt(bytes(range(256)) * 6).encode()) <= MAX_EXCERPT
-    assert "\0" not in excerpt(b"a\0b")
-    assert excerpt(b"begin" + b"." * 100 + b"end", of_end=True, most=10) == ".......end"
+    assert len(make_excerpt(bytes(range(256)) * 6).encode()) <= MAX_EXCERPT
+    assert "\0" not in make_excerpt(b"a\0b")
+    assert make_excerpt(b"begin" + b"." * 100 + b"end", is_end=True, max_bytes=10) == ".......end"
 
 
 def test_secrets_are_not_in_a_destinations_repr() -> None:

@@ -15,15 +15,15 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from hooks.addresses import TargetRules
-from hooks.registry.delivery import MAX_EXCERPT, DeliveryRequest, Destination, HttpDeliverer, headers
-from hooks.signatures import is_standard
+from hooks.registry.delivery import MAX_EXCERPT, DeliveryRequest, Destination, HttpDeliverer, build_headers
+from hooks.signatures import is_valid_standard
 from tests.testing.pauses import Pauses
 from tests.testing.target import TargetServer
 
 NOW = 1_700_000_000.7
 SECRET = "whsec_" + "c2VjcmV0" * 6
 PARCEL = DeliveryRequest("msg_1", b'{"hello": "robot"}')
-LOOPBACK = TargetRules.of(["127.0.0.0/8"])
+LOOPBACK = TargetRules.from_networks(["127.0.0.0/8"])
 
 
 async def test_a_delivery_is_signed_and_carries_the_hubs_header(target: TargetServer) -> None:
@@ -36,12 +36,12 @@ async def test_a_delivery_is_signed_and_carries_the_hubs_header(target: TargetSe
     assert got.id == "msg_1"
     timestamp, signature = got.headers["webhook-timestamp"], got.headers["webhook-signature"]
     assert timestamp == "1700000000"
-    assert is_standard([SECRET], got.id, timestamp, signature, got.body, now=NOW)
-    assert not is_standard(["other"], got.id, timestamp, signature, got.body, now=NOW)
+    assert is_valid_standard([SECRET], got.id, timestamp, signature, got.body, now=NOW)
+    assert not is_valid_standard(["other"], got.id, timestamp, signature, got.body, now=NOW)
 
 
 def test_without_a_secret_nothing_is_signed() -> None:
-    given = headers(Destination("1", "http://x"), PARCEL, NOW)
+    given = build_headers(Destination("1", "http://x"), PARCEL, NOW)
     assert not {"Webhook-Signature", "X-Webhook-Secret"} & set(given)
 
 
@@ -89,7 +89,7 @@ async def test_a_long_answer_is_cut_and_a_secret_in_it_struck_out(target: Target
     outcome = await HttpDeliverer(LOOPBACK).deliver(Destination("1", target.url, secret=SECRET), PARCEL, NOW)
     assert len(outcome.excerpt) <= MAX_EXCERPT
     assert outcome.excerpt.startswith("***xxx")
-    assert (outcome.status, outcome.asked) == (500, 30.0)
+    assert (outcome.status, outcome.retry_after) == (500, 30.0)
 
 
 async def test_a_name_is_connected_to_by_exactly_the_address_that_was_checked(target: TargetServer) -> None:

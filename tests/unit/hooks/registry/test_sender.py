@@ -27,19 +27,19 @@ class Clock:
 
 
 class Book:
-    """Subscribers that are all there, and what was heard of them."""
+    """Subscribers that are all there, and what became of their deliveries."""
 
     def __init__(self) -> None:
-        self.heard_of: list[tuple[str, str]] = []
+        self.results: list[tuple[str, str]] = []
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         return Destination(webhook_id, url=f"http://{webhook_id}")
 
-    def heard(self, connection: sqlite3.Connection, webhook_id: str, what: str, now: float) -> None:
-        self.heard_of.append((webhook_id, what))
+    def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
+        self.results.append((webhook_id, result))
 
 
-class ScriptedCourier:
+class ScriptedDeliverer:
     """Answers in turn, 200 when there is nothing to answer with; a webhook with a gate waits at it."""
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class ScriptedCourier:
         self.gates: dict[str, asyncio.Event] = {}
         self.at_once = self.most_at_once = 0
 
-    async def deliver(self, destination: Destination, parcel: DeliveryRequest, now: float) -> Outcome:
-        self.got.append((destination.webhook_id, parcel))
+    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
+        self.got.append((destination.webhook_id, request))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
@@ -63,17 +63,17 @@ class ScriptedCourier:
             self.at_once -= 1
 
     def ids(self) -> list[str]:
-        return [parcel.id for _, parcel in self.got]
+        return [request.id for _, request in self.got]
 
 
 class Sending:
     def __init__(self, path: Path | None = None, **settings: object):
         self.database = Database(path, [delivery_queue.SCHEMA, delivery_queue.LANES])
-        self.clock, self.book, self.courier = Clock(), Book(), ScriptedCourier()
+        self.clock, self.book, self.deliverer = Clock(), Book(), ScriptedDeliverer()
         self.sender = Sender(
             self.database,
             self.book,
-            lambda destination: self.courier,
+            lambda destination: self.deliverer,
             SenderSettings(**{"schedule": Schedule(jitter=0.0)} | settings),  # type: ignore[arg-type]
             clock=self.clock,
         )
@@ -81,10 +81,10 @@ class Sending:
     async def put(self, number: int, *webhooks: str, subject: str = "model:a/b") -> int:
         body = {"number": number}
         message = Message(f"event-{number}", "session.started", subject, body, is_hub=False)
-        return await self.sender.put(message, lambda connection: webhooks or ("one",))
+        return await self.sender.queue_message(message, lambda connection: webhooks or ("one",))
 
     def log(self, webhook_id: str = "one") -> list[dict]:
-        return self.database.run_now(delivery_queue.entries, webhook_id, 100)
+        return self.database.run_blocking(delivery_queue.list_deliveries, webhook_id, 100)
 
     async def run(self, *numbers: int, after: float = 0.0, **more: Any) -> None:
         """Put these events and send all that is due after so many seconds."""
@@ -94,10 +94,10 @@ class Sending:
         await self.sender.runner.run_due()
 
     def messages(self) -> int:
-        return self.database.run_now(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])
+        return self.database.run_blocking(lambda one: one.execute("SELECT count(*) FROM messages").fetchone()[0])
 
     def bodies(self) -> list[bytes]:
-        return [parcel.body for _, parcel in self.courier.got]
+        return [parcel.body for _, parcel in self.deliverer.got]
 
 
 @pytest.fixture
@@ -108,14 +108,14 @@ def sending() -> Iterator[Sending]:
 
 
 async def test_a_failed_delivery_is_tried_on_its_schedule_with_the_same_id_and_body(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=500), Outcome(error="no connection"), Outcome(status=200)]
+    sending.deliverer.answers = [Outcome(status=500), Outcome(error="no connection"), Outcome(status=200)]
     await sending.run(1)
     await sending.run(after=4.9)
-    assert len(sending.courier.got) == 1
+    assert len(sending.deliverer.got) == 1
     await sending.run(after=0.1)
     await sending.run(after=5 * MINUTE)
-    assert len(set(sending.courier.got)) == 1
-    assert len(sending.courier.got) == 3
+    assert len(set(sending.deliverer.got)) == 1
+    assert len(sending.deliverer.got) == 3
     [entry] = sending.log()
     assert entry["status"] == "delivered"
     assert [(attempt["status"], attempt["error"]) for attempt in entry["attempts"]] == [
@@ -123,30 +123,30 @@ async def test_a_failed_delivery_is_tried_on_its_schedule_with_the_same_id_and_b
         (None, "no connection"),
         (200, None),
     ]
-    assert sending.book.heard_of == [("one", "delivered")]
+    assert sending.book.results == [("one", "delivered")]
 
 
 async def test_a_delivery_that_fails_to_the_end_is_given_up_and_the_next_of_its_repo_goes_on(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=500)] * 7
+    sending.deliverer.answers = [Outcome(status=500)] * 7
     await sending.put(1)
     await sending.put(2)
     for wait in (0, 5, 5 * MINUTE, 30 * MINUTE, 120 * MINUTE, 300 * MINUTE, 600 * MINUTE):
         await sending.run(after=wait)
     assert [entry["status"] for entry in sending.log()] == ["delivered", "failed"]
-    assert sending.book.heard_of == [("one", "exhausted"), ("one", "delivered")]
+    assert sending.book.results == [("one", "exhausted"), ("one", "delivered")]
 
 
 async def test_retry_after_is_waited_for(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=503, asked=90.0)]
+    sending.deliverer.answers = [Outcome(status=503, retry_after=90.0)]
     await sending.run(1)
     await sending.run(after=89)
-    assert len(sending.courier.got) == 1
+    assert len(sending.deliverer.got) == 1
     await sending.run(after=1)
-    assert len(sending.courier.got) == 2
+    assert len(sending.deliverer.got) == 2
 
 
 async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [Outcome(status=500)]
     await sending.put(1, subject="model:a/b")
     await sending.run(2, subject="model:a/b")
     await sending.run(3, subject="model:c/d")
@@ -157,31 +157,31 @@ async def test_order_is_kept_per_webhook_and_repo_and_others_do_not_wait(sending
 
 
 async def test_a_slow_target_holds_up_nobody_else_and_is_given_only_so_many_at_once(sending: Sending) -> None:
-    sending.courier.gates["slow"] = asyncio.Event()
+    sending.deliverer.gates["slow"] = asyncio.Event()
     for number in range(20):
         await sending.put(number, "slow", "quick", subject=f"model:a/{number}")
     running = asyncio.create_task(sending.sender.run())
     await until(lambda: sum(entry["status"] == "delivered" for entry in sending.log("quick")) == 20)
-    assert sum(webhook == "slow" for webhook, _ in sending.courier.got) == 4
-    sending.courier.gates["slow"].set()
+    assert sum(webhook == "slow" for webhook, _ in sending.deliverer.got) == 4
+    sending.deliverer.gates["slow"].set()
     await until(lambda: sum(entry["status"] == "delivered" for entry in sending.log("slow")) == 20)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert sending.courier.most_at_once <= 8
+    assert sending.deliverer.most_at_once <= 8
 
 
 async def test_what_was_under_way_at_the_end_is_sent_again_with_its_id(tmp_path: Path) -> None:
     first = Sending(tmp_path / "queue.sqlite3")
-    first.courier.gates["one"] = asyncio.Event()
+    first.deliverer.gates["one"] = asyncio.Event()
     await first.put(1)
     running = asyncio.create_task(first.sender.run())
-    await until(lambda: first.courier.got)
+    await until(lambda: first.deliverer.got)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     first.database.close()
     second = Sending(tmp_path / "queue.sqlite3")
     await second.run()
-    assert second.courier.got == first.courier.got
+    assert second.deliverer.got == first.deliverer.got
     second.database.close()
 
 
@@ -189,7 +189,7 @@ async def test_the_same_event_twice_is_one(sending: Sending) -> None:
     assert await sending.put(1) == 1
     assert await sending.put(1) == 0
     await sending.run()
-    assert len(sending.courier.got) == 1
+    assert len(sending.deliverer.got) == 1
 
 
 async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,13 +205,13 @@ async def test_above_the_limit_the_oldest_are_dropped_and_counted_loudly(caplog:
 
 
 async def test_nothing_is_sent_to_a_held_webhook_and_all_of_it_when_it_is_released(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [Outcome(status=500)]
     await sending.run(1)
-    sending.database.run_now(delivery_queue.hold, "one")
+    sending.database.run_blocking(delivery_queue.hold_webhook, "one")
     await sending.put(2)
     await sending.run(after=1000)
-    assert len(sending.courier.got) == 1
-    sending.database.run_now(delivery_queue.release, "one", sending.clock())
+    assert len(sending.deliverer.got) == 1
+    sending.database.run_blocking(delivery_queue.release_webhook, "one", sending.clock())
     await sending.run()
     assert sending.bodies()[1:] == [b'{"number":1}', b'{"number":2}']
 
@@ -219,13 +219,13 @@ async def test_nothing_is_sent_to_a_held_webhook_and_all_of_it_when_it_is_releas
 async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending: Sending) -> None:
     await sending.run(1)
     [entry] = sending.log()
-    sending.courier.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [Outcome(status=500)]
     failed = await sending.sender.replay("one", entry["id"])
     again = await sending.sender.replay("one", entry["id"])
     assert failed is not None
     assert again is not None
     assert (failed.status, again.status) == (500, 200)
-    assert len(set(sending.courier.ids())) == 1
+    assert len(set(sending.deliverer.ids())) == 1
     [entry] = sending.log()
     assert entry["status"] == "delivered"
     assert [attempt["isReplay"] for attempt in entry["attempts"]] == [False, True, True]
@@ -234,7 +234,7 @@ async def test_a_replay_has_the_same_id_and_its_failure_changes_nothing(sending:
 
 
 async def test_a_replay_that_is_taken_ends_the_waiting_and_lets_the_next_go(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [Outcome(status=500)]
     await sending.run(1, 2)
     await sending.sender.replay("one", sending.log()[-1]["id"])
     await sending.run()
@@ -242,13 +242,13 @@ async def test_a_replay_that_is_taken_ends_the_waiting_and_lets_the_next_go(send
 
 
 async def test_gone_is_told(sending: Sending) -> None:
-    sending.courier.answers = [Outcome(status=410)]
+    sending.deliverer.answers = [Outcome(status=410)]
     await sending.run(1)
-    assert sending.book.heard_of == [("one", "gone")]
+    assert sending.book.results == [("one", "gone")]
 
 
 async def test_a_defect_in_one_delivery_is_a_failed_attempt_and_no_text_of_it_is_shown(sending: Sending) -> None:
-    sending.courier.answers = [KeyError("/root/secret")]
+    sending.deliverer.answers = [KeyError("/root/secret")]
     await sending.put(1)
     await sending.put(2, "two")
     await sending.run()
@@ -259,11 +259,11 @@ async def test_a_defect_in_one_delivery_is_a_failed_attempt_and_no_text_of_it_is
 
 async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sending: Sending) -> None:
     for number in range(6):
-        sending.courier.answers = [Outcome(status=500, asked=1000.0)] if number == 0 else []
+        sending.deliverer.answers = [Outcome(status=500, retry_after=1000.0)] if number == 0 else []
         await sending.run(number, subject=f"model:a/{number}")
         sending.clock.now += 1
-    assert sending.database.run_now(delivery_queue.prune, sending.clock() - 3.5, 100) == 2
-    assert sending.database.run_now(delivery_queue.prune, 0.0, 1) == 2
+    assert sending.database.run_blocking(delivery_queue.prune_log, sending.clock() - 3.5, 100) == 2
+    assert sending.database.run_blocking(delivery_queue.prune_log, 0.0, 1) == 2
     assert [entry["status"] for entry in sending.log()] == ["delivered", "waiting"]
     assert sending.messages() == 2
 
@@ -271,13 +271,13 @@ async def test_old_entries_of_the_log_are_forgotten_and_waiting_ones_never(sendi
 async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_the_rest_goes_on(
     sending: Sending,
 ) -> None:
-    sending.courier.answers = [Outcome(status=500)]
+    sending.deliverer.answers = [Outcome(status=500)]
     await sending.run(1)
-    sending.database.run_now(delivery_queue.hold, "one")
+    sending.database.run_blocking(delivery_queue.hold_webhook, "one")
     sending.clock.now += 100
     await sending.put(2)
-    assert sending.database.run_now(delivery_queue.prune, sending.clock() - 50, 100) == 1
-    sending.database.run_now(delivery_queue.release, "one", sending.clock())
+    assert sending.database.run_blocking(delivery_queue.prune_log, sending.clock() - 50, 100) == 1
+    sending.database.run_blocking(delivery_queue.release_webhook, "one", sending.clock())
     await sending.run()
     assert sending.bodies()[1:] == [b'{"number":2}']
 
@@ -285,15 +285,15 @@ async def test_what_waits_too_long_for_a_webhook_that_is_off_is_forgotten_and_th
 async def test_the_log_is_paged(sending: Sending) -> None:
     for number in range(5):
         await sending.put(number)
-    newest = sending.database.run_now(delivery_queue.entries, "one", 2)
-    older = sending.database.run_now(delivery_queue.entries, "one", 2, newest[-1]["id"])
+    newest = sending.database.run_blocking(delivery_queue.list_deliveries, "one", 2)
+    older = sending.database.run_blocking(delivery_queue.list_deliveries, "one", 2, newest[-1]["id"])
     assert [entry["id"] for entry in newest + older] == [entry["id"] for entry in sending.log()][:4]
-    assert sending.database.run_now(delivery_queue.entries, "one", 2, "unknown") == []
+    assert sending.database.run_blocking(delivery_queue.list_deliveries, "one", 2, "unknown") == []
     # The others of a lane have no time of their own: they wait for the oldest.
     assert [entry["nextAttemptAt"] is None for entry in sending.log()] == [True] * 4 + [False]
 
 
 async def test_an_event_that_nobody_wants_leaves_nothing(sending: Sending) -> None:
     message = Message("nobody", "session.started", "", {}, is_hub=False)
-    assert await sending.sender.put(message, lambda connection: ()) == 0
+    assert await sending.sender.queue_message(message, lambda connection: ()) == 0
     assert sending.messages() == 0

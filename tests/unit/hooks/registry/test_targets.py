@@ -69,7 +69,7 @@ REFUSED = {
 @pytest.mark.parametrize(("url", "reason"), REFUSED.items(), ids=[url[:40] for url in REFUSED])
 def test_an_unsafe_url_is_refused_with_the_reason(url: str, reason: str) -> None:
     with pytest.raises(UnsafeTarget, match=reason):
-        TargetRules().parse(url)
+        TargetRules().parse_url(url)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_unsafe_url_is_refused_with_the_reason(url: str, reason: str) -> None
     ],
 )
 def test_a_public_url_is_taken(url: str) -> None:
-    assert TargetRules().parse(url).url == url
+    assert TargetRules().parse_url(url).url == url
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_public_url_is_taken(url: str) -> None:
 )
 def test_an_allowed_network_is_sent_to(network: str, url: str) -> None:
     with pytest.raises(UnsafeTarget):
-        TargetRules().parse(url)
-    assert TargetRules.of([network]).parse(url).addresses
+        TargetRules().parse_url(url)
+    assert TargetRules.from_networks([network]).parse_url(url).addresses
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_an_allowed_network_is_sent_to(network: str, url: str) -> None:
 )
 def test_an_allowed_network_is_no_leave_for_others_nor_for_a_metadata_server_within(network: str, url: str) -> None:
     with pytest.raises(UnsafeTarget, match="--registry-allow "):
-        TargetRules.of([network]).parse(url)
+        TargetRules.from_networks([network]).parse_url(url)
 
 
 async def test_a_name_is_refused_when_any_of_its_addresses_is() -> None:
@@ -122,7 +122,7 @@ async def test_a_name_is_refused_when_any_of_its_addresses_is() -> None:
         return [PUBLIC, "10.0.0.7"]
 
     rules = TargetRules()
-    target = rules.parse("https://robot.example/")
+    target = rules.parse_url("https://robot.example/")
     with pytest.raises(UnsafeTarget, match=r"'robot.example' is 10.0.0.7, which is private.*10.0.0.0/24"):
-        await rules.resolve(target, resolve)
-    assert await TargetRules.of(["10.0.0.0/8"]).resolve(target, resolve) == (PUBLIC, "10.0.0.7")
+        await rules.resolve_target(target, resolve)
+    assert await TargetRules.from_networks(["10.0.0.0/8"]).resolve_target(target, resolve) == (PUBLIC, "10.0.0.7")

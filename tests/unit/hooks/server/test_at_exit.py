@@ -41,7 +41,8 @@ def sync():
 """
 # As on 3.12.0 and 3.12.1, which have the hook but can start no thread in it.
 WITHOUT_HOOK = (
-    "from hooks.server import lifecycle as at_exit\nat_exit.TOO_LATE = (__import__('sys').version_info[:3],)\n"
+    "from hooks.server import lifecycle as at_exit\n"
+    "at_exit.BROKEN_HOOK_VERSIONS = (__import__('sys').version_info[:3],)\n"
 )
 
 

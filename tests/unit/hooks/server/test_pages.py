@@ -9,11 +9,11 @@ from openapi_spec_validator import validate
 
 from hooks.payload import WebhookPayload, sample
 from hooks.receiver.endpoint import Filter, ReceiverSettings
-from hooks.receiver.filters import facts_of
+from hooks.receiver.filters import read_facts
 from hooks.receiver.receiver import Receiver
 from hooks.server import event_routes, pages
-from hooks.server.landing_page import EndpointInfo, page
-from hooks.server.serving import Background, listen, new_app, url_of
+from hooks.server.landing_page import EndpointInfo, render_page
+from hooks.server.serving import BackgroundServer, build_app, build_url, open_listener
 from tests.unit.hooks.server.conftest import ask
 
 SECRET = "a-secret-that-nobody-shows"
@@ -139,13 +139,15 @@ def test_a_forged_host_does_not_come_back_in_the_page(make):
 def test_an_app_with_a_receiver_of_its_own_has_the_pages_below_webhooks():
     receiver = Receiver(ReceiverSettings())
     receiver.add(lambda: 1, "policies")
-    app = new_app(receiver.settings.max_body)
+    app = build_app(receiver.settings.max_body)
     app.blueprint(receiver.blueprint())
-    app.blueprint(event_routes.blueprint(receiver, lambda: receiver.settings.secrets))
-    app.blueprint(pages.blueprint(receiver, links={"API": "/openapi.json"}, when_open="only this machine may send."))
-    listener = listen("127.0.0.1", (0,))
-    url = url_of(listener)
-    server = Background(app, listener)
+    app.blueprint(event_routes.build_blueprint(receiver, lambda: receiver.settings.secrets))
+    app.blueprint(
+        pages.build_blueprint(receiver, links={"API": "/openapi.json"}, when_open="only this machine may send.")
+    )
+    listener = open_listener("127.0.0.1", (0,))
+    url = build_url(listener)
+    server = BackgroundServer(app, listener)
     try:
         told = ask(f"{url}/webhooks")
         assert f"POST {url}/webhooks/policies" in told.text
@@ -164,7 +166,7 @@ def test_an_app_with_a_receiver_of_its_own_has_the_pages_below_webhooks():
 
 
 def test_on_a_space_the_page_says_where_the_secret_goes_and_that_it_sleeps(monkeypatch):
-    told = page("https://a.hf.space", [EndpointInfo("/webhooks/x")], events=[], links={}, is_space=True)
+    told = render_page("https://a.hf.space", [EndpointInfo("/webhooks/x")], events=[], links={}, is_space=True)
     assert "48 hours" in told
     assert "on a Space: as a secret" in told
 
@@ -178,5 +180,5 @@ def test_a_sample_is_found_for_every_single_filter():
         Filter(repos=("someone/*",), scopes=("repo.config",)),
     ):
         endpoint = EndpointInfo("/webhooks/x", filter=chosen)
-        WebhookPayload.model_validate(endpoint.sample())
-        assert chosen.wants(facts_of(endpoint.sample())), chosen
+        WebhookPayload.model_validate(endpoint.build_sample())
+        assert chosen.matches(read_facts(endpoint.build_sample())), chosen

@@ -14,9 +14,9 @@ from hooks.errors import HooksError, InvalidWebhook, StoreError
 from hooks.payload import WebhookPayload, sample
 from hooks.receiver.endpoint import ReceiverSettings
 from hooks.server import serving as application
-from hooks.server.pages import UnusableInterface
-from hooks.server.server import WebhooksServer, the_server, webhook_endpoint
-from hooks.server.serving import CannotListen, chosen, listen, serving
+from hooks.server.pages import InvalidInterface
+from hooks.server.server import WebhooksServer, get_default_server, webhook_endpoint
+from hooks.server.serving import CannotListen, choose_address, open_listener, serve_app
 from tests.unit.hooks.server.conftest import ask
 
 SECRET = {"x_webhook_secret": "my_webhook_secret"}
@@ -95,7 +95,7 @@ def test_the_method_of_an_object_is_a_webhook(make):
 
 
 def test_webhook_endpoint_returns_the_function_with_run_and_launch():
-    the_server.cache_clear()
+    get_default_server.cache_clear()
 
     @webhook_endpoint
     async def bare():
@@ -107,11 +107,11 @@ def test_webhook_endpoint_returns_the_function_with_run_and_launch():
 
     try:
         assert asyncio.run(bare()) == 1
-        assert set(the_server().registered_webhooks) == {"/webhooks/bare", "/webhooks/other"}
-        assert bare.run == the_server().run
-        assert named.launch == the_server().launch
+        assert set(get_default_server().registered_webhooks) == {"/webhooks/bare", "/webhooks/other"}
+        assert bare.run == get_default_server().run
+        assert named.launch == get_default_server().launch
     finally:
-        the_server.cache_clear()
+        get_default_server.cache_clear()
 
 
 @pytest.fixture
@@ -288,9 +288,9 @@ def test_what_two_might_read_in_two_ways_is_refused(make, asked):
 
 async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(make):
     app = make().app
-    listener = listen("127.0.0.1", (0,))
+    listener = open_listener("127.0.0.1", (0,))
     address = listener.getsockname()
-    async with serving(app, listener):
+    async with serve_app(app, listener):
         with contextlib.ExitStack() as held:
             # Nothing is accepted meanwhile: this runs on the same loop. One turned away tries again a second later.
             for _ in range(300):
@@ -298,20 +298,20 @@ async def test_a_burst_of_connections_is_not_turned_away_while_the_loop_is_busy(
 
 
 def test_ports_are_gradios(monkeypatch):
-    assert chosen(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
-    assert chosen(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
-    assert chosen(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
-    assert chosen("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
+    assert choose_address(None, None, {}) == ("127.0.0.1", tuple(range(7860, 7960)))
+    assert choose_address(None, None, {"SPACE_ID": "a/b"}) == ("0.0.0.0", (7860,))
+    assert choose_address(None, None, {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "1"}) == ("0.0.0.0", (1,))
+    assert choose_address("::1", 5, {"ROBOJAX_WEBHOOKS_PORT": "1"}) == ("::1", (5,))
     with pytest.raises(CannotListen, match="GRADIO_SERVER_PORT is 'x'"):
-        chosen(None, None, {"GRADIO_SERVER_PORT": "x"})
+        choose_address(None, None, {"GRADIO_SERVER_PORT": "x"})
     with pytest.raises(CannotListen, match="port 65536: wanted a number from 0 to 65535"):
-        chosen(None, 65536, {})
+        choose_address(None, 65536, {})
 
 
 def test_the_next_free_port_is_taken_but_a_named_one_is_the_only_one(make):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with listen("127.0.0.1", (port, 0)) as other:
+        with open_listener("127.0.0.1", (port, 0)) as other:
             assert other.getsockname()[1] != port
         with pytest.raises(CannotListen, match=f"port {port}: Address already in use; end what listens"):
             make(port=port).launch(prevent_thread_lock=True)
@@ -406,7 +406,7 @@ class Blocks:
     [(Blocks(), "found gradio.blocks.Blocks, wanted a text of HTML.*server of its own"), ("missing.html", "neither")],
 )
 def test_anything_else_as_ui_is_refused_with_what_is_wanted(ui, message):
-    with pytest.raises(UnusableInterface, match=message):
+    with pytest.raises(InvalidInterface, match=message):
         WebhooksServer(ui)
     with pytest.raises(TypeError):
         WebhooksServer(ui=ui)

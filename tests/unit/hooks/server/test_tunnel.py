@@ -11,7 +11,7 @@ import pytest
 from hooks.errors import TunnelFailed
 from hooks.payload import sample
 from hooks.server import tunnel as tunnels
-from hooks.server.tunnel import Program, choose, tunnel
+from hooks.server.tunnel import Program, choose_program, open_tunnel
 from tests.unit.hooks.server.conftest import ask
 
 # Greets as cloudflared does, with links that are no address of a tunnel, and tells when it is ended.
@@ -80,14 +80,16 @@ def test_without_a_program_share_fails_and_says_what_to_install(make, monkeypatc
 async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, within, message):
     program = install(text=text)
     with pytest.raises(TunnelFailed, match=message):
-        async with tunnel(Program((str(program),), "https://.*"), "http://127.0.0.1:1", within=within):
+        async with open_tunnel(Program((str(program),), "https://.*"), "http://127.0.0.1:1", timeout=within):
             pass
 
 
 async def test_the_end_of_a_tunnel_is_told(install):
     program = install(text="#!/bin/sh\necho https://here.example/; exec /bin/sleep 0.1\n")
     told: asyncio.Queue[str] = asyncio.Queue()
-    async with tunnel(Program((str(program),), "https://[^ ]+"), "http://127.0.0.1:1", ended=told.put_nowait) as url:
+    async with open_tunnel(
+        Program((str(program),), "https://[^ ]+"), "http://127.0.0.1:1", on_end=told.put_nowait
+    ) as url:
         assert url == "https://here.example"
         assert "https://here.example does not lead here any more" in await told.get()
 
@@ -121,18 +123,22 @@ def test_a_killed_server_takes_its_tunnel_along(install, tmp_path):
 def test_the_program_is_the_one_that_is_named_or_the_first_that_is_installed(install, tmp_path):
     ngrok = install("ngrok")
     where = {"PATH": str(tmp_path)}
-    assert choose(None, where).arguments[:2] == ("ngrok", "http")
+    assert choose_program(None, where).arguments[:2] == ("ngrok", "http")
     install("cloudflared")
-    assert choose(None, where) == tunnels.CLOUDFLARED
-    assert choose(None, {**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}).arguments == (str(ngrok), "tcp", "{port}")
+    assert choose_program(None, where) == tunnels.CLOUDFLARED
+    assert choose_program(None, {**where, tunnels.COMMAND: f"{ngrok} tcp {{port}}"}).arguments == (
+        str(ngrok),
+        "tcp",
+        "{port}",
+    )
     install("ssh")
-    assert choose("ssh -R 80:{host}:{port} nokey@localhost.run", where).pattern == tunnels.SSH_PATTERN
-    assert choose(["ssh"], {**where, tunnels.PATTERN: "x(.*)"}).pattern == "x(.*)"
+    assert choose_program("ssh -R 80:{host}:{port} nokey@localhost.run", where).pattern == tunnels.SSH_PATTERN
+    assert choose_program(["ssh"], {**where, tunnels.PATTERN: "x(.*)"}).pattern == "x(.*)"
     for wrong, message in (("nothing-like-this", "not installed"), ("'", "cannot be read")):
         with pytest.raises(TunnelFailed, match=message):
-            choose(wrong, where)
+            choose_program(wrong, where)
     with pytest.raises(TunnelFailed, match="no regular expression"):
-        choose(None, {**where, tunnels.PATTERN: "("})
+        choose_program(None, {**where, tunnels.PATTERN: "("})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,49 @@
+"""Hook of MkDocs: links out of docs/ lead to the repository, pictures there are copied, two pages come from its root.
+
+On GitHub a guide's link to a source file is relative, and works as it stands. The site has no source files: there the
+same link becomes an address. A link to a file that does not exist is a warning, which `make docs` makes an error.
+"""
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = "https://github.com/robojax/robojax/blob/main"
+PAGES = {"reference/contributing.md": "CONTRIBUTING.md", "reference/changelog.md": "CHANGELOG.md"}
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(#[^)\s]*)?(?=\))")
+logger = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files, **_: Any) -> str:
+    here = page.file.src_uri
+    source = PAGES.get(here, f"docs/{here}")
+
+    def link_in_site(match: re.Match[str]) -> str:
+        path, anchor = match[1], match[2] or ""
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        page_of = {of: name for name, of in PAGES.items()}
+        if target.startswith("docs/") or target in page_of:
+            inside = page_of.get(target, target.removeprefix("docs/"))
+        elif not (ROOT / target).exists():
+            logger.warning("%s links to %s, which does not exist", source, target)
+            return match[0]
+        elif target.endswith(".png"):
+            inside = target
+            if files.get_file_from_path(inside) is None:
+                files.append(File.generated(config, inside, abs_src_path=str(ROOT / target)))
+        else:
+            return f"{REPOSITORY}/{target}{anchor}"
+        return posixpath.relpath(inside, posixpath.dirname(here) or ".") + anchor
+
+    return LINK.sub(link_in_site, markdown)
