@@ -23,13 +23,12 @@ from service.api.openapi import full_document, specified_document
 from service.api.pages import live_blueprint
 from service.api.websockets import doors_blueprint
 from service.auth.caller import Role
-from service.auth.config import is_loopback
 from service.auth.guard import create_guard
 from service.dashboard.live import Live
 from service.engine_source import create_engine_source
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
-from service.http.origins import Origins
+from service.http.origins import Origins, is_loopback
 from service.inference.engine import LoadPolicy
 from service.inference.model_server import LoadModel
 from service.inference.policy_sources import (

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 import jaxmodels
-from service.auth.config import is_loopback, keys_path
+from service.auth.config import keys_path
 from service.auth.guard import create_guard
+from service.http.origins import is_loopback
 from service.http.server import CannotListen, listen
 from service.reloading_file import FileUnusable
 from service.settings import Settings, SettingsError

@@ -1,5 +1,6 @@
 """The guides: each is in the site, what they name is there, and the snippets of one run as they stand."""
 
+import ast
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from service.api.blueprint import ROUTES
+from tests.test_layers import LAYERS
 from tests.testing.compiling import compiling_quickly
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +43,7 @@ README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 NAMED = re.compile(r"\bdocs/[\w/]+\.(?:md|png|svg)")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SOURCES = ("*.py", "*.md", "*.ipynb", "*.yaml", "Makefile", "Dockerfile", "Caddyfile", "nginx.conf")
 
 
@@ -90,6 +93,27 @@ def test_the_readme_is_short() -> None:
     (table,) = re.findall(r"^## To change X, open Y\n+((?:\|.*\n)+)", text, re.MULTILINE)
     assert len(text.splitlines()) <= 150
     assert len(table.splitlines()) - 2 <= 15
+
+
+def test_the_page_of_the_architecture_has_the_layers_that_are_held() -> None:
+    page = (DOCS / "reference" / "architecture.md").read_text()
+    _, above_to_below = page.split("## One table")[1].split("|---|---|\n", 1)
+    rows = re.findall(r"^\| ((?:`\w+` ?)+)\|", above_to_below.split("\n\n")[0], re.MULTILINE)
+    shown = {"service": " < ".join(row.strip() for row in reversed(rows)).replace("`", "")}
+    for package in ("hooks", "jaxmodels", "robojax"):
+        (row,) = re.findall(rf"^\| `{package}` \| (`.* < .*`) \|$", page, re.MULTILINE)
+        shown[package] = row.replace("`", "")
+    assert shown == LAYERS
+
+
+def test_the_one_line_of_the_architecture_names_methods_that_there_are() -> None:
+    page = (DOCS / "reference" / "architecture.md").read_text()
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "service").rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = {f"{one.name}.{part.name}" for one in classes for part in one.body if isinstance(part, FUNCTIONS)}
+    named = set(re.findall(r"\b[A-Z]\w+\.[a-z]\w*", page.split("## One line")[1].split("## Rules")[0]))
+    assert len(named) > 10
+    assert named <= methods
 
 
 def test_the_list_of_routes_is_that_of_the_server() -> None:

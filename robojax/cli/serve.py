@@ -125,8 +125,9 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
     """End here when other machines would be let in without a key, or say so loudly when that is asked for."""
     import logging
 
-    from service.auth.config import is_loopback, keys_path
+    from service.auth.config import keys_path
     from service.auth.guard import create_guard
+    from service.http.origins import is_loopback
     from service.reloading_file import FileUnusable
 
     try:

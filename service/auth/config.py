@@ -1,6 +1,5 @@
 """Access settings and paths of key files."""
 
-import ipaddress
 from pathlib import Path
 
 from pydantic import Field, FiniteFloat
@@ -45,14 +44,6 @@ def keys_path(access: AccessSettings, state: str | None) -> Path | None:
 def secret_path(access: AccessSettings, state: str | None) -> Path | None:
     """Return the path of the bearer tokens' secret, which need not exist; None when nothing is written to disk."""
     return _path(access.jwt_secret_file, state, SECRET)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, or ``localhost``, is only for this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _path(named: str | None, state: str | None, usual: str) -> Path | None:

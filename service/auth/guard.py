@@ -11,12 +11,12 @@ from typing import Any
 from sanic import HTTPResponse, Request
 
 from service.auth.caller import ANYBODY, STRANGER, Caller, Role
-from service.auth.config import AccessSettings, is_loopback, keys_path, secret_path
+from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
 from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
-from service.http.origins import Origins
+from service.http.origins import Origins, is_loopback
 from service.reloading_file import FileUnusable
 from service.setting_types import SettingsError
 

@@ -1,7 +1,6 @@
 """This server among its peers: claims, liveness, adoption."""
 
 import asyncio
-import ipaddress
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from service.errors import (
     SessionExists,
     UnknownSession,
 )
+from service.http.origins import is_loopback
 from service.sessions.records import Latch, SessionRecord, from_json
 from service.sessions.request import NewSession
 from service.sessions.store import Listed, Sessions
@@ -61,7 +61,7 @@ async def probe(front: Peer, machine: str) -> Found:
     Args:
         machine: `machine_of_loopback` of this process.
     """
-    if _is_loopback(front.url) and front.machine != machine:
+    if is_loopback(URL(front.url).host or "") and front.machine != machine:
         return "elsewhere"
     try:
         async with (
@@ -145,14 +145,6 @@ def machine_of_loopback() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # no /proc on this system
         return socket.gethostname()
-
-
-def _is_loopback(url: str) -> bool:
-    host = URL(url).host or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 Result = TypeVar("Result")

@@ -47,7 +47,7 @@ class Origins:
         if found is None:
             return False
         name = found["name"].lower().strip("[]")
-        if name == "localhost" or _is_loopback(name):
+        if is_loopback(name):
             return True
         # A page of our own. A name that is not ours could be any page's, pointed at this address by its DNS.
         return found["host"] == host and (name in self._own_names or _is_address(name))
@@ -109,8 +109,12 @@ def answer_preflight(request: Request[Any, Any], methods: Sequence[str]) -> HTTP
     return HTTPResponse(status=204, headers=headers)
 
 
-def _is_loopback(name: str) -> bool:
-    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+def is_loopback(host: str) -> bool:
+    """Whether an address, or ``localhost``, is only for this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_address(name: str) -> bool:
