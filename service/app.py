@@ -23,7 +23,7 @@ from service.api.openapi import full_document, specified_document
 from service.api.pages import live_blueprint
 from service.api.websockets import doors_blueprint
 from service.auth.caller import Role
-from service.auth.guard import guard_of
+from service.auth.guard import create_guard
 from service.dashboard.live import Live
 from service.engine_source import create_engine_source
 from service.http.bodies import install_errors
@@ -146,7 +146,7 @@ def create_app(
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
     watch(app)
-    context.guard.watch(app)
+    context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
     source = create_engine_source(app, lambda: context.sessions.engine.first_device)
@@ -188,11 +188,11 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
     """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
     authority = Authority(lambda: getattr(context, "sessions", None))
     table = rooms.table(authority) if settings.embedded_transport else None
-    guard = guard_of(
+    guard = create_guard(
         settings, host=settings.host, origins=settings.origins, state=settings.state, rules=UNLISTED_ROUTES
     )
     places = PolicyPlaces(
-        settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.is_guarded
+        settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.requires_key
     )
     watchdog = LoopWatchdog()
     context = Context(

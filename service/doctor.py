@@ -15,7 +15,7 @@ from typing import Literal
 
 import jaxmodels
 from service.auth.config import keys_path
-from service.auth.guard import guard_of
+from service.auth.guard import create_guard
 from service.http.origins import is_loopback
 from service.http.server import CannotListen, listen
 from service.reloading_file import FileUnusable
@@ -151,8 +151,10 @@ def _port(settings: Settings) -> Iterator[Finding]:
 
 def _keys(settings: Settings) -> Iterator[Finding]:
     try:
-        admissions = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state).admissions
-        is_keyed = admissions.check()
+        admissions = create_guard(
+            settings, host=settings.host, origins=settings.origins, state=settings.state
+        ).admissions
+        is_keyed = admissions.check_files()
     except (SettingsError, FileUnusable) as error:
         yield Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
         return

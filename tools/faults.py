@@ -64,8 +64,8 @@ FAULTS = (
     Fault(
         "a ticket lets in more than once",
         "service/auth/tokens.py",
-        "self._given.pop(_digest(text), None)",
-        "self._given.get(_digest(text))",
+        "self._issued.pop(_digest(text), None)",
+        "self._issued.get(_digest(text))",
         _tests("unit/auth", k="ticket"),
     ),
     Fault(

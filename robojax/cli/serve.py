@@ -126,13 +126,13 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
     import logging
 
     from service.auth.config import keys_path
-    from service.auth.guard import guard_of
+    from service.auth.guard import create_guard
     from service.http.origins import is_loopback
     from service.reloading_file import FileUnusable
 
     try:
-        guard = guard_of(settings, host=settings.host, origins=settings.origins, state=settings.state)
-        is_keyed = guard.admissions.check()
+        guard = create_guard(settings, host=settings.host, origins=settings.origins, state=settings.state)
+        is_keyed = guard.admissions.check_files()
     except (SettingsError, FileUnusable) as error:
         fail(
             Code.USAGE, "the server cannot start", str(error), "docs/operate/access.md says how keys are made and kept"
@@ -267,7 +267,7 @@ def transport(
     """Serve rooms (RobotHub's REST, WebSocket and WebRTC signalling) at / and under /api until Ctrl-C."""
     import logging
 
-    from service.auth.guard import guard_of
+    from service.auth.guard import create_guard
 
     pass
     from service.http.server import CannotListen, listen
@@ -296,7 +296,7 @@ def transport(
         fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")
     with listener:
         close_to_strangers(listener.getsockname()[0], access, "transport")
-        guard = guard_of(access, host=host, origins=origins, state=access.state)
+        guard = create_guard(access, host=host, origins=origins, state=access.state)
         run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard)
 
 

@@ -41,13 +41,13 @@ def new(
     file = _keys(port, state, keys_file)
     name = name or f"{role}-{secrets.token_hex(3)}"
     try:
-        of = Roles.named(role)
+        of = Roles.parse(role)
     except ValueError as error:
         fail(Code.USAGE, "no key was made", str(error), "robojax token new --help says what each may do")
     if owner is not None and everybodys:
         fail(Code.USAGE, "no key was made", "--owner and --all exclude each other", "leave one of them out")
     with _trouble("no key was made"):
-        key = file.new(name, of, None if everybodys else owner or name, time.time(), days)
+        key = file.create(name, of, None if everybodys else owner or name, time.time(), days)
     if as_json:
         typer.echo(json.dumps({"name": name, "role": str(of), "key": key}))
         return
@@ -68,7 +68,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
 
     file = _keys(port, state, keys_file)
     with _trouble("the keys cannot be listed"):
-        found = file.known()
+        found = file.read_keys()
     if as_json:
         shown = [
             {
@@ -77,7 +77,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
                 "owner": key.owner,
                 "made_at": when(key.made_at),
                 "expires_at": when(key.expires_at),
-                "is_over": key.is_over(time.time()),
+                "is_over": key.is_expired(time.time()),
             }
             for key in found
         ]
@@ -95,7 +95,7 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
                 str(key.role),
                 "everybody" if key.owner is None or str(key.role) == "admin" else key.owner,
                 when(key.made_at) or "",
-                f"{until} (over)" if key.is_over(time.time()) else until,
+                f"{until} (over)" if key.is_expired(time.time()) else until,
             )
         )
     print_table(("name", "role", "sessions of", "made", "ends"), rows)
@@ -112,7 +112,7 @@ def revoke(
     file = _keys(port, state, keys_file)
     with _trouble("no key was revoked"):
         gone = file.revoke(name)
-        left = len(file.known())
+        left = len(file.read_keys())
     typer.echo(f"key {gone.name!r} ({gone.role}) is revoked; {left} left in {file.path}")
     if not left:
         typer.echo("a running server lets nobody in by a key now; one that is started lets this machine in", err=True)
@@ -144,7 +144,7 @@ def jwt(
     file = SecretFile(path, settings.jwt_hours * 3600)
     with _trouble("no token was signed"):
         try:
-            typer.echo(file.make().sign(name, Roles.named(role), hours * 3600, time.time(), owner))
+            typer.echo(file.create().sign(name, Roles.parse(role), hours * 3600, time.time(), owner))
         except (BadToken, ValueError, OverflowError) as error:
             fail(Code.USAGE, "no token was signed", str(error), "robojax token jwt --help")
 

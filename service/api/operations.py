@@ -295,7 +295,7 @@ async def make_ticket(request: Request) -> HTTPResponse:
 
     It stands in an address, which is written down in places; so it is used up at once, and changes nothing itself.
     """
-    ticket = request.app.ctx.guard.admissions.ticket(request.ctx.admission)
+    ticket = request.app.ctx.guard.admissions.issue_ticket(request.ctx.admission)
     return json_response({"ticket": ticket, "expires_in": int(LIFETIME)})
 
 

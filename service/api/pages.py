@@ -49,7 +49,7 @@ def live_blueprint(prefix: str, origins: Origins) -> Blueprint:
     blueprint = Blueprint(f"live{prefix.replace('/', '-')}")
 
     async def live(request: Request, websocket: WebsocketImplProtocol) -> None:
-        await request.app.ctx.live.attend(websocket, caller_of(request), request.ctx.is_still_in)
+        await request.app.ctx.live.attend(websocket, caller_of(request), request.ctx.is_still_authorized)
 
     blueprint.add_websocket_route(live, f"{prefix}/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
 

@@ -35,7 +35,7 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
             caller_of(request),
             silence=doors.settings.silence,
             most=doors.settings.socket.bytes,
-            is_still_in=request.ctx.is_still_in,
+            is_still_authorized=request.ctx.is_still_authorized,
             stop=lambda reason: sessions.emergency_stop(reason, session.id),
         )
         await _attend(request, socket, client.attend)
@@ -71,7 +71,7 @@ def openpi_app(app: App) -> App:
     )
     beside.config.CONNECTIONS = app.config.CONNECTIONS
     watch(beside)
-    app.ctx.guard.watch(beside)
+    app.ctx.guard.install(beside)
     install_errors(beside)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
@@ -115,7 +115,7 @@ async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> N
         socket = StreamSocket.take(websocket, doors.settings.socket)
     except SocketClosed:
         return
-    client = OpenpiProtocol(socket, doors.consult(request.ctx.session), request.ctx.is_still_in)
+    client = OpenpiProtocol(socket, doors.consult(request.ctx.session), request.ctx.is_still_authorized)
     await _attend(request, socket, client.attend)
 
 

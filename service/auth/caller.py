@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Role(IntEnum):
-    """What a key may do; a higher one may do all that a lower one may. An emergency stop is allowed to every key."""
+    """What a key may do; a higher role may do all that a lower one may. Every key may make an emergency stop."""
 
     VIEWER = 1
     OPERATOR = 2
@@ -20,8 +20,8 @@ class Role(IntEnum):
         return self.name.lower()
 
     @classmethod
-    def named(cls, name: str) -> "Role":
-        """The role of this name.
+    def parse(cls, name: str) -> "Role":
+        """Return the role of this name.
 
         Raises:
             ValueError: there is none; the message lists them.
@@ -34,7 +34,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """Whoever a key, a token or a ticket stands for.
+    """Who sent a request: the holder of a key, a token or a ticket.
 
     Attributes:
         name: of the key, or the token's subject.
@@ -47,11 +47,11 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Whether sessions and rooms of others are there for this caller."""
+        """Whether this caller sees sessions and rooms of all owners."""
         return self.owner is None or self.role >= Role.ADMIN
 
     def sees(self, owner: str | None) -> bool:
-        """Whether what belongs to this owner is there for this caller."""
+        """Whether this caller sees what belongs to this owner."""
         return self.sees_all or owner == self.owner
 
 
@@ -62,10 +62,10 @@ STRANGER = Caller("stranger", Role.VIEWER, "")
 
 
 def caller_of(request: "Request[Any, Any]") -> Caller:
-    """Who this request comes from. The guard sets it before any handler runs; without one this is an error."""
+    """Return who sent this request. The guard sets it before any handler runs; without a guard this is an error."""
     return request.ctx.caller
 
 
-def is_still_in(request: "Request[Any, Any]") -> bool:
-    """Whether what let this request in still would: sockets live long, and their key may be revoked or expire."""
-    return request.ctx.is_still_in()
+def is_still_authorized(request: "Request[Any, Any]") -> bool:
+    """Whether this request would still be let in: sockets live long, and a key may be revoked or expire."""
+    return request.ctx.is_still_authorized()

@@ -37,12 +37,12 @@ SECRET = "jwt-secret"
 
 
 def keys_path(access: AccessSettings, state: str | None) -> Path | None:
-    """Where the keys are, or would be; None when nothing is kept."""
+    """Return the path of the keys' file, which need not exist; None when nothing is written to disk."""
     return _path(access.keys_file, state, KEYS)
 
 
 def secret_path(access: AccessSettings, state: str | None) -> Path | None:
-    """Where the secret of bearer tokens is, or would be; None when nothing is kept."""
+    """Return the path of the bearer tokens' secret, which need not exist; None when nothing is written to disk."""
     return _path(access.jwt_secret_file, state, SECRET)
 
 

@@ -13,7 +13,7 @@ from sanic import HTTPResponse, Request
 from service.auth.caller import ANYBODY, STRANGER, Caller, Role
 from service.auth.config import AccessSettings, keys_path, secret_path
 from service.auth.keys import OWN_KEY_FOR, OWN_KEY_HEADER, OWN_PREFIX, PREFIX, Key, KeyFile, OwnKey
-from service.auth.tokens import BadToken, SecretFile, Tickets, TokenOver, Tokens
+from service.auth.tokens import BadToken, SecretFile, Tickets, TokenExpired, Tokens
 from service.errors import Forbidden, ServiceError, TooManyRequests, Unauthorized
 from service.http.limits import Rates
 from service.http.origins import Origins, is_loopback
@@ -22,27 +22,29 @@ from service.setting_types import SettingsError
 
 log = logging.getLogger(__name__)
 
-HOW = "send X-API-Key: rjk_... or Authorization: Bearer ...; `robojax token new` makes a key on the server's machine"
+HOW_TO_AUTHENTICATE = (
+    "send X-API-Key: rjk_... or Authorization: Bearer ...; `robojax token new` makes a key on the server's machine"
+)
 
 
-class Over(Unauthorized):
-    """A key or token that did let somebody in, and has expired: no guess, so it is always told."""
+class KeyExpired(Unauthorized):
+    """The key or token has expired. It is no guess, so its holder is always told."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Who is let in, and whether they still would be: a socket outlives a key that is revoked."""
+    """The caller of an admitted request, and whether it would still be admitted: a socket may outlive its key."""
 
     caller: Caller
-    is_still_in: Callable[[], bool]
+    is_still_authorized: Callable[[], bool]
 
 
 class Admissions:
-    """All ways in: keys of a file, tokens signed with a secret, tickets, and the key of this process itself.
+    """All ways to authenticate: keys of a file, tokens signed with a secret, tickets, and this process's own key.
 
     Args:
         keys, secret: their files, which need not be there yet.
-        is_wanted: whether a key is wanted even before there is one.
+        requires_key: whether a key is wanted even before there is one.
         clock: seconds since 1970, for what expires.
         ticks: monotonic seconds, for tickets.
     """
@@ -52,7 +54,7 @@ class Admissions:
         keys: KeyFile | None = None,
         secret: SecretFile | None = None,
         *,
-        is_wanted: bool = False,
+        requires_key: bool = False,
         clock: Callable[[], float] = time.time,
         ticks: Callable[[], float] = time.monotonic,
     ):
@@ -60,29 +62,29 @@ class Admissions:
         self._keys = keys
         self._secret = secret
         self._tickets = Tickets()
-        self._is_wanted = is_wanted
+        self._requires_key = requires_key
         self._clock = clock
         self._ticks = ticks
-        self._trouble = ""
+        self._reported = ""
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a key is wanted: one is configured, or was since the start; revoking the last one opens nothing."""
-        self._is_wanted = self._is_wanted or bool(self._now_keys()) or self._now_tokens() is not None
-        return self._is_wanted
+    def requires_key(self) -> bool:
+        """Whether requests need a key: one is configured, or was since the start. Revoking the last opens nothing."""
+        self._requires_key = self._requires_key or bool(self._current_keys()) or self._current_tokens() is not None
+        return self._requires_key
 
-    def check(self) -> bool:
-        """Read what is configured; returns whether anybody has a way in.
+    def check_files(self) -> bool:
+        """Read the files of keys and secrets; returns whether anybody can authenticate.
 
         Raises:
             FileUnusable: one of the files cannot be used.
         """
-        keys = () if self._keys is None else self._keys.known()
+        keys = () if self._keys is None else self._keys.read_keys()
         has_tokens = self._secret is not None and self._secret.tokens() is not None
-        return has_tokens or any(not key.is_over(self._clock()) for key in keys)
+        return has_tokens or any(not key.is_expired(self._clock()) for key in keys)
 
-    def of(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
-        """Who sent this.
+    def authenticate(self, request: "Request[Any, Any]", *, is_room: bool = False, is_stop: bool = False) -> Admission:
+        """Find out who sent this request.
 
         Args:
             is_room: whether this process's own key counts.
@@ -91,90 +93,90 @@ class Admissions:
         Raises:
             Unauthorized: nobody that is known; the text says what is wrong, without anything that was sent.
         """
-        sent = _sent(request)
+        sent = _read_credential(request)
         if sent is None:
-            ticket = _ticket(request)
+            ticket = _read_ticket(request)
             if ticket is None:
-                raise Unauthorized(f"a key is wanted here: {HOW}")
-            return self._by_ticket(ticket)
+                raise Unauthorized(f"a key is wanted here: {HOW_TO_AUTHENTICATE}")
+            return self._authenticate_ticket(ticket)
         if sent.startswith(PREFIX):
-            return self._by_key(sent, is_stop)
+            return self._authenticate_key(sent, is_stop)
         if is_room and sent.startswith(OWN_PREFIX):
-            caller = self.own.caller(sent, request.headers.get(OWN_KEY_FOR))
+            caller = self.own.identify(sent, request.headers.get(OWN_KEY_FOR))
             if caller is not None:
                 return Admission(caller, lambda: True)
         if "x-api-key" in request.headers:
-            raise Unauthorized(f"this key is not known here; {HOW}")
-        return self._by_token(sent, is_stop)
+            raise Unauthorized(f"this key is not known here; {HOW_TO_AUTHENTICATE}")
+        return self._authenticate_token(sent, is_stop)
 
     def is_own(self, request: "Request[Any, Any]") -> bool:
-        """Whether this process itself sent it."""
-        return self.own.caller(request.headers.get(OWN_KEY_HEADER, ""), None) is not None
+        """Whether this process itself sent the request."""
+        return self.own.identify(request.headers.get(OWN_KEY_HEADER, ""), None) is not None
 
-    def ticket(self, admission: Admission) -> str:
-        """A new ticket for somebody who is in."""
-        return self._tickets.give(admission.caller, admission.is_still_in, self._ticks())
+    def issue_ticket(self, admission: Admission) -> str:
+        """Issue a ticket to an admitted caller."""
+        return self._tickets.issue(admission.caller, admission.is_still_authorized, self._ticks())
 
-    def _by_key(self, sent: str, is_stop: bool) -> Admission:
+    def _authenticate_key(self, sent: str, is_stop: bool) -> Admission:
         key = None
         if self._keys is not None:
             try:
                 key = self._keys.find(sent)
             except FileUnusable as error:
-                self._tell(error)
-                key = self._keys.find(sent, self._keys.last_known()) if is_stop else None
+                self._report_unusable(error)
+                key = self._keys.find(sent, self._keys.last_keys()) if is_stop else None
         if key is None:
-            raise Unauthorized(f"this key is not known here (any more); {HOW}")
-        if key.is_over(self._clock()):
-            raise Over("this key has expired; `robojax token new` makes another on the server's machine")
-        return Admission(key.caller, lambda: self._has(key))
+            raise Unauthorized(f"this key is not known here (any more); {HOW_TO_AUTHENTICATE}")
+        if key.is_expired(self._clock()):
+            raise KeyExpired("this key has expired; `robojax token new` makes another on the server's machine")
+        return Admission(key.caller, lambda: self._is_current(key))
 
-    def _has(self, key: Key) -> bool:
-        return key in self._now_keys() and not key.is_over(self._clock())
+    def _is_current(self, key: Key) -> bool:
+        return key in self._current_keys() and not key.is_expired(self._clock())
 
-    def _by_token(self, sent: str, is_stop: bool) -> Admission:
+    def _authenticate_token(self, sent: str, is_stop: bool) -> Admission:
         try:
-            tokens = self._now_tokens()
+            tokens = self._current_tokens()
             if tokens is None and is_stop and self._secret is not None:
                 tokens = self._secret.last_tokens()
             if tokens is None:
                 raise BadToken("this server takes no tokens; use a key")
-            bearer = tokens.read(sent, self._clock())
+            bearer = tokens.verify(sent, self._clock())
         except BadToken as error:
-            kind = Over if isinstance(error, TokenOver) else Unauthorized
+            kind = KeyExpired if isinstance(error, TokenExpired) else Unauthorized
             raise kind(f"the token does not count: {error}") from None
-        return Admission(bearer.caller, lambda: self._now_tokens() == tokens and self._clock() < bearer.expires_at)
+        return Admission(bearer.caller, lambda: self._current_tokens() == tokens and self._clock() < bearer.expires_at)
 
-    def _by_ticket(self, sent: str) -> Admission:
-        ticket = self._tickets.take(sent, self._ticks())
+    def _authenticate_ticket(self, sent: str) -> Admission:
+        ticket = self._tickets.redeem(sent, self._ticks())
         if ticket is None:
             raise Unauthorized("the ticket was used, is older than 30 s, or was never given; POST /tickets gives one")
-        return Admission(ticket.caller, ticket.is_still_in)
+        return Admission(ticket.caller, ticket.is_still_authorized)
 
-    def _now_keys(self) -> tuple[Key, ...]:
+    def _current_keys(self) -> tuple[Key, ...]:
         try:
-            return () if self._keys is None else self._keys.known()
+            return () if self._keys is None else self._keys.read_keys()
         except FileUnusable as error:
-            self._tell(error)
+            self._report_unusable(error)
             return ()
 
-    def _now_tokens(self) -> Tokens | None:
+    def _current_tokens(self) -> Tokens | None:
         try:
             return None if self._secret is None else self._secret.tokens()
         except FileUnusable as error:
-            self._tell(error)
+            self._report_unusable(error)
             return None
 
-    def _tell(self, error: FileUnusable) -> None:
+    def _report_unusable(self, error: FileUnusable) -> None:
         # What cannot be read lets nobody in, and lets nobody past either.
-        self._is_wanted = True
-        if str(error) != self._trouble:
-            self._trouble = str(error)
+        self._requires_key = True
+        if str(error) != self._reported:
+            self._reported = str(error)
             log.error("%s; until then nobody gets in by it", error)
 
 
-def _sent(request: "Request[Any, Any]") -> str | None:
-    """The key or token of a request.
+def _read_credential(request: "Request[Any, Any]") -> str | None:
+    """Return the key or token of a request, None when it has none.
 
     Raises:
         Unauthorized: there are several, or the header is of another kind.
@@ -190,7 +192,7 @@ def _sent(request: "Request[Any, Any]") -> str | None:
     return None
 
 
-def _ticket(request: "Request[Any, Any]") -> str | None:
+def _read_ticket(request: "Request[Any, Any]") -> str | None:
     # A ticket is in the address, where other pages can put one: it may look, and open sockets, but change nothing.
     if request.method not in ("GET", "HEAD") or "ticket=" not in request.query_string:
         return None
@@ -200,7 +202,7 @@ def _ticket(request: "Request[Any, Any]") -> str | None:
 
 # Method ("*": any), what a route's path begins with, and the least role; None: it has a proof of its own or needs none.
 Rule = tuple[str, str, Role | None]
-READING = ("GET", "HEAD")
+SAFE_METHODS = ("GET", "HEAD")
 # Of one address, attempts that fail: a second and at once. Only these are counted: were an address shut out altogether,
 # one stranger behind the same proxy could keep the operator from stopping a robot; and 256 random bits are not guessed,
 # however many tries there are.
@@ -208,7 +210,7 @@ REFUSALS = (1 / 6, 10)
 
 
 class Guard:
-    """One for all routes of an app: the API, the rooms, the page and its socket.
+    """Guard of all routes of an app: the API, the rooms, the dashboard and its socket.
 
     A route says in its ``ctx_role`` which role it wants, or None; the routes of others follow ``rules``, the first
     that fits. What says nothing is for admins.
@@ -233,63 +235,64 @@ class Guard:
         self._refusals = Rates(*REFUSALS)
 
     @property
-    def is_guarded(self) -> bool:
-        """Whether a key is wanted."""
-        return self.admissions.is_wanted
+    def requires_key(self) -> bool:
+        """Whether requests need a key."""
+        return self.admissions.requires_key
 
-    def watch(self, app: Any) -> None:
-        """From now on this app lets nobody in whom ``refusal`` does not."""
+    def install(self, app: Any) -> None:
+        """Install the guard: from now on the app answers no request that ``authorize`` refuses."""
 
         @app.on_request
         async def let_in(request: "Request[Any, Any]") -> HTTPResponse | None:
-            return self.refusal(request)
+            return self.authorize(request)
 
-    def refusal(self, request: "Request[Any, Any]") -> HTTPResponse | None:
-        """The answer to a request that is not let in; else its caller is known from now on."""
-        _admit(request, Admission(STRANGER, lambda: False))
+    def authorize(self, request: "Request[Any, Any]") -> HTTPResponse | None:
+        """Return the answer that refuses a request; None when it is let in, and its caller is then known."""
+        _set_admission(request, Admission(STRANGER, lambda: False))
         route = request.route
         if route is None:
             return None  # there is nothing to be let into
         try:
-            if not self.is_guarded:
+            if not self.requires_key:
                 self._check_host(request, route)
                 is_own = self.admissions.is_own(request)
-                _admit(request, Admission(ANYBODY, lambda: is_own or not self.is_guarded))
+                _set_admission(request, Admission(ANYBODY, lambda: is_own or not self.requires_key))
             elif request.method != "OPTIONS":  # which browsers send without any key, and which tells nothing
-                self._let_in(request, route, self._role(request, route))
+                self._authorize(request, route, self._required_role(request, route))
         except ServiceError as error:
-            return _told(error)
+            return _error_response(error)
         return None
 
-    def _let_in(self, request: "Request[Any, Any]", route: Any, role: Role | None) -> None:
+    def _authorize(self, request: "Request[Any, Any]", route: Any, role: Role | None) -> None:
         try:
             is_room, is_stop = (getattr(route.ctx, name, False) for name in ("is_room", "is_stop"))
-            admission = self.admissions.of(request, is_room=is_room, is_stop=is_stop)
+            admission = self.admissions.authenticate(request, is_room=is_room, is_stop=is_stop)
         except Unauthorized as error:
             if role is None:
                 return
-            self._refused(request, error)
+            self._count_refusal(request, error)
             raise
-        _admit(request, admission)
+        _set_admission(request, admission)
         if role is not None and admission.caller.role < role:
             raise Forbidden(
-                f"this wants the role {role}, and key {admission.caller.name!r} is {_article(admission.caller.role)}; "
+                f"this wants the role {role}, and key {admission.caller.name!r} is "
+                f"{_with_article(admission.caller.role)}; "
                 f"`robojax token new --role {role}` on the server's machine makes one"
             )
 
-    def _role(self, request: "Request[Any, Any]", route: Any) -> Role | None:
+    def _required_role(self, request: "Request[Any, Any]", route: Any) -> Role | None:
         if hasattr(route.ctx, "role"):
             return route.ctx.role
-        method = "GET" if request.method in READING else request.method
+        method = "GET" if request.method in SAFE_METHODS else request.method
         path = "/" + route.path.strip("/")
         for of, begin, role in self._rules:
             if of in ("*", method) and path.startswith(begin):
                 return role
         return Role.ADMIN
 
-    def _refused(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
+    def _count_refusal(self, request: "Request[Any, Any]", error: Unauthorized) -> None:
         wait = self._refusals.take(request.ip)
-        if wait > 0 and isinstance(error, Over):
+        if wait > 0 and isinstance(error, KeyExpired):
             return  # whoever wants to stop a robot has to learn why it does not
         if wait > 0:
             raise TooManyRequests("too many attempts from this address were refused", wait)
@@ -305,30 +308,30 @@ class Guard:
 
 
 class HostRefused(Forbidden):
-    """A page whose name was pointed at this machine."""
+    """The Host header names another host: a page's name may have been pointed at this machine (DNS rebinding)."""
 
     code = "host_refused"
 
 
-def _admit(request: "Request[Any, Any]", admission: Admission) -> None:
+def _set_admission(request: "Request[Any, Any]", admission: Admission) -> None:
     request.ctx.admission = admission
     request.ctx.caller = admission.caller
-    request.ctx.is_still_in = admission.is_still_in
+    request.ctx.is_still_authorized = admission.is_still_authorized
 
 
-def _told(error: ServiceError) -> HTTPResponse:
+def _error_response(error: ServiceError) -> HTTPResponse:
     text = json.dumps({"detail": str(error), "code": error.code}, separators=(",", ":"))
     return HTTPResponse(text, status=error.status, headers=dict(error.headers), content_type="application/json")
 
 
-def _article(role: Role) -> str:
+def _with_article(role: Role) -> str:
     return f"an {role}" if role >= Role.OPERATOR else f"a {role}"
 
 
-def guard_of(
+def create_guard(
     access: AccessSettings, *, host: str, origins: Sequence[str], state: str | None, rules: Sequence[Rule] = ()
 ) -> Guard:
-    """The guard of a server that listens on `host` and keeps its keys in the folder `state`.
+    """Create the guard of a server that listens on `host` and keeps its keys in the folder `state`.
 
     Raises:
         SettingsError: a file of keys or secrets cannot be used, or is named and not there.
@@ -343,10 +346,10 @@ def guard_of(
         None if keys is None else KeyFile(keys),
         None if secret is None else SecretFile(secret, access.jwt_hours * 3600),
         # A file that was named is meant: with no key in it, nobody gets in.
-        is_wanted=access.keys_file is not None or access.jwt_secret_file is not None,
+        requires_key=access.keys_file is not None or access.jwt_secret_file is not None,
     )
     try:
-        admissions.check()
+        admissions.check_files()
     except FileUnusable as error:
         raise SettingsError(str(error)) from error
     return Guard(admissions, origins=Origins(origins), is_local=is_loopback(host), rules=rules)

@@ -22,20 +22,20 @@ from service.auth.caller import Caller, Role
 from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
 
 PREFIX = "rjk_"
-LONGEST = 128
+MAX_KEY = 128
 NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
-ALL = "*"  # in the file: the owner of a key that sees everybody's sessions
+ALL_OWNERS = "*"  # in the file: the owner of a key that sees everybody's sessions
 # Others may see names and hashes (a mounted secret is often readable), but nobody else may add a key.
-FORBIDDEN = 0o022
+FORBIDDEN_MODE = 0o022
 
 
 class KeyRefused(Exception):
-    """A key that cannot be made or removed; the text says why and what to do."""
+    """A key cannot be made or removed; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Who a key stands for; the key itself is nowhere. Times are seconds since 1970."""
+    """What is stored of a key: its holder and its hash, not the key itself. Times are seconds since 1970."""
 
     name: str
     role: Role
@@ -44,30 +44,30 @@ class Key:
     expires_at: float | None
     digest: bytes = field(repr=False)
 
-    def is_over(self, now: float) -> bool:
-        """Whether it has expired."""
+    def is_expired(self, now: float) -> bool:
+        """Whether the key has expired."""
         return self.expires_at is not None and now >= self.expires_at
 
     @property
     def caller(self) -> Caller:
-        """Whoever sends it."""
+        """The caller that this key stands for."""
         return Caller(self.name, self.role, self.owner)
 
 
-def digest_of(key: str) -> bytes:
-    """What the file has in a key's place."""
+def hash_key(key: str) -> bytes:
+    """Return the SHA-256 hash that the file holds in place of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
 class KeyFile:
-    """The file as it is now; a change of it counts at once."""
+    """File of API keys; a change of the file counts at once."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = ReloadingFile(path, _parse, FORBIDDEN)
+        self._file = ReloadingFile(path, _parse, FORBIDDEN_MODE)
 
-    def known(self) -> tuple[Key, ...]:
-        """All of them, those that have expired too; none when there is no file.
+    def read_keys(self) -> tuple[Key, ...]:
+        """Return all keys, expired ones too; none when there is no file.
 
         Raises:
             FileUnusable: it cannot be read, others may change it, or it is no file of keys.
@@ -77,27 +77,27 @@ class KeyFile:
         except FileUnusable as error:
             raise FileUnusable(f"the file of keys {error}") from error
 
-    def last_known(self) -> tuple[Key, ...]:
-        """Those of when the file could last be used."""
+    def last_keys(self) -> tuple[Key, ...]:
+        """Return the keys of the last time that the file could be used."""
         return self._file.last or ()
 
     def find(self, sent: str, keys: tuple[Key, ...] | None = None) -> Key | None:
-        """Whose key this is, of those that are known or of the given ones; it may have expired.
+        """Find the key that was sent, among those of the file or the given ones; it may have expired.
 
         Raises:
-            FileUnusable: as ``known``.
+            FileUnusable: as ``read_keys``.
         """
-        if not sent.startswith(PREFIX) or len(sent) > LONGEST or not sent.isascii():
+        if not sent.startswith(PREFIX) or len(sent) > MAX_KEY or not sent.isascii():
             return None
-        digest, found = digest_of(sent), None
+        digest, match = hash_key(sent), None
         # Every one is looked at, and each in the same time, wherever and whether it differs.
-        for key in self.known() if keys is None else keys:
+        for key in self.read_keys() if keys is None else keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+                match = key
+        return match
 
-    def new(self, name: str, role: Role, owner: str | None, now: float, days: float | None = None) -> str:
-        """Make a key; this is the only time that it is there to be read.
+    def create(self, name: str, role: Role, owner: str | None, now: float, days: float | None = None) -> str:
+        """Create a key and return its text, which can be read only now.
 
         Args:
             owner: whose sessions it works on; None for everybody's.
@@ -112,18 +112,18 @@ class KeyFile:
         if days is not None and not (math.isfinite(days) and days > 0):
             raise KeyRefused(f"days is {days}; wanted more than 0")
         text = PREFIX + secrets.token_urlsafe(32)
-        key = Key(name, role, owner, now, None if days is None else now + days * 86400, digest_of(text))
+        key = Key(name, role, owner, now, None if days is None else now + days * 86400, hash_key(text))
 
         def add(keys: tuple[Key, ...]) -> tuple[Key, ...]:
             if any(known.name == name for known in keys):
                 raise KeyRefused(f"there is a key of the name {name!r}; revoke it first, or choose another name")
             return (*keys, key)
 
-        self._change(add)
+        self._update(add)
         return text
 
     def revoke(self, name: str) -> Key:
-        """Remove a key; a running server lets it in no more.
+        """Remove a key; a running server refuses it from now on.
 
         Raises:
             KeyRefused: there is none of this name.
@@ -138,10 +138,10 @@ class KeyFile:
                 raise KeyRefused(f"no key is called {name[:80]!r}; there is {names}")
             return tuple(key for key in keys if key.name != name)
 
-        self._change(remove)
+        self._update(remove)
         return gone[0]
 
-    def _change(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
+    def _update(self, change: Callable[[tuple[Key, ...]], tuple[Key, ...]]) -> None:
         # Two commands at a time must not lose each other's key.
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600, fallback_to_soft=False)
         try:
@@ -149,17 +149,17 @@ class KeyFile:
         except OSError as error:
             raise FileUnusable(f"the file of keys {str(self.path)!r} cannot be written: {error.strerror}") from error
         with held:
-            keys = change(self.known())
+            keys = change(self.read_keys())
             write_private_file(
-                self.path, json.dumps({"keys": [_entry(key) for key in keys]}, indent=1).encode() + b"\n"
+                self.path, json.dumps({"keys": [_to_entry(key) for key in keys]}, indent=1).encode() + b"\n"
             )
 
 
-def _entry(key: Key) -> dict[str, Any]:
+def _to_entry(key: Key) -> dict[str, Any]:
     return {
         "name": key.name,
         "role": str(key.role),
-        "owner": ALL if key.owner is None else key.owner,
+        "owner": ALL_OWNERS if key.owner is None else key.owner,
         "made_at": key.made_at,
         "expires_at": key.expires_at,
         "sha256": key.digest.hex(),
@@ -168,7 +168,7 @@ def _entry(key: Key) -> dict[str, Any]:
 
 def _parse(content: bytes) -> tuple[Key, ...]:
     try:
-        keys = tuple(_key(entry) for entry in json.loads(content)["keys"])
+        keys = tuple(_parse_entry(entry) for entry in json.loads(content)["keys"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileUnusable(
             f"makes no sense ({type(error).__name__}); `robojax token new` writes it, and nothing else should"
@@ -179,17 +179,19 @@ def _parse(content: bytes) -> tuple[Key, ...]:
     return keys
 
 
-def _key(entry: Any) -> Key:
+def _parse_entry(entry: Any) -> Key:
     digest = bytes.fromhex(entry["sha256"])
     name, owner = entry["name"], entry["owner"]
     times = [entry["made_at"], *([] if entry["expires_at"] is None else [entry["expires_at"]])]
     if len(digest) != hashlib.sha256().digest_size:
         raise ValueError(name)
-    if not NAME.fullmatch(name) or (owner != ALL and not NAME.fullmatch(owner)):
+    if not NAME.fullmatch(name) or (owner != ALL_OWNERS and not NAME.fullmatch(owner)):
         raise ValueError(name)
     if not all(isinstance(time, int | float) and math.isfinite(time) for time in times):
         raise ValueError(name)
-    return Key(name, Role.named(entry["role"]), None if owner == ALL else owner, times[0], entry["expires_at"], digest)
+    return Key(
+        name, Role.parse(entry["role"]), None if owner == ALL_OWNERS else owner, times[0], entry["expires_at"], digest
+    )
 
 
 OWN_PREFIX = "rjo_"
@@ -199,17 +201,17 @@ OWN_NAME = "this server"
 
 
 class OwnKey:
-    """A session's rooms are made and joined with it, on behalf of the session's owner and with no more rights."""
+    """The process's own key: sessions make and join their rooms with it, with the rights of their owner and no more."""
 
     def __init__(self) -> None:
         self._key = OWN_PREFIX + secrets.token_urlsafe(32)
 
     def headers(self, owner: str | None) -> Mapping[str, str]:
-        """What is sent to this process's own address, never to another."""
+        """Return the headers for requests to this process's own address; never send them to another."""
         return {OWN_KEY_HEADER: self._key} | ({} if owner is None else {OWN_KEY_FOR: quote(owner, safe="")})
 
-    def caller(self, sent: str, behalf: str | None) -> Caller | None:
-        """Whom a key that was sent stands for, if it is this one."""
+    def identify(self, sent: str, behalf: str | None) -> Caller | None:
+        """Return the caller that a sent key stands for, if it is this process's own key."""
         if not hmac.compare_digest(sent.encode(errors="replace"), self._key.encode()):
             return None
         owner = None if behalf is None else unquote(behalf)

@@ -19,24 +19,24 @@ from service.reloading_file import FileUnusable, ReloadingFile, write_private_fi
 ALGORITHM = "HS256"
 ISSUER = AUDIENCE = "robojax"
 # RFC 7518, 3.2: a key of the hash's size or larger. PyJWT only warns.
-SHORTEST = 32
-LONGEST_TOKEN = 4096
+MIN_SECRET = 32
+MAX_TOKEN = 4096
 CLAIMS = ("exp", "iat", "sub", "iss", "aud")
 LEEWAY = 10  # seconds by which two clocks may differ
-FORBIDDEN = 0o027
+FORBIDDEN_MODE = 0o027
 
 
 class BadToken(Exception):
-    """A token that lets nobody in; the text says why, without any of it."""
+    """The token is not accepted; the text says why, without any of it."""
 
 
-class TokenOver(BadToken):
-    """It did let somebody in, and has expired."""
+class TokenExpired(BadToken):
+    """The token was valid, and has expired."""
 
 
 @dataclass(frozen=True)
 class Bearer:
-    """Who a token stands for, and until when in seconds since 1970."""
+    """Holder of a token, and when the token expires, in seconds since 1970."""
 
     caller: Caller
     expires_at: float
@@ -44,13 +44,13 @@ class Bearer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one secret, whose lifetime is at most ``longest`` seconds."""
+    """Signs and verifies tokens with one secret; they live for at most ``max_lifetime`` seconds."""
 
     secret: bytes = field(repr=False)
-    longest: float = 86400.0
+    max_lifetime: float = 86400.0
 
     def sign(self, name: str, role: Role, seconds: float, now: float, owner: str | None = None) -> str:
-        """A token.
+        """Sign a token.
 
         Raises:
             BadToken: it would not be let in: it lives too long, or the name cannot be used.
@@ -60,16 +60,16 @@ class Tokens:
         token = jwt.encode(
             {**claims, "exp": begins + int(seconds), **({"owner": owner} if owner else {})}, self.secret, ALGORITHM
         )
-        self.read(token, now)
+        self.verify(token, now)
         return token
 
-    def read(self, token: str, now: float) -> Bearer:
-        """Who sent it.
+    def verify(self, token: str, now: float) -> Bearer:
+        """Return the holder of a valid token.
 
         Raises:
             BadToken: it is not signed with this secret and algorithm, lacks a claim, is over, or lives too long.
         """
-        if len(token) > LONGEST_TOKEN or not token.isascii():
+        if len(token) > MAX_TOKEN or not token.isascii():
             raise BadToken("it is no token")
         try:
             if "crit" in jwt.get_unverified_header(token):
@@ -85,20 +85,20 @@ class Tokens:
             )
         except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
             raise BadToken(f"it is not accepted ({type(error).__name__})") from None
-        return Bearer(_caller(claims), self._times(claims, now))
+        return Bearer(_caller(claims), self._check_times(claims, now))
 
-    def _times(self, claims: dict[str, Any], now: float) -> float:
+    def _check_times(self, claims: dict[str, Any], now: float) -> float:
         times = {name: claims[name] for name in ("exp", "iat", "nbf") if name in claims}
         # bool is an int to Python, and 1e308 a number to JSON.
         if not all(type(value) is int and abs(value) < 1 << 53 for value in times.values()):
             raise BadToken(f"{', '.join(times)} have to be whole numbers")
         if times["exp"] <= now:
-            raise TokenOver("it has expired")
+            raise TokenExpired("it has expired")
         if max(times["iat"], times.get("nbf", times["iat"])) > now + LEEWAY:
             raise BadToken("it is not valid yet")
         longest = max(times["exp"] - times["iat"], times["exp"] - now)
-        if longest > self.longest:
-            raise BadToken(f"it lives for {longest:.0f} s; at most {self.longest:g} s are allowed")
+        if longest > self.max_lifetime:
+            raise BadToken(f"it lives for {longest:.0f} s; at most {self.max_lifetime:g} s are allowed")
         return times["exp"]
 
 
@@ -108,22 +108,22 @@ def _caller(claims: dict[str, Any]) -> Caller:
         if not isinstance(value, str) or not NAME.fullmatch(value):
             raise BadToken(f"{what} is no name of 1 to 64 letters, digits, '_', '.' or '-'")
     try:
-        role = Role.named(claims["role"])
+        role = Role.parse(claims["role"])
     except (KeyError, ValueError, AttributeError):
         raise BadToken(f"role is not one of {', '.join(map(str, Role))}") from None
     return Caller(name, role, owner)
 
 
 class SecretFile:
-    """The file of the secret as it is now; another secret counts at once, and ends all tokens of the one before."""
+    """File of the tokens' secret; another secret counts at once, and ends all tokens of the one before."""
 
-    def __init__(self, path: Path, longest: float = 86400.0):
+    def __init__(self, path: Path, max_lifetime: float = 86400.0):
         self.path = path
-        self._longest = longest
-        self._file = ReloadingFile(path, self._parse, FORBIDDEN)
+        self._max_lifetime = max_lifetime
+        self._file = ReloadingFile(path, self._parse, FORBIDDEN_MODE)
 
     def tokens(self) -> Tokens | None:
-        """None when there is no file.
+        """Return what signs and verifies tokens; None when there is no file.
 
         Raises:
             FileUnusable: it cannot be read, others may read it, or its secret is too short.
@@ -134,11 +134,11 @@ class SecretFile:
             raise FileUnusable(f"the file of the tokens' secret {error}") from error
 
     def last_tokens(self) -> Tokens | None:
-        """Those of when the file could last be used."""
+        """Return the tokens of the last time that the file could be used."""
         return self._file.last
 
-    def make(self) -> Tokens:
-        """The secret; a new one, when there was none.
+    def create(self) -> Tokens:
+        """Return what signs and verifies tokens, with a new secret when there was none.
 
         Raises:
             FileUnusable: as ``tokens``, or it cannot be written.
@@ -151,49 +151,49 @@ class SecretFile:
 
     def _parse(self, content: bytes) -> Tokens:
         secret = content.strip()
-        if len(secret) < SHORTEST:
+        if len(secret) < MIN_SECRET:
             raise FileUnusable(
-                f"has a secret of {len(secret)} bytes; wanted at least {SHORTEST}, as "
+                f"has a secret of {len(secret)} bytes; wanted at least {MIN_SECRET}, as "
                 "`python -c 'import secrets; print(secrets.token_urlsafe(48))'` makes"
             )
-        return Tokens(secret, self._longest)
+        return Tokens(secret, self._max_lifetime)
 
 
 PREFIX = "rjt_"
 LIFETIME = 30.0
-MOST = 4096
-MOST_OF_ONE = 64
+MAX_TICKETS = 4096
+MAX_TICKETS_OF_CALLER = 64
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Whom it lets in, until when (monotonic), and whether what it was got with is still good."""
+    """A ticket's caller, when it expires (monotonic), and whether the key that it was issued for is still valid."""
 
     caller: Caller
-    until: float
-    is_still_in: Callable[[], bool]
+    expires_at: float
+    is_still_authorized: Callable[[], bool]
 
 
 class Tickets:
-    """All that were given out and not used. They are in an address, which proxies write down, so they count once."""
+    """All issued tickets that were not used. They stand in URLs, which proxies log, so each counts once."""
 
     def __init__(self) -> None:
-        self._given: dict[bytes, Ticket] = {}  # oldest first
+        self._issued: dict[bytes, Ticket] = {}  # oldest first
 
-    def give(self, caller: Caller, is_still_in: Callable[[], bool], now: float) -> str:
-        """A new ticket for this caller; of too many, its oldest goes."""
-        self._given = {key: ticket for key, ticket in self._given.items() if ticket.until > now}
-        own = [key for key, ticket in self._given.items() if ticket.caller == caller]
-        if len(own) >= MOST_OF_ONE or len(self._given) >= MOST:
-            del self._given[own[0] if own else next(iter(self._given))]
+    def issue(self, caller: Caller, is_still_authorized: Callable[[], bool], now: float) -> str:
+        """Issue a ticket to this caller; when there are too many, its oldest is dropped."""
+        self._issued = {key: ticket for key, ticket in self._issued.items() if ticket.expires_at > now}
+        own = [key for key, ticket in self._issued.items() if ticket.caller == caller]
+        if len(own) >= MAX_TICKETS_OF_CALLER or len(self._issued) >= MAX_TICKETS:
+            del self._issued[own[0] if own else next(iter(self._issued))]
         text = PREFIX + secrets.token_urlsafe(32)
-        self._given[_digest(text)] = Ticket(caller, now + LIFETIME, is_still_in)
+        self._issued[_digest(text)] = Ticket(caller, now + LIFETIME, is_still_authorized)
         return text
 
-    def take(self, text: str, now: float) -> Ticket | None:
-        """Whom it lets in; from now on nobody any more."""
-        ticket = self._given.pop(_digest(text), None)
-        return ticket if ticket is not None and now < ticket.until and ticket.is_still_in() else None
+    def redeem(self, text: str, now: float) -> Ticket | None:
+        """Use up a ticket; returns it when it was valid."""
+        ticket = self._issued.pop(_digest(text), None)
+        return ticket if ticket is not None and now < ticket.expires_at and ticket.is_still_authorized() else None
 
 
 def _digest(text: str) -> bytes:

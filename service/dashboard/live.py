@@ -198,13 +198,13 @@ class Live:
         self._details: dict[str, tuple[float, Listed, Part]] = {}
 
     async def attend(
-        self, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool] = lambda: True
+        self, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool] = lambda: True
     ) -> None:
         """Serve one upgraded socket until it ends, or until its key does."""
         if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):
             await socket.close(1013, f"{len(self.viewers)} pages look on already")
             return
-        viewer = Viewer(self, socket, caller, is_still_in)
+        viewer = Viewer(self, socket, caller, is_still_authorized)
         self.viewers.add(viewer)
         writer = asyncio.create_task(viewer.write(), name="a page's messages")
         try:
@@ -288,13 +288,15 @@ class Viewer:
         sent: messages sent to it.
     """
 
-    def __init__(self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_in: Callable[[], bool]):
+    def __init__(
+        self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool]
+    ):
         self.caller = caller
         self.since = time.monotonic()
         self.sent = 0
         self._live = live
         self._socket = socket
-        self._is_still_in = is_still_in
+        self._is_still_authorized = is_still_authorized
         self._seen = 0
         self._has_seen = asyncio.Event()
         self._wanted: str | None = None
@@ -353,7 +355,7 @@ class Viewer:
                     while self.sent - self._seen >= settings.ahead:
                         self._has_seen.clear()
                         await self._has_seen.wait()
-                    if not self._is_still_in():
+                    if not self._is_still_authorized():
                         await self._socket.close(1008, "the key was taken back")
                         return
                     await self._socket.send(self._message(time.monotonic()))

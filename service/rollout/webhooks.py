@@ -311,7 +311,7 @@ class Webhooks:
 
 def _sees_events(request: Any) -> bool:
     """Whoever sees the sessions of everybody sees what came, too; what came names everybody's policies."""
-    return caller_of(request).sees_all and (request.app.ctx.guard.is_guarded or is_local_request(request))
+    return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_local_request(request))
 
 
 def is_folder(path: str) -> bool:

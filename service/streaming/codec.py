@@ -225,8 +225,9 @@ def _array(
 
 
 def _scalar(key: object, found: dict[Any, Any]) -> Any:
-    value = found.get(b"data")
-    if found.keys() != _SCALAR or found[b"dtype"] not in _BY_CODE or not isinstance(value, bool | int | float):
+    value, code = found.get(b"data"), found.get(b"dtype")
+    is_known = isinstance(code, str) and code in _BY_CODE
+    if found.keys() != _SCALAR or not is_known or not isinstance(value, bool | int | float):
         raise _refusal(key, "is no number of an allowed dtype")
     return value
 

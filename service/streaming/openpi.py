@@ -183,10 +183,10 @@ class ObservationReader:
 class OpenpiProtocol:
     """One client."""
 
-    def __init__(self, socket: StreamSocket, consultation: DirectInference, is_still_in: Callable[[], bool]):
+    def __init__(self, socket: StreamSocket, consultation: DirectInference, is_still_authorized: Callable[[], bool]):
         self._socket = socket
         self._consultation = consultation
-        self._is_still_in = is_still_in
+        self._is_still_authorized = is_still_authorized
         self._looked_at = time.monotonic()
         self._before: float | None = None
         self._reader = ObservationReader()
@@ -236,7 +236,7 @@ class OpenpiProtocol:
     def _check_key(self, now: float) -> None:
         if now - self._looked_at > _LOOK:
             self._looked_at = now
-            if not self._is_still_in():
+            if not self._is_still_authorized():
                 self._socket.close(1008, "the key does not count any more")
                 raise SocketClosed
 

@@ -43,7 +43,7 @@ class Stream:
         *,
         silence: float,
         most: int,
-        is_still_in: Callable[[], bool],
+        is_still_authorized: Callable[[], bool],
         stop: Callable[[str], Any],
     ):
         """``stop`` makes an emergency stop of the session, and is awaited."""
@@ -53,7 +53,7 @@ class Stream:
         self._caller = caller
         self._silence = silence
         self._most = most
-        self._is_still_in = is_still_in
+        self._is_still_authorized = is_still_authorized
         self._stop = stop
         self._is_text = False
         self._unpacker = codec.Unpacker()
@@ -228,7 +228,7 @@ class Stream:
         while True:
             if time.monotonic() - looked_at > _LOOK_AT_KEY:
                 looked_at = time.monotonic()
-                if not self._is_still_in():
+                if not self._is_still_authorized():
                     self._socket.close(1008, "the key does not count any more")
                     return
             if self._link.driver is self and time.monotonic() - self.heard_at > self._silence:

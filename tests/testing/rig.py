@@ -111,7 +111,7 @@ async def started(
     """
     transport, load = transport or MemoryTransport(), load or ScriptedLoader()
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
-    keys = {name: file.new(name, role, name, time.time()) for name, role in (roles or {}).items()}
+    keys = {name: file.create(name, role, name, time.time()) for name, role in (roles or {}).items()}
     given = {name: None if part is REAL else part for name, part in (("transport", transport), ("load", load))}
     app = create_app(Settings(**settings), **given, **(parts or {}))
     prepare(app)

@@ -119,7 +119,7 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
     app.config.KEEP_ALIVE_TIMEOUT = 15
     app.config.CONNECTIONS = Connections()
     table = settings.table()
-    guard.watch(app)
+    guard.install(app)
     app.on_response(_harden)
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
@@ -209,7 +209,7 @@ def _tickets(guard: Guard, origins: Origins):
         refused = origins.refuse_request(request)
         if refused is not None:
             return refused
-        made = guard.admissions.ticket(request.ctx.admission)
+        made = guard.admissions.issue_ticket(request.ctx.admission)
         return answer(200, {"ticket": made, "expires_in": int(LIFETIME)})
 
     return make_ticket

@@ -403,7 +403,7 @@ async def attend(
     _send_at_once(socket)
     outbox = Outbox(socket, limits, queue)
     writer = asyncio.create_task(outbox.run())
-    watching = asyncio.create_task(_watch(socket, request.ctx.is_still_in))
+    watching = asyncio.create_task(_watch(socket, request.ctx.is_still_authorized))
     try:
         first = await socket.recv(timeout=join_timeout)
         if first is None:
@@ -440,8 +440,8 @@ def _may(caller: Caller, room: Room, role: Role) -> bool:
     return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
 
 
-async def _watch(socket: WebsocketImplProtocol, is_still_in: Callable[[], bool]) -> None:
-    while is_still_in():  # noqa: ASYNC110, files do not say when they change
+async def _watch(socket: WebsocketImplProtocol, is_still_authorized: Callable[[], bool]) -> None:
+    while is_still_authorized():  # noqa: ASYNC110, files do not say when they change
         await asyncio.sleep(LOOK)
     socket.fail_connection(1008, "the key does not count any more")
 

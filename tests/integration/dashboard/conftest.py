@@ -108,5 +108,5 @@ async def server() -> AsyncIterator[Server]:
 def keys(tmp_path: Path) -> KeyFile:
     """A file of keys with one in it, so that a server which is given it wants one."""
     file = KeyFile(tmp_path / "keys.json")
-    file.new("first", Role.ADMIN, None, time.time())
+    file.create("first", Role.ADMIN, None, time.time())
     return file

@@ -26,8 +26,8 @@ async def sessions_seen(server, key: str) -> list[str]:
 async def test_the_socket_wants_a_ticket_that_counts_once_and_shows_the_callers_sessions(serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
         now = time.time()
-        mine, theirs = (keys.new(f"{name}-key", Role.OPERATOR, name, now) for name in ("me", "them"))
-        viewer, admin = keys.new("viewer", Role.VIEWER, "me", now), keys.new("admin", Role.ADMIN, None, now)
+        mine, theirs = (keys.create(f"{name}-key", Role.OPERATOR, name, now) for name in ("me", "them"))
+        viewer, admin = keys.create("viewer", Role.VIEWER, "me", now), keys.create("admin", Role.ADMIN, None, now)
         for name, key in (("a", mine), ("b", theirs)):
             server.http.headers["x-api-key"] = key
             await server.create(name)
@@ -48,7 +48,7 @@ async def test_the_socket_wants_a_ticket_that_counts_once_and_shows_the_callers_
 
 async def test_a_page_cannot_look_at_what_is_not_its_callers_and_its_socket_ends_with_its_key(serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
-        mine, theirs = (keys.new(name, Role.OPERATOR, name, time.time()) for name in ("me", "them"))
+        mine, theirs = (keys.create(name, Role.OPERATOR, name, time.time()) for name in ("me", "them"))
         server.http.headers["x-api-key"] = theirs
         await server.create("theirs")
         del server.http.headers["x-api-key"]
@@ -100,7 +100,7 @@ def test_no_file_of_the_page_makes_html_of_text():
 
 async def test_one_key_cannot_keep_the_pages_of_others_out(serve, keys):
     async with serve(keys_file=str(keys.path)) as server:
-        greedy, other = (keys.new(name, Role.VIEWER, name, time.time()) for name in ("greedy", "other"))
+        greedy, other = (keys.create(name, Role.VIEWER, name, time.time()) for name in ("greedy", "other"))
         live = server.app.ctx.live
         live.settings = replace(live.settings, viewers=3)
         opened = [

@@ -328,9 +328,9 @@ async def test_light_and_dark_can_be_read_and_every_field_has_a_name(browser, se
 
 async def test_a_key_is_asked_for_and_a_viewer_sees_its_own_and_may_only_look_and_stop(browser, serve, keys):
     async with serve(keys_file=str(keys.path), policy_owners=("policies",)) as server:
-        mine = keys.new("mine", Role.OPERATOR, "me", time.time())
-        watching = keys.new("watching", Role.VIEWER, "me", time.time())
-        theirs = keys.new("theirs", Role.OPERATOR, "them", time.time())
+        mine = keys.create("mine", Role.OPERATOR, "me", time.time())
+        watching = keys.create("watching", Role.VIEWER, "me", time.time())
+        theirs = keys.create("theirs", Role.OPERATOR, "them", time.time())
         server.http.headers["x-api-key"] = theirs
         await server.create("their-arm")
         server.http.headers["x-api-key"] = mine

@@ -127,7 +127,7 @@ async def servers(bare: Servers) -> Servers:
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[str, dict[str, str]]:
     file = tmp_path / "keys.json"
-    return str(file), {name: KeyFile(file).new(name, role, name, time.time()) for name, role in KEYS.items()}
+    return str(file), {name: KeyFile(file).create(name, role, name, time.time()) for name, role in KEYS.items()}
 
 
 async def test_a_session_is_found_at_both_from_the_moment_it_is_promised(servers: Servers) -> None:

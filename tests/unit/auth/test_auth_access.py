@@ -95,7 +95,7 @@ async def test_every_key_stops_every_robot_and_learns_only_of_its_own(server):
 
 async def test_keys_and_tokens_of_files_that_cannot_be_used_any_more_stop_robots_and_do_nothing_else(serve, tmp_path):
     secret = SecretFile(tmp_path / "state" / "jwt-secret")
-    token = secret.make().sign("tom", Role.VIEWER, 3600, time.time())
+    token = secret.create().sign("tom", Role.VIEWER, 3600, time.time())
     async with serve() as server:
         await server.create("arm", "alice")
         ways = ({"x-api-key": server.keys["eve"]}, {"authorization": f"Bearer {token}"})
@@ -126,7 +126,7 @@ async def test_strangers_learn_only_that_the_server_runs(server):
 async def test_a_key_counts_from_when_it_is_made_until_it_is_revoked(serve):
     async with serve(names=()) as server:
         assert (await server.call("GET", "/sessions"))[0] == 200
-        server.keys["root"] = server.file.new("root", Role.ADMIN, "root", time.time())
+        server.keys["root"] = server.file.create("root", Role.ADMIN, "root", time.time())
         assert (await server.call("GET", "/sessions"))[0] == 401
         assert (await server.call("GET", "/sessions", "root"))[0] == 200
         server.file.revoke("root")
@@ -138,7 +138,7 @@ async def test_a_key_counts_from_when_it_is_made_until_it_is_revoked(serve):
 
 async def test_tokens_and_keys_come_in_either_header_and_not_twice(server):
     secret = SecretFile(server.file.path.parent / "jwt-secret")
-    token = secret.make().sign("alice", Role.OPERATOR, 60, time.time())
+    token = secret.create().sign("alice", Role.OPERATOR, 60, time.time())
     key = server.keys["alice"]
     await server.create("arm", "alice")
     for headers in (
@@ -175,7 +175,7 @@ async def test_refusals_say_how_and_are_limited_per_address_while_keys_go_on_wor
         assert answer.status == 429
         assert 1 <= int(answer.headers["retry-after"]) <= 6
     assert (await server.call("GET", "/sessions", "alice"))[0] == 200
-    over = server.file.new("late", Role.VIEWER, "late", time.time() - 86400, days=0.5)
+    over = server.file.create("late", Role.VIEWER, "late", time.time() - 86400, days=0.5)
     status, told = await server.call("POST", "/debug/emergency_stop", headers={"x-api-key": over})
     assert (status, "has expired" in told["detail"]) == (401, True)
     refused = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]

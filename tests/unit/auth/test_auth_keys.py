@@ -18,28 +18,28 @@ def file(tmp_path):
 
 
 def test_a_key_is_kept_as_a_hash_that_only_its_owner_can_read(file):
-    text = file.new("alice", Role.OPERATOR, "alice", NOW)
+    text = file.create("alice", Role.OPERATOR, "alice", NOW)
     assert text.startswith("rjk_")
     assert len(text) == 47  # 256 bits in base64
     assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
-    for hidden in (file.path.read_text(), repr(file.known()), str(file.known()[0].caller)):
+    for hidden in (file.path.read_text(), repr(file.read_keys()), str(file.read_keys()[0].caller)):
         assert text[4:] not in hidden
         assert text not in hidden
-    assert file.find(text) == file.known()[0]
+    assert file.find(text) == file.read_keys()[0]
 
 
 @pytest.mark.parametrize("sent", ["", "rjk_", "rjk_" + "a" * 43, "rjk_é", "rjk_" + "a" * 10_000, "\0", "rjk_x\n"])
 def test_another_key_is_nobodys(file, sent):
-    file.new("alice", Role.OPERATOR, "alice", NOW)
+    file.create("alice", Role.OPERATOR, "alice", NOW)
     assert file.find(sent) is None
 
 
 def test_keys_of_another_process_count_at_once_and_revoked_ones_no_more(file):
     other = KeyFile(file.path)
-    assert other.known() == ()
-    first = file.new("a", Role.VIEWER, "a", NOW)
+    assert other.read_keys() == ()
+    first = file.create("a", Role.VIEWER, "a", NOW)
     assert other.find(first)
-    second = file.new("b", Role.ADMIN, None, NOW)
+    second = file.create("b", Role.ADMIN, None, NOW)
     found = other.find(second)
     assert found is not None
     assert found.caller.sees_all
@@ -49,24 +49,24 @@ def test_keys_of_another_process_count_at_once_and_revoked_ones_no_more(file):
 
 
 def test_a_key_ends_on_its_day(file):
-    file.new("a", Role.VIEWER, "a", NOW, days=2)
-    (key,) = file.known()
-    assert not key.is_over(NOW + 2 * 86400 - 1)
-    assert key.is_over(NOW + 2 * 86400)
+    file.create("a", Role.VIEWER, "a", NOW, days=2)
+    (key,) = file.read_keys()
+    assert not key.is_expired(NOW + 2 * 86400 - 1)
+    assert key.is_expired(NOW + 2 * 86400)
 
 
 @pytest.mark.parametrize(
     ("name", "days"), [("a", None), ("", 1), ("../x", 1), ("b", 0), ("b", float("nan")), ("..", 1)]
 )
 def test_a_name_that_is_taken_or_odd_is_refused(file, name, days):
-    file.new("a", Role.VIEWER, "a", NOW)
+    file.create("a", Role.VIEWER, "a", NOW)
     with pytest.raises(KeyRefused):
-        file.new(name, Role.VIEWER, "a", NOW, days)
-    assert [key.name for key in file.known()] == ["a"]
+        file.create(name, Role.VIEWER, "a", NOW, days)
+    assert [key.name for key in file.read_keys()] == ["a"]
 
 
 def test_revoking_what_is_not_there_names_what_is(file):
-    file.new("a", Role.VIEWER, "a", NOW)
+    file.create("a", Role.VIEWER, "a", NOW)
     with pytest.raises(KeyRefused, match="there is a"):
         file.revoke("b")
 
@@ -83,24 +83,24 @@ def test_revoking_what_is_not_there_names_what_is(file):
     ],
 )
 def test_a_file_that_makes_no_sense_lets_nobody_in(file, change):
-    text = file.new("a", Role.VIEWER, "a", NOW)
+    text = file.create("a", Role.VIEWER, "a", NOW)
     content = json.loads(file.path.read_text())
     change(content["keys"][0])
     file.path.write_text(json.dumps(content))
-    for call in (lambda: file.find(text), lambda: file.new("b", Role.VIEWER, "b", NOW)):
+    for call in (lambda: file.find(text), lambda: file.create("b", Role.VIEWER, "b", NOW)):
         with pytest.raises(FileUnusable, match=r"keys\.json"):
             call()
 
 
 @pytest.mark.parametrize(("mode", "is_fine"), [(0o600, True), (0o644, True), (0o620, False), (0o602, False)])
 def test_a_file_that_others_may_change_is_refused_with_what_to_do(file, mode, is_fine):
-    file.new("a", Role.VIEWER, "a", NOW)
+    file.create("a", Role.VIEWER, "a", NOW)
     file.path.chmod(mode)
     if is_fine:
-        assert file.known()
+        assert file.read_keys()
     else:
         with pytest.raises(FileUnusable, match="chmod 600"):
-            file.known()
+            file.read_keys()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
@@ -116,11 +116,11 @@ def test_what_is_no_file_of_keys_is_refused_without_waiting_for_it(file, kind):
         file.path.touch(0o600)
         os.truncate(file.path, 6 << 30)  # of which nothing is on the disk
     with pytest.raises(FileUnusable, match=r"keys\.json"):
-        file.known()
+        file.read_keys()
 
 
 def test_commands_at_the_same_time_lose_no_key(file):
     names = [f"key-{number}" for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda name: KeyFile(file.path).new(name, Role.VIEWER, name, NOW), names))
-    assert sorted(key.name for key in file.known()) == names
+        list(threads.map(lambda name: KeyFile(file.path).create(name, Role.VIEWER, name, NOW), names))
+    assert sorted(key.name for key in file.read_keys()) == names

@@ -105,8 +105,8 @@ async def test_a_session_does_not_go_into_a_room_that_a_stranger_made_before(ser
 
 
 async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server):
-    server.keys["wall"] = server.file.new("wall", Role.VIEWER, "alice", time.time())
-    server.keys["arm-1"] = server.file.new("arm-1", Role.OPERATOR, "alice", time.time())
+    server.keys["wall"] = server.file.create("wall", Role.VIEWER, "alice", time.time())
+    server.keys["arm-1"] = server.file.create("arm-1", Role.OPERATOR, "alice", time.time())
     base, room = "/video/workspaces/w/rooms", "/video/workspaces/w/rooms/cam"
     for name, expected in ((None, 401), ("eve", 403), ("wall", 403), ("alice", 200)):
         assert (await server.call("POST", base, name, json={"room_id": "cam"}))[0] == expected, name
@@ -141,7 +141,7 @@ async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
 
 async def test_the_rooms_server_alone_has_keys_too(tmp_path):
     file = KeyFile(tmp_path / "keys.json")
-    key = file.new("lab", Role.OPERATOR, "lab", time.time())
+    key = file.create("lab", Role.OPERATOR, "lab", time.time())
     listing = tmp_path / "elsewhere"
     async with serve_transport(guard=Guard(Admissions(file))) as url, aiohttp.ClientSession(url) as http:
         listing.write_text(f"# the lab's\n{url} {key}\nhttps://rooms.example rjk_other\n")

@@ -8,7 +8,7 @@ import jwt
 import pytest
 
 from service.auth.caller import Caller, Role
-from service.auth.tokens import MOST_OF_ONE, BadToken, SecretFile, Tickets, Tokens
+from service.auth.tokens import MAX_TICKETS_OF_CALLER, BadToken, SecretFile, Tickets, Tokens
 from service.reloading_file import FileUnusable
 
 NOW = 1_700_000_000.0
@@ -29,8 +29,8 @@ def raw(header, claims=CLAIMS, signature="") -> str:
 
 def test_a_signed_token_stands_for_its_subject_and_its_owner():
     token = TOKENS.sign("ann", Role.OPERATOR, 3600, NOW, owner="lab")
-    assert TOKENS.read(token, NOW).caller == Caller("ann", Role.OPERATOR, "lab")
-    assert TOKENS.read(signed(), NOW).caller == Caller("ann", Role.OPERATOR, "ann")
+    assert TOKENS.verify(token, NOW).caller == Caller("ann", Role.OPERATOR, "lab")
+    assert TOKENS.verify(signed(), NOW).caller == Caller("ann", Role.OPERATOR, "ann")
 
 
 ATTACKS = {
@@ -84,15 +84,15 @@ ATTACKS = {
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_other_token_lets_anybody_in(name):
     with pytest.raises(BadToken) as refused:
-        TOKENS.read(ATTACKS[name], NOW)
+        TOKENS.verify(ATTACKS[name], NOW)
     assert SECRET.decode() not in str(refused.value)
 
 
 def test_a_token_ends_by_itself():
     token = TOKENS.sign("ann", Role.ADMIN, 60, NOW)
-    TOKENS.read(token, NOW + 59)
+    TOKENS.verify(token, NOW + 59)
     with pytest.raises(BadToken, match="expired"):
-        TOKENS.read(token, NOW + 60)
+        TOKENS.verify(token, NOW + 60)
 
 
 def test_no_token_is_signed_that_would_not_be_let_in():
@@ -105,8 +105,8 @@ def test_no_token_is_signed_that_would_not_be_let_in():
 def test_the_secret_is_made_once_for_its_owner_alone_and_another_one_ends_all_tokens(tmp_path):
     file = SecretFile(tmp_path / "state" / "jwt-secret")
     assert file.tokens() is None
-    tokens = file.make()
-    assert file.make() == tokens
+    tokens = file.create()
+    assert file.create() == tokens
     assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
     assert tokens.secret.decode() not in repr(tokens)
     token = tokens.sign("ann", Role.VIEWER, 60, time.time())
@@ -114,7 +114,7 @@ def test_the_secret_is_made_once_for_its_owner_alone_and_another_one_ends_all_to
     changed = file.tokens()
     assert changed is not None
     with pytest.raises(BadToken):
-        changed.read(token, time.time())
+        changed.verify(token, time.time())
 
 
 @pytest.mark.parametrize(("content", "mode", "what"), [(b"short" * 6, 0o600, "32"), (SECRET, 0o644, "chmod 640")])
@@ -133,26 +133,26 @@ ANN = Caller("ann", Role.VIEWER, "lab")
 
 def test_a_ticket_lets_its_caller_in_once():
     tickets = Tickets()
-    text = tickets.give(ANN, lambda: True, 0.0)
-    assert tickets.take("rjt_another", 1.0) is None
-    found = tickets.take(text, 29.9)
+    text = tickets.issue(ANN, lambda: True, 0.0)
+    assert tickets.redeem("rjt_another", 1.0) is None
+    found = tickets.redeem(text, 29.9)
     assert found is not None
     assert found.caller == ANN
-    assert tickets.take(text, 29.9) is None
+    assert tickets.redeem(text, 29.9) is None
 
 
 def test_a_ticket_is_worth_nothing_after_30_s_or_when_its_key_is_revoked():
     tickets, is_in = Tickets(), [True]
-    late, revoked = (tickets.give(ANN, lambda: is_in[0], 0.0) for _ in range(2))
-    assert tickets.take(late, 30.0) is None
+    late, revoked = (tickets.issue(ANN, lambda: is_in[0], 0.0) for _ in range(2))
+    assert tickets.redeem(late, 30.0) is None
     is_in[0] = False
-    assert tickets.take(revoked, 1.0) is None
+    assert tickets.redeem(revoked, 1.0) is None
 
 
 def test_who_asks_for_many_tickets_loses_their_own_oldest():
     tickets = Tickets()
-    others = tickets.give(Caller("bob", Role.VIEWER, "bob"), lambda: True, 0.0)
-    texts = [tickets.give(ANN, lambda: True, 1.0) for _ in range(MOST_OF_ONE + 1)]
-    assert tickets.take(texts[0], 2.0) is None
-    assert tickets.take(texts[1], 2.0)
-    assert tickets.take(others, 2.0)
+    others = tickets.issue(Caller("bob", Role.VIEWER, "bob"), lambda: True, 0.0)
+    texts = [tickets.issue(ANN, lambda: True, 1.0) for _ in range(MAX_TICKETS_OF_CALLER + 1)]
+    assert tickets.redeem(texts[0], 2.0) is None
+    assert tickets.redeem(texts[1], 2.0)
+    assert tickets.redeem(others, 2.0)

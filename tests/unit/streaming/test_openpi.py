@@ -86,7 +86,7 @@ async def test_an_error_is_text_without_a_traceback_and_the_end(server):
 
 async def test_a_port_of_its_own_is_for_the_only_direct_session_with_the_clients_key(serve, tmp_path):
     file = KeyFile(tmp_path / "keys.json")
-    key, other = (file.new(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
+    key, other = (file.create(name, Role.OPERATOR, name, time.time()) for name in ("alice", "bob"))
     async with serve(key=key, keys_file=str(file.path)) as server:
 
         async def refused(status: int, sent: str) -> None:

@@ -5,7 +5,7 @@ from contextlib import suppress
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -98,6 +98,7 @@ MARKED = st.sampled_from([b"__ndarray__", b"__npgeneric__", b"data", b"dtype", b
 
 @settings(max_examples=150)
 @given(st.binary(max_size=64) | (VALUES | st.dictionaries(MARKED, VALUES, max_size=4)).map(msgpack.packb))
+@example(packed({b"__npgeneric__": True, b"data": 1, b"dtype": []}))
 def test_whatever_comes_is_read_or_refused(body):
     with suppress(InvalidRequest, TooLarge):
         codec.unpack(body)

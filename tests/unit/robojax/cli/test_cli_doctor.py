@@ -49,7 +49,7 @@ def test_an_address_for_others_wants_a_key(monkeypatch, tmp_path):
     assert found("keys", port=0).level == "ok"
     assert found("keys", port=0, host="0.0.0.0").level == "fail"
     assert found("keys", port=0, host="0.0.0.0", insecure=True).level == "warn"
-    KeyFile(tmp_path / "keys.json").new("ann", Role.OPERATOR, "ann", now=0.0)
+    KeyFile(tmp_path / "keys.json").create("ann", Role.OPERATOR, "ann", now=0.0)
     assert found("keys", port=0, host="0.0.0.0", state=str(tmp_path)).level == "ok"
     (tmp_path / "keys.json").write_text("{")
     assert found("keys", port=0, state=str(tmp_path)).level == "fail"
