@@ -21,38 +21,11 @@ help: ## this list
 demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 	@$(BIN)/robojax demo $(ARGS)
 
-# Side by side, a file's tests mostly in one process (worksteal), so that what a module shares is made once: models are
-# compiled, webhooks wait (without JAX in their process, as in the scripts that have them), servers are called and looked
-# at. Last what keeps time against a grid of milliseconds: each of these mostly waits and leaves a core for another one,
-# but not for those above, which compute.
-# 5: nothing there for these ARGS.
-MODELS := tests/unit/jaxmodels tests/parity
-HOOKS := tests/unit/hooks tests/unit/rollout
-CALLED := $(patsubst %,tests/test_%.py,deploy docs floors layers notebooks public_api) \
-  $(addprefix tests/unit/,auth benchmarks http/test_arrays_forms.py http/test_finite_numbers.py recording streaming service \
-    $(addprefix robojax/,cli client robot) \
-    $(patsubst %,distributed/test_%.py,cluster_settings parcels remote_policy scaling) \
-    $(patsubst %,inference/test_%.py,admission batching devices loading policy_places real_policy) \
-    $(patsubst %,sessions/test_%.py,interrupted records)) \
-  tests/integration/http tests/integration/dashboard tests/integration/rooms/test_acceptance_checklist.py
-# These are told what time it is, or keep none.
-CALLED += $(addprefix tests/unit/,inference/test_progress.py sessions/test_stage.py \
-  $(patsubst %,control/test_%.py,actions asking bad_input buffer control guard joints lease limits_of_motion overlap watchdog) \
-  $(patsubst %,transport/test_%.py,destinations link_camera link_candidates link_jitter link_peer transport_rooms transport_wire) \
-  $(patsubst %,robojax/sim/test_demo_%.py,demonstrations episodes expert policy scene tasks))
-BESIDE := --numprocesses 2 --dist worksteal
-# First of the others what takes long in one piece, so that no process is left with it when the other has done all else.
-LONG := tests/unit/robojax/sim tests/integration/distributed
-# A policy is on probation in it, and a machine that starts a Ray beside that makes sound ones look slow.
-ALONE := tests/e2e/test_delivery_end_to_end.py
 # Containers like to set it; then each of the processes that tests start, more than a hundred, compiles all files anew.
 unexport PYTHONDONTWRITEBYTECODE
-test: setup-dev rendering ## the whole test suite
-	@$(BIN)/python -m pytest $(BESIDE) $(MODELS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest $(BESIDE) $(HOOKS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest $(BESIDE) $(CALLED) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest $(BESIDE) $(patsubst %,--ignore %,$(MODELS) $(HOOKS) $(CALLED) $(ALONE)) $(LONG) tests $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest $(ALONE) $(ARGS) || [ $$? = 5 ]
+# tests/testing/stages.py: what runs beside what.
+test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Without what Material for MkDocs prints at each start, about the end of its own life.
 docs: setup-dev ## the guides as a site, with search: site/index.html

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
 
 from tests.testing.pauses import Pauses
+
+# Shapes are checked at every call; before anything of the package is imported.
+install_import_hook("jaxmodels", "beartype.beartype")
+pytest_plugins = ["tests.testing.compiling", "tests.testing.stages"]
 
 settings.register_profile(
     "robojax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -24,6 +29,7 @@ def pauses() -> Iterator[Pauses]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Iterator[Path]:
     """An untrained DiT of two layers, in a pipeline's folder ``transformer``."""
+    import jax.numpy as jnp
     import numpy as np
 
     from jaxmodels.transformer2d import Transformer2DModel
@@ -45,7 +51,7 @@ def model_folder(tmp_path_factory) -> Iterator[Path]:
     )
     random = np.random.default_rng(0)
     weights = {
-        name: np.float32(random.standard_normal(array.shape) / array.shape[-1] ** 0.5)
+        name: jnp.asarray(random.standard_normal(array.shape) / array.shape[-1] ** 0.5, jnp.float32)
         for name, array in plan.shapes.items()
     }
     pipeline = tmp_path_factory.mktemp("models") / "pipeline"

@@ -217,8 +217,8 @@ def adjust(
     overlap: Annotated[
         str | None,
         typer.Option(
-            help="How a new chunk joins the plan: replace, weighted_average, latest_only, average, conservative, "
-            "ensemble, crossfade, rtc; or default."
+            help="How a new chunk joins the plan, by its name in the guide Motion, such as crossfade or replace; or "
+            "default."
         ),
     ] = None,
     ask_ahead: Annotated[

@@ -157,9 +157,9 @@ def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: Ses
         session_id="check",
         policy_path=body.policy_path,
         transport_server_url="http://localhost",
-        camera_names=tuple(cameras if body.camera_names is None else body.camera_names),
+        camera_names=tuple(cameras) if body.camera_names is None else body.camera_names,
         policy_type=body.policy_type or requirements.policy_type,
-        joint_names=None if body.joint_names is None else tuple(body.joint_names),
+        joint_names=body.joint_names,
         rate=body.rate,
         # Whether there will be one is not asked here; a blank one is compared.
         language_instruction="do it" if body.language_instruction is None else body.language_instruction,

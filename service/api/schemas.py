@@ -1,26 +1,52 @@
 """Request and response models, field for field."""
 
-import re
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
-_NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
-_SCHEMES = ("http", "https", "ws", "wss")
+from service.sessions.request import (
+    ADJUSTABLE,
+    CameraNames,
+    JointNames,
+    PolicyPath,
+    PolicyType,
+    Rate,
+    Revision,
+    SessionRequest,
+    Text,
+)
+
+# Fields of a session's request that the specification declares; it has types and defaults of them, and no more.
+SPECIFIED = (
+    "session_id",
+    "policy_path",
+    "transport_server_url",
+    "camera_names",
+    "workspace_id",
+    "policy_type",
+    "language_instruction",
+)
 
 
-class CreateSessionRequest(BaseModel):
-    session_id: str
-    policy_path: str
-    transport_server_url: str
-    camera_names: list[str] = ["front"]
-    workspace_id: str | None = None
-    policy_type: str = "act"
-    language_instruction: str | None = None
+def _model_of(names: Iterable[str], *, is_bare: bool = False) -> type[BaseModel]:
+    """A model of these fields of a session's request.
+
+    Args:
+        is_bare: only types and defaults, without bounds and descriptions.
+    """
+    hints = get_type_hints(SessionRequest, include_extras=not is_bare)
+    defaults = {one.name: ... if one.default is MISSING else one.default for one in fields(SessionRequest)}
+    found: dict[str, Any] = {name: (hints[name], defaults[name]) for name in names}
+    return create_model("Fields", **found)
+
+
+# Without a docstring, which the specified document would show.
+class CreateSessionRequest(_model_of(SPECIFIED, is_bare=True)):
+    pass
 
 
 class CreateSessionResponse(BaseModel):
@@ -59,74 +85,7 @@ class HTTPValidationError(BaseModel):
     detail: list[ValidationError] = Field(default_factory=list)
 
 
-# What is checked of a request beyond its types. None of these messages repeats what was sent.
-
-
-def _name(value: str) -> str:
-    if not _NAME.match(value):
-        raise PydanticCustomError(
-            "string_pattern_mismatch", "String should be 1 to 64 of A-Z a-z 0-9 '_' '.' '-', and not only dots"
-        )
-    return value
-
-
-def _each_once(names: list[str]) -> list[str]:
-    if len(set(names)) != len(names):
-        raise PydanticCustomError("unique_items", "List should name each camera once")
-    return names
-
-
-def _url(value: str) -> str:
-    if value == "direct":
-        return value
-    wanted = PydanticCustomError(
-        "url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'; or be 'direct': no rooms"
-    )
-    try:
-        parts = urlsplit(value)
-        port = parts.port
-    except ValueError:
-        raise wanted from None
-    if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
-        raise wanted
-    if parts.username is not None or parts.password is not None:
-        raise PydanticCustomError("url_credentials", "URL should not have a user name or password")
-    return value
-
-
-def _some_text(value: str) -> str:
-    if not value.strip() or "\0" in value:
-        raise PydanticCustomError("string_too_short", "String should have at least 1 visible character and no NUL")
-    return value
-
-
-Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
-Text = Annotated[str, Field(max_length=4096)]
-Step = Annotated[float, Field(gt=0)]
-Coefficient = Annotated[float, Field(ge=-10, le=10)] | None
-AskAhead = Annotated[float, Field(ge=0, le=10)] | None
-ActionSteps = Annotated[int, Field(ge=1, le=10_000)] | None
-COEFFICIENT = "Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."
-ASK_AHEAD = (
-    "Seconds before it is needed that the next chunk is asked for. Null: as long as answers are measured to take."
-)
-ACTION_STEPS = "Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with ensemble."
-INSTRUCTION = (
-    "What the robot is to do, in words. Policies that read language want one (their requirements say language); of "
-    "other policies only recordings keep it."
-)
-# As service.control.aggregation knows them.
-Overlap = Literal[
-    "replace", "weighted_average", "latest_only", "average", "conservative", "ensemble", "crossfade", "rtc"
-]
-OVERLAP = (
-    "How a new chunk joins what is left of the plan: replace (latest_only); LeRobot's weighted_average (0.3 old, 0.7 "
-    "new), average, conservative (0.7 old); ensemble (ACT's, over time); crossfade; rtc, for policies that continue a "
-    "plan. Null: ensemble where the checkpoint says so, else the default."
-)
-
-
-class NewSessionRequest(CreateSessionRequest):
+class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
     """What POST /sessions takes: CreateSessionRequest, three optional fields more, and the limits of each field.
 
     Other fields are ignored, as clients of the reference expect.
@@ -134,78 +93,11 @@ class NewSessionRequest(CreateSessionRequest):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
-    session_id: Name = Field(description="Names the session and its rooms.")
-    policy_path: Annotated[Text, AfterValidator(_some_text)] = Field(
-        min_length=1,
-        json_schema_extra={"pattern": r"\S"},
-        description="A folder on the server's machine, or a Hub repo id (owner/name).",
-    )
-    transport_server_url: Annotated[Text, AfterValidator(_url)] = Field(
-        json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
-        description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
-        "rooms, the robot's client comes to this server (docs/direct.md).",
-    )
-    camera_names: Annotated[list[Name], AfterValidator(_each_once)] = Field(
-        default=["front"],
-        max_length=64,
-        json_schema_extra={"uniqueItems": True},
-        description="The policy's cameras; one video room each.",
-    )
-    workspace_id: Name | None = Field(default=None, description="All rooms go into it; a new one when null.")
-    policy_type: Annotated[str, Field(max_length=64)] = "act"
-    language_instruction: Text | None = Field(default=None, description=INSTRUCTION)
-    rate: float | None = Field(
-        default=None,
-        ge=0.1,
-        le=1000,
-        description="Control ticks per second; default: the policy's own, else the server's, which also has a limit.",
-    )
-    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Branch, tag or commit of a policy from the Hub."
-    )
-    auto_update: Literal["off", "stage", "swap"] = Field(
-        default="off",
-        description="What a push to the revision (a branch or tag) or a change of the folder does: nothing; the new "
-        "policy is checked and waits for POST /sessions/{session_id}/policy; or it takes over by itself.",
-    )
-    joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
-        default=None, max_length=256, description="Names of the policy's joints in order, when its checkpoint has none."
-    )
-    dry_run: bool = Field(default=False, description="Do everything but send commands to the robot.")
-    shadow_policy_path: Annotated[Text, AfterValidator(_some_text)] | None = Field(
-        default=None,
-        min_length=1,
-        description="A second policy that computes beside the first and moves nothing; stats show how they differ.",
-    )
-    shadow_revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Branch, tag or commit of the shadow policy from the Hub."
-    )
-    max_relative_target: Step | dict[Annotated[str, Field(min_length=1, max_length=50)], Step] | None = Field(
-        default=None,
-        description="Largest step of a joint from one tick to the next, in its unit: one for all, or by name.",
-    )
-    overlap: Overlap | None = Field(default=None, description=OVERLAP)
-    temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
-    ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
-    action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
-    degrade: bool = Field(
-        default=False,
-        description="Be inferred for less often where the device has no time for more, instead of a refusal (409); "
-        "stats say how often: inferences_per_second.",
-    )
-    record: bool = Field(default=False, description="Record every tick from the first start on.")
 
-
-class AdjustRequest(BaseModel):
+class AdjustRequest(_model_of(ADJUSTABLE)):
     """What PATCH /sessions/{session_id} takes: at least one of these."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
-
-    overlap: Overlap | None = Field(default=None, description=OVERLAP)
-    temporal_ensemble_coeff: Coefficient = Field(default=None, description=COEFFICIENT)
-    ask_ahead: AskAhead = Field(default=None, description=ASK_AHEAD)
-    action_steps: ActionSteps = Field(default=None, description=ACTION_STEPS)
-    language_instruction: Text | None = Field(default=None, description=INSTRUCTION)
 
     @model_validator(mode="after")
     def _something(self) -> "AdjustRequest":
@@ -221,7 +113,7 @@ class PolicyRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    revision: Revision | None = Field(
         default=None,
         description="Branch, tag or commit; null for the one that is staged, else the newest that the session follows.",
     )
@@ -233,27 +125,19 @@ class PolicyCheckRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
-    policy_path: Annotated[Text, AfterValidator(_some_text)] = Field(
-        min_length=1,
+    policy_path: PolicyPath = Field(
         json_schema_extra={"pattern": r"\S"},
         description="A folder on the server's machine, or a Hub repo id (owner/name).",
     )
-    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        default=None, description="Branch, tag or commit of a policy from the Hub."
-    )
-    policy_type: Annotated[str, Field(max_length=64)] | None = Field(
-        default=None, description="Compared with the policy's own, unless null."
-    )
-    camera_names: Annotated[list[Name], AfterValidator(_each_once)] | None = Field(
+    revision: Revision | None = Field(default=None, description="Branch, tag or commit of a policy from the Hub.")
+    policy_type: PolicyType | None = Field(default=None, description="Compared with the policy's own, unless null.")
+    camera_names: CameraNames | None = Field(
         default=None,
-        max_length=64,
         json_schema_extra={"uniqueItems": True},
         description="Compared with the policy's own, unless null.",
     )
-    joint_names: list[Annotated[str, Field(min_length=1, max_length=50)]] | None = Field(
-        default=None, max_length=256, description="Compared with the policy's own, unless null."
-    )
-    rate: float | None = Field(default=None, ge=0.1, le=1000, description="Control ticks per second to be asked for.")
+    joint_names: JointNames | None = Field(default=None, description="Compared with the policy's own, unless null.")
+    rate: Rate | None = Field(default=None, description="Control ticks per second to be asked for.")
     language_instruction: Text | None = Field(
         default=None, description="Whether one is wanted say the requirements (language); not compared when null."
     )

@@ -51,30 +51,7 @@ async def create_session(request: Request) -> HTTPResponse:
     body = read_body(request, NewSessionRequest)
     caller = caller_of(request)
     request.app.ctx.create_limiter.take(None if caller is ANYBODY else caller.name, request.ip)
-    new = NewSession(
-        session_id=body.session_id,
-        policy_path=body.policy_path,
-        transport_server_url=body.transport_server_url,
-        camera_names=tuple(body.camera_names),
-        workspace_id=body.workspace_id,
-        policy_type=body.policy_type,
-        language_instruction=body.language_instruction,
-        rate=body.rate,
-        revision=body.revision,
-        joint_names=None if body.joint_names is None else tuple(body.joint_names),
-        auto_update=body.auto_update,
-        dry_run=body.dry_run,
-        shadow_policy_path=body.shadow_policy_path,
-        shadow_revision=body.shadow_revision,
-        max_relative_target=body.max_relative_target,
-        overlap=body.overlap,
-        temporal_ensemble_coeff=body.temporal_ensemble_coeff,
-        ask_ahead=body.ask_ahead,
-        action_steps=body.action_steps,
-        degrade=body.degrade,
-        record=body.record,
-        owner=caller.owner,
-    )
+    new = NewSession(**dict(body), owner=caller.owner)
     _check_id(request, caller, new.session_id)
     try:
         request.app.ctx.recordings.check(new)

@@ -19,7 +19,7 @@ from jaxmodels import Requirements
 CROSSFADED = 0.24
 # ACT's own.
 COEFFICIENT = 0.01
-LARGEST_COEFFICIENT = 10.0
+LARGEST_COEFFICIENT = 10
 ALL = 1 << 30
 
 
@@ -143,6 +143,12 @@ OVERLAPS: Mapping[str, Aggregation] = MappingProxyType(
             Crossfaded(6, RTC, sends_plan=True),
         )
     }
+)
+
+# The same for people, in the documents of the API.
+OVERLAP = (
+    "replace (latest_only); LeRobot's weighted_average (0.3 old, 0.7 new), average, conservative (0.7 old); ensemble "
+    "(ACT's, over time); crossfade; rtc, for policies that continue a plan"
 )
 
 

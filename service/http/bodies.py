@@ -128,7 +128,7 @@ def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
         value = getattr(sent, name)
         if isinstance(value, str | float):
             yield name, value
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             yield from ((f"{name}.{position}", part) for position, part in enumerate(value))
 
 

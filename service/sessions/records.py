@@ -89,9 +89,7 @@ def from_json(text: str) -> SessionRecord:
         asked = told.pop("new")
         known, more = _divide(told, SessionRecord)
         new, wishes = _divide(asked, NewSession)
-        for name in ("camera_names", "joint_names"):
-            if isinstance(new.get(name), list):
-                new[name] = tuple(new[name])
+        new |= {name: tuple(value) for name, value in new.items() if isinstance(value, list)}
         known["made"] = tuple(known.get("made", ()))
         return SessionRecord(new=NewSession(**new), more=more, wishes=wishes, **known)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

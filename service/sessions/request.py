@@ -1,70 +1,209 @@
-"""What a new session asks for, and whether that is allowed."""
+"""What a new session asks for: each field of `POST /sessions`, declared once, and whether that is allowed."""
 
 import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, get_args
+from urllib.parse import urlsplit
 
+from pydantic import AfterValidator, Field, GetPydanticSchema
+from pydantic_core import PydanticCustomError, core_schema
+
+from service.control.aggregation import LARGEST_COEFFICIENT, OVERLAP, OVERLAPS
 from service.control.limits import Asked
 from service.control.watchdog import WatchdogTimeouts
 from service.errors import InvalidRequest
 from service.inference.policy_sources import PolicyPlaces
 from service.transport.address import Destinations
-from service.transport.protocol import rooms_of
+from service.transport.protocol import NAME, NAME_PATTERN, rooms_of
 
 # Seconds; no chunk covers more.
-LONGEST_AHEAD = 10.0
+LONGEST_AHEAD = 10
 # In place of a transport server's URL: no rooms, the robot's client comes to a door of this server.
 DIRECT = "direct"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SCHEMES = ("http", "https", "ws", "wss")
+
+
+# What is checked of a body beyond its types. None of these messages repeats what was sent.
+
+
+def _name(value: str) -> str:
+    if not NAME.match(value):
+        raise PydanticCustomError(
+            "string_pattern_mismatch", "String should be 1 to 64 of A-Z a-z 0-9 '_' '.' '-', and not only dots"
+        )
+    return value
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if len(set(names)) != len(names):
+        raise PydanticCustomError("unique_items", "List should name each camera once")
+    return names
+
+
+def _url(value: str) -> str:
+    if value == DIRECT:
+        return value
+    wanted = PydanticCustomError(
+        "url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'; or be 'direct': no rooms"
+    )
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise wanted from None
+    if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
+        raise wanted
+    if parts.username is not None or parts.password is not None:
+        raise PydanticCustomError("url_credentials", "URL should not have a user name or password")
+    return value
+
+
+def _some_text(value: str) -> str:
+    if not value.strip() or "\0" in value:
+        raise PydanticCustomError("string_too_short", "String should have at least 1 visible character and no NUL")
+    return value
+
+
+# Of a tuple: in JSON it is a list, and errors call it one.
+_LIST = GetPydanticSchema(lambda source, handler: handler.generate_schema(list[get_args(source)[0]]))
+Text = Annotated[str, Field(max_length=4096)]
+Step = Annotated[float, Field(gt=0)]
+Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
+JointName = Annotated[str, Field(min_length=1, max_length=50)]
+PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_some_text)]
+PolicyType = Annotated[str, Field(max_length=64)]
+Revision = Annotated[str, Field(min_length=1, max_length=256)]
+CameraNames = Annotated[
+    tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_each_once), AfterValidator(tuple)
+]
+JointNames = Annotated[tuple[JointName, ...], _LIST, Field(max_length=256), AfterValidator(tuple)]
+Rate = Annotated[float, Field(ge=0.1, le=1000)]
+# Exactly the names of the table.
+Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(OVERLAPS)))]
 
 
 @dataclass(frozen=True)
-class NewSession:
-    """A session to be made.
+class SessionRequest:
+    """The body of `POST /sessions`: each field with its bounds and its description.
+
+    `service.api.schemas` makes the models of bodies of these fields, and the OpenAPI documents of the models. Whoever
+    makes one in this process may name rooms that no URL does; `SessionSettings.check` refuses what no session can have.
+    """
+
+    session_id: Annotated[Name, Field(description="Names the session and its rooms.")]
+    policy_path: Annotated[
+        PolicyPath,
+        Field(
+            json_schema_extra={"pattern": r"\S"},
+            description="A folder on the server's machine, or a Hub repo id (owner/name).",
+        ),
+    ]
+    transport_server_url: Annotated[
+        Text,
+        AfterValidator(_url),
+        Field(
+            json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
+            description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
+            "rooms, the robot's client comes to this server (docs/direct.md).",
+        ),
+    ]
+    camera_names: Annotated[
+        CameraNames,
+        Field(json_schema_extra={"uniqueItems": True}, description="The policy's cameras; one video room each."),
+    ] = ("front",)
+    workspace_id: Annotated[Name | None, Field(description="All rooms go into it; a new one when null.")] = None
+    policy_type: PolicyType = "act"
+    language_instruction: Annotated[
+        Text | None,
+        Field(
+            description="What the robot is to do, in words. Policies that read language want one (their requirements "
+            "say language); of other policies only recordings keep it."
+        ),
+    ] = None
+    rate: Annotated[
+        Rate | None,
+        Field(
+            description="Control ticks per second; default: the policy's own, else the server's, which also has a "
+            "limit."
+        ),
+    ] = None
+    revision: Annotated[Revision | None, Field(description="Branch, tag or commit of a policy from the Hub.")] = None
+    auto_update: Annotated[
+        Literal["off", "stage", "swap"],
+        Field(
+            description="What a push to the revision (a branch or tag) or a change of the folder does: nothing; the "
+            "new policy is checked and waits for POST /sessions/{session_id}/policy; or it takes over by itself."
+        ),
+    ] = "off"
+    joint_names: Annotated[
+        JointNames | None,
+        Field(description="Names of the policy's joints in order, when its checkpoint has none."),
+    ] = None
+    dry_run: Annotated[bool, Field(description="Do everything but send commands to the robot.")] = False
+    shadow_policy_path: Annotated[
+        PolicyPath | None,
+        Field(
+            description="A second policy that computes beside the first and moves nothing; stats show how they differ."
+        ),
+    ] = None
+    shadow_revision: Annotated[
+        Revision | None, Field(description="Branch, tag or commit of the shadow policy from the Hub.")
+    ] = None
+    max_relative_target: Annotated[
+        Step | dict[JointName, Step] | None,
+        Field(description="Largest step of a joint from one tick to the next, in its unit: one for all, or by name."),
+    ] = None
+    overlap: Annotated[
+        Overlap | None,
+        Field(
+            description=f"How a new chunk joins what is left of the plan: {OVERLAP}. "
+            "Null: ensemble where the checkpoint says so, else the default."
+        ),
+    ] = None
+    temporal_ensemble_coeff: Annotated[
+        Annotated[float, Field(ge=-LARGEST_COEFFICIENT, le=LARGEST_COEFFICIENT)] | None,
+        Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
+    ] = None
+    ask_ahead: Annotated[
+        Annotated[float, Field(ge=0, le=LONGEST_AHEAD)] | None,
+        Field(
+            description="Seconds before it is needed that the next chunk is asked for. Null: as long as answers are "
+            "measured to take."
+        ),
+    ] = None
+    action_steps: Annotated[
+        Annotated[int, Field(ge=1, le=10_000)] | None,
+        Field(
+            description="Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with "
+            "ensemble."
+        ),
+    ] = None
+    degrade: Annotated[
+        bool,
+        Field(
+            description="Be inferred for less often where the device has no time for more, instead of a refusal (409); "
+            "stats say how often: inferences_per_second."
+        ),
+    ] = False
+    record: Annotated[bool, Field(description="Record every tick from the first start on.")] = False
+
+
+# Fields that PATCH /sessions/{session_id} changes while the robot moves.
+ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps", "language_instruction")
+
+
+@dataclass(frozen=True)
+class NewSession(SessionRequest):
+    """A session to be made, as its record keeps it.
 
     Attributes:
-        rate: control ticks per second; the policy's own rate when None, else the default of the settings.
-        revision: branch, tag, commit or pattern of tags (``deploy-*``) of a policy from the Hub.
-        joint_names: names of the policy's joints in order, for checkpoints that do not say.
-        auto_update: what a push to ``revision`` does: nothing, another policy is made ready, or it takes over.
-        dry_run: everything but sending commands.
-        shadow_policy_path, shadow_revision: a second policy that computes on the same observations and moves nothing.
-        max_relative_target: the largest step of a joint per tick (LeRobot's name), for all joints or by wire name.
-        overlap: how a new chunk joins what is left of the plan, one of ``service.control.aggregation.OVERLAPS``; None
-            leaves it to the checkpoint, else to the default.
-        temporal_ensemble_coeff: of the overlap ``ensemble`` (LeRobot's name); the checkpoint's, else ACT's, when None.
-        ask_ahead: seconds before it is needed that the next chunk is asked for; as long as answers take when None.
-        action_steps: actions of a chunk to do before the next one takes over; the policy's own number when None.
-        degrade: whether it may be inferred for less often than it asks for when the devices have no time for that.
-        record: whether everything that happens is recorded from the first start on.
         owner: who made it, as its key is called; None where there are no keys.
     """
 
-    session_id: str
-    policy_path: str
-    transport_server_url: str
-    camera_names: tuple[str, ...] = ("front",)
-    workspace_id: str | None = None
-    policy_type: str = "act"
-    language_instruction: str | None = None
-    rate: float | None = None
-    revision: str | None = None
-    joint_names: tuple[str, ...] | None = None
-    auto_update: Literal["off", "stage", "swap"] = "off"
-    dry_run: bool = False
-    shadow_policy_path: str | None = None
-    shadow_revision: str | None = None
-    max_relative_target: float | Mapping[str, float] | None = None
-    overlap: str | None = None
-    temporal_ensemble_coeff: float | None = None
-    ask_ahead: float | None = None
-    action_steps: int | None = None
-    degrade: bool = False
-    record: bool = False
     owner: str | None = None
 
     @property
@@ -155,7 +294,7 @@ class SessionSettings:
 
 
 def _check_name(name: str, what: str, *place: int) -> None:
-    if not _NAME.fullmatch(name) or set(name) == {"."}:
+    if not NAME.match(name):
         raise InvalidRequest(
             f"{what} {name[:80]!r}: wanted 1 to 64 letters, digits, '_', '.' or '-' (not only dots)",
             ("body", what, *place),

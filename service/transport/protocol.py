@@ -485,8 +485,9 @@ def _read(kind: str, found: Json, form: TypeAdapter[Any]) -> Any:
     raise WireError(f"{kind}.{key}: found {have}: {wrong['msg']}", kind)  # not from pydantic's: that holds the input
 
 
-# Room ids travel in URL paths, and clients of this wire do not percent-encode them.
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Of sessions, cameras and workspaces. Room ids travel in URL paths, and clients of this wire do not percent-encode.
+NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
+NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
 OUTPUT = "-joint-output"
 
 
@@ -498,7 +499,7 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
     """
     workspace = str(uuid.uuid4()) if workspace_id is None else workspace_id
     named = (("session_id", session_id), ("workspace_id", workspace), *(("camera name", name) for name in cameras))
-    bad = [f"{what} {name!r}" for what, name in named if not _NAME.fullmatch(name) or set(name) == {"."}]
+    bad = [f"{what} {name!r}" for what, name in named if not NAME.match(name)]
     if bad:
         raise InvalidRequest(
             f"{', '.join(bad)}: cannot name a room; use 1 to 64 letters, digits, '_', '.' or '-' (not only dots)"

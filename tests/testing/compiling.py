@@ -1,11 +1,16 @@
-"""Compiling models for tests: quickly, where the programs themselves are not the subject."""
+"""Compiling models for tests: once in a run, and quickly where the programs themselves are not the subject."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax._src.compiler
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 # Fusions are written to LLVM directly and not through MLIR, and LLVM gets all of them at once: together with JAX's own
 # switch a seventh of the time to compile a step of training, the same mathematics.
@@ -33,3 +38,45 @@ def compiling_quickly() -> Iterator[None]:
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
         jax._src.compiler.get_compile_options = get_options
+
+
+PROGRAMS = "PYTEST_PROGRAMS"
+WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some hundredths
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one test compiled is there for the others of the run, in all its processes; not what a user compiled.
+
+    Who sets PYTEST_PROGRAMS to a folder keeps it for the next run.
+    """
+    if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
+        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(PROGRAMS, None))
+    use_programs(os.environ[PROGRAMS])
+    # Another worker may just be writing it; then it is compiled here too.
+    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+def use_programs(folder: str | None) -> None:
+    """Compiled programs are kept in this folder from now on."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    reset_cache()
+
+
+def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
+    """The environment of a process that a test starts, with what the run has compiled.
+
+    Args:
+        devices: as many are made out of one processor.
+        quick: compile without XLA's slow passes, as `compiling_quickly` does.
+    """
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(FLAGS if quick else ())]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
+        "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(WORTH_KEEPING),
+    }

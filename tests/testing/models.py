@@ -1,29 +1,19 @@
-"""Policies to test with, and strictness: shapes checked at every call, no silent promotion of dtypes.
+"""Policies to test with, and strictness: no silent promotion of dtypes.
 
-Fixtures and hooks of the conftests of `unit/jaxmodels` and `parity`, which import all of it.
+Fixtures of the conftests of `unit/jaxmodels` and `parity`, which import all of it.
 """
-
-# ruff: noqa: E402 - the import hook must stand before the imports it hooks
 
 import json
 import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-from jaxtyping import install_import_hook
-
-# Before anything of the package is imported. Tests neither read nor fill the user's compile cache.
-install_import_hook("jaxmodels", "beartype.beartype")
-os.environ["ROBOJAX_COMPILE_CACHE"] = "off"
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from safetensors.numpy import save_file
 
 from jaxmodels.layers.embeddings import sinusoidal
@@ -32,54 +22,21 @@ from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
-from tests.testing.compiling import FLAGS, compiling_quickly
+from tests.testing.compiling import PROGRAMS, compiling_quickly, use_programs
 
-TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "golden" / "lerobot_act"
-PROGRAMS = "PYTEST_PROGRAMS"
-WORTH_KEEPING = 0.2  # seconds of compiling; reading a program back takes some hundredths
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """What one test compiled is there for the others of the run, in all its processes; not what a user compiled.
-
-    Who sets PYTEST_PROGRAMS to a folder keeps it for the next run.
-    """
-    if PROGRAMS not in os.environ:  # workers and processes that tests start inherit it
-        folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="robojax-programs-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        config.add_cleanup(lambda: os.environ.pop(PROGRAMS, None))
-    use_programs(os.environ[PROGRAMS])
-    # Another worker may just be writing it; then it is compiled here too.
-    config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Programs are compiled here, which takes a slow machine a minute each."""
-    for item in items:
-        if (
-            any(item.path.is_relative_to(TESTS / part) for part in ("unit/jaxmodels", "parity"))
-            and item.get_closest_marker("timeout") is None
-        ):
-            item.add_marker(pytest.mark.timeout(600))
-
-
-def use_programs(folder: str | None) -> None:
-    """Compiled programs are kept in this folder from now on."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
-    reset_cache()
+GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""
-    if request.node.get_closest_marker("fully_compiled") is not None:
+    is_full = request.node.get_closest_marker("fully_compiled") is not None
+    if is_full:
         jax.clear_caches()  # of what other modules compiled quickly
-        yield
-        return
-    with compiling_quickly():
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROBOJAX_COMPILE_CACHE", "off")  # processes that tests start have that of the run, or none
+        with nullcontext() if is_full else compiling_quickly():
+            yield
 
 
 @pytest.fixture
@@ -95,23 +52,6 @@ def no_programs() -> Iterator[None]:
     use_programs(None)
     yield
     use_programs(os.environ[PROGRAMS])
-
-
-def process_environment(*, devices: int = 1, quick: bool = False) -> dict[str, str]:
-    """The environment of a process that a test starts, with what the run has compiled.
-
-    Args:
-        devices: as many are made out of one processor.
-        quick: compile without XLA's slow passes, as `compiling_quickly` does.
-    """
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *(FLAGS if quick else ())]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(quick)),
-        "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(WORTH_KEEPING),
-    }
 
 
 @pytest.fixture(autouse=True)

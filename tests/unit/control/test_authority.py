@@ -16,6 +16,8 @@ from service.sessions.session import Session
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
+pytestmark = pytest.mark.timed
+
 
 class Onlooker:
     """A tap that keeps all it is told, or fails."""
@@ -127,7 +129,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7}, "7")],
+    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7.0}, "7")],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))

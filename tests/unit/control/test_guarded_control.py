@@ -19,6 +19,8 @@ from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from tests.unit.control.conftest import POSE
 
+pytestmark = pytest.mark.timed
+
 FRAME = np.zeros((8, 8, 3), np.uint8)
 TABLE = JointTable(SO100)
 PACE = ControlConfig(rate=20, action_rate=20, action_steps=10, chunk=20, width=6)

@@ -22,6 +22,8 @@ from service.transport.protocol import Join, JointUpdate, Role
 from service.transport.server import websocket
 from service.transport.server.rooms import CommandRefused, Place, RoomTable, Send
 
+pytestmark = pytest.mark.timed
+
 ARM = Place(Kind.ROBOTICS, "w", "arm-joint-output")
 NAMES = [joint.name for joint in SO100]
 OWN, OTHER = "the session's secret", "another one"

@@ -17,6 +17,8 @@ from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from service.transport.link import BadInput, RobotLeft
 from tests.unit.control.conftest import LENIENT, POSE
 
+pytestmark = pytest.mark.timed
+
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
     async with rigged(patience=LENIENT) as rig:

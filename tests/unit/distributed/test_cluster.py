@@ -38,6 +38,8 @@ from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 
 class Call:
     """What Ray gives for a call: to be awaited, or heard of."""

@@ -25,6 +25,8 @@ from service.distributed.host_group import (
 )
 from service.testing import ScriptedPolicy
 
+pytestmark = pytest.mark.timed
+
 NEVER: Future[Any] = Future()
 
 

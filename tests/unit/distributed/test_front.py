@@ -19,6 +19,8 @@ from service.distributed.follow import follow_front
 from service.distributed.host_worker import MISSING, HostActor
 from service.distributed.ray_node import Credentials, RayNode
 
+pytestmark = pytest.mark.timed
+
 SECRET, OTHER = b"a secret of some length", b"another one of that length"
 HERE = "127.0.0.1"
 

@@ -12,6 +12,8 @@ import pytest
 from service.distributed import host_group
 from service.distributed.host_group import QUIET, HostSilent, wait_for
 
+pytestmark = pytest.mark.timed
+
 
 def channels(**heard_at: Callable[[], float]) -> Any:
     """As of hosts that were heard when these functions say."""

@@ -21,6 +21,8 @@ from service.inference.loaded_policy import InferenceResult, InferenceStuck, Rep
 from service.testing import SO100_REQUIREMENTS
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 OBSERVATION = {"observation.state": np.zeros((1, 6), np.float32)}
 
 

@@ -5,9 +5,13 @@ import errno
 import socket
 from typing import Any, cast
 
+import pytest
+
 from service.http import server
 from service.http.limits import ConnectionLimits, Connections
 from service.http.server import CONNECTIONS_PER_TURN, Acceptor, listen
+
+pytestmark = pytest.mark.timed
 
 STOP = b"POST /sessions/a/emergency_stop HTTP/1.1\r\nHost: x\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -20,6 +20,8 @@ from service.http.fair_queue import (
     measure_steps,
 )
 
+pytestmark = pytest.mark.timed
+
 COST = 0.0005
 
 

@@ -9,6 +9,8 @@ from service.errors import TooManyRequests
 from service.http.limits import ConnectionLimits, Connections, CreateLimiter, Rates, is_local, source_key
 from tests.testing.rig import body, started
 
+pytestmark = pytest.mark.timed
+
 
 @contextlib.asynccontextmanager
 async def server(big=0, **settings):

@@ -18,6 +18,8 @@ from service.testing import MemoryTransport, ScriptedLoader
 from tests.testing.pauses import Pauses
 from tests.testing.rig import JOINTS, body, started
 
+pytestmark = pytest.mark.timed
+
 
 def test_port_0_is_a_free_port_and_the_url_names_it():
     with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:

@@ -15,7 +15,7 @@ from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 NEEDS = Requirements(
-    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=5, rate=25
+    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=5, rate=25.0
 )
 
 

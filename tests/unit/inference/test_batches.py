@@ -17,6 +17,8 @@ from service.inference.engine import Engine, InferenceResult, InferenceStuck, Lo
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 Ask = tuple[dict[str, np.ndarray], object]
 
 

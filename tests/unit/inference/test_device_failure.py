@@ -17,6 +17,8 @@ from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 STUCK = 4.0
 DEAD = RuntimeError("device halted: /root/secret")
 

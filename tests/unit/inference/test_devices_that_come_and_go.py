@@ -16,6 +16,8 @@ from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 
 class ScriptedLane:
     """A `DeviceWorker` without a thread.

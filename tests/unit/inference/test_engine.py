@@ -18,6 +18,8 @@ from service.threads import Worker, call_in_thread
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 
 def ignore(stage: str) -> None:
     pass

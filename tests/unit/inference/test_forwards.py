@@ -23,6 +23,8 @@ from service.testing import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 JSON, NPZ = FORMS[0], FORMS[1]
 
 

@@ -18,6 +18,8 @@ from service.inference.loaded_policy import frames_of
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 Sizes = Mapping[str, tuple[int, int]]
 LARGE = {"front": (480, 640)}
 SMALL_FRAMES, LARGE_FRAMES = frozenset(SO100_REQUIREMENTS.cameras.items()), frozenset(LARGE.items())

@@ -18,6 +18,8 @@ from service.inference.policy_cache import PolicyCache
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 Sizes = Mapping[str, tuple[int, int]]
 TRAINED, LARGE = dict(SO100_REQUIREMENTS.cameras), {"front": (480, 640)}
 TRAINED_FRAMES, LARGE_FRAMES = frozenset(TRAINED.items()), frozenset(LARGE.items())

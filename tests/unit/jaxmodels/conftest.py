@@ -1,3 +1,3 @@
-"""Models, compiled quickly and checked strictly."""
+"""Models, compiled quickly, without silent promotion of dtypes."""
 
-from tests.testing.models import *  # noqa: F403 - fixtures and hooks
+from tests.testing.models import *  # noqa: F403 - fixtures

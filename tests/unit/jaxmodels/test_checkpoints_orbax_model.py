@@ -13,7 +13,7 @@ from jaxmodels.checkpoints import orbax
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, diffusers_folder
 from jaxmodels.weights import flatten
-from tests.testing.models import process_environment
+from tests.testing.compiling import process_environment
 
 CONFIG = Transformer2DConfig(4, 8, 32, num_layers=2, cross_attention_dim=12)
 PROGRAM = """

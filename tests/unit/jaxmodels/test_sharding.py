@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, logical_axes, shardings
 from jaxmodels.errors import ConfigError
 from jaxmodels.transformer2d import Transformer2DModel
-from tests.testing.models import process_environment
+from tests.testing.compiling import process_environment
 
 SMALL = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
 PROGRAM = """

@@ -15,6 +15,8 @@ from tests.unit.sessions.test_interrupted import NEW as KEPT
 from tests.unit.sessions.test_interrupted import after_a_kill, serving
 from tests.unit.sessions.test_sessions import LONG, NEW, PATIENT, rigged
 
+pytestmark = pytest.mark.timed
+
 
 @dataclass
 class Listening(ScriptedPolicy):

@@ -16,6 +16,8 @@ from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
 
+pytestmark = pytest.mark.timed
+
 READS = replace(LONG, language=True)
 RED, BLUE = "pick up the red cube", "pick up the blue cube"
 

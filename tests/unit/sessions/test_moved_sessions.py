@@ -11,6 +11,8 @@ from service.sessions.records import SessionRecords, from_json
 from service.sessions.store import NewSession, Sessions
 from service.testing import MemoryTransport, ScriptedLoader
 
+pytestmark = pytest.mark.timed
+
 NEW = NewSession("arm", "policy", "memory://", owner="alice")
 
 

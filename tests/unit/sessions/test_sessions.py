@@ -32,6 +32,8 @@ from tests.testing.pauses import Pauses
 from tests.testing.rig import POSE, show
 from tests.testing.waiting import until
 
+pytestmark = pytest.mark.timed
+
 NEW = NewSession("s", "policy", "memory://", rate=100)
 # A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
 LONG = replace(SO100_REQUIREMENTS, chunk=400)

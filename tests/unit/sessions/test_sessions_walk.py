@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -23,6 +24,8 @@ from service.stage import Move
 from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import POSE
 from tests.testing.waiting import until
+
+pytestmark = pytest.mark.timed
 
 SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a disk would only make it slower
 IDS = st.sampled_from(["a", "b"])

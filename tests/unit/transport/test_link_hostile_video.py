@@ -18,6 +18,8 @@ from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 from service.transport.webrtc.decoding import MAX_DECLARED, FrameDecoder
 from service.transport.webrtc.jitter_buffer import UNREADABLE, h264_pixels
 
+pytestmark = pytest.mark.timed
+
 # 5,000 of each kind were sent when this was written; the suite has less time.
 PACKETS = int(os.environ.get("ROBOJAX_TEST_PACKETS", "500"))
 VP8, H264 = 96, 97

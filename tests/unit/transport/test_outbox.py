@@ -9,6 +9,8 @@ from websockets.protocol import State
 
 from service.transport.server.websocket import Outbox, OutboxLimits, WriteQueue
 
+pytestmark = pytest.mark.timed
+
 WRITE = 0.0001  # seconds of the given clock that a write takes: ten fit into one slice
 PER_SLICE = round(WriteQueue.SLICE / WRITE)
 

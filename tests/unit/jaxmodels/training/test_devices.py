@@ -14,7 +14,7 @@ from jaxmodels.devices import find_layout
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import TrainingConfig
-from tests.testing.models import process_environment
+from tests.testing.compiling import process_environment
 
 # Wide enough that something is spread, without pictures and chance, which take long to compile.
 POLICY: dict[str, Any] = {

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.testing.models import process_environment
+from tests.testing.compiling import process_environment
 
 KILLS = int(os.environ.get("ROBOJAX_KILLS", "0"))
 STEPS = 40 * KILLS  # more than that many kills let it do

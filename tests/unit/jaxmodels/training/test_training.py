@@ -19,7 +19,7 @@ from jaxmodels.data import Dataset
 from jaxmodels.errors import ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, loop, new_policy, train, trained_policy
-from tests.testing.models import process_environment
+from tests.testing.compiling import process_environment
 from tests.unit.jaxmodels.training.conftest import CONFIG, TINY
 
 KILLED = """

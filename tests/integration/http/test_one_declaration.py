@@ -1,0 +1,81 @@
+"""A field of the session API and a way to join chunks are added in one file: to a copy of the service, and it works."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import service
+
+PACKAGE = Path(service.__file__).parent
+ROOT = PACKAGE.parent
+# Runs in the copy. The record is read again as the next start of a server reads it.
+SERVE = """
+import asyncio, json, sys
+from service.sessions.records import from_json
+from tests.testing.rig import started
+
+async def main(sent, refused):
+    async with started() as server:
+        status, told = await server.create(**refused)
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", *refused]), told
+        status, told = await server.create(**sent)
+        assert status == 200, told
+        sessions = server.app.ctx.sessions
+        record = from_json(sessions.record_of("arm").as_json())
+        assert {name: getattr(record.new, name) for name in sent} == sent
+        assert record.new == sessions.get("arm").new and not record.is_newer
+        _, document = await server.call("GET", "/openapi-full.json")
+        fields = document["components"]["schemas"]["NewSessionRequest"]["properties"]
+        _, status = await server.call("GET", "/sessions/arm")
+        print(json.dumps([[fields[name] for name in sent], status["stats"]["overlap"]]))
+
+asyncio.run(main(*map(json.loads, sys.argv[1:])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "added", "sent", "refused", "wanted"),
+    [
+        (
+            "sessions/request.py",
+            '    record: Annotated[bool, Field(description="Record every',
+            '    label: Annotated[str | None, Field(max_length=8, description="For people.")] = None\n',
+            '{"label": "left arm"}',
+            '{"label": "the left arm"}',
+            '"description": "For people."',
+        ),
+        (
+            "control/aggregation.py",
+            '            Weighted("conservative", 0.3),',
+            '            Weighted("careful", 0.1),\n',
+            '{"overlap": "careful"}',
+            '{"overlap": "careless"}',
+            '"careful"]',
+        ),
+    ],
+    ids=["field", "overlap"],
+)
+def test_one_line_reaches_the_body_the_session_its_record_and_the_documents(
+    tmp_path: Path, module: str, line: str, added: str, sent: str, refused: str, wanted: str
+) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "service", ignore=shutil.ignore_patterns("__pycache__"))
+    for other in ("hooks", "jaxmodels", "robojax", "tests"):
+        (tmp_path / other).symlink_to(ROOT / other)
+    changed = tmp_path / "service" / module
+    text = changed.read_text()
+    assert text.count(line) == 1
+    changed.write_text(text.replace(line, added + line))
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, sent, refused],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert wanted in done.stdout

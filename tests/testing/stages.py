@@ -1,0 +1,90 @@
+"""Stages of a run: what must not run beside what, so that one list of all tests does for one process and for several.
+
+Models are compiled first. What takes long in one piece starts early, so that no process is left with it when the others
+are done. Tests that keep real time against a grid of milliseconds (``timed``) begin when no process computes any more:
+each of them mostly waits, and leaves a core to another one. What bears nothing beside it comes last (``alone``).
+
+The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile
+--no-loadscope-reorder``), and at the two borders processes wait for each other: each holds a lock on every border that
+it has not reached. A process that ended holds none.
+"""
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+STAGES = ("models", "long", "", "timed", "alone")  # by mark; without any it is the third
+BORDERS = ("timed", "alone")
+TESTS = Path(__file__).parents[1]
+# Marks of whole folders; other modules have theirs as `pytestmark`.
+FOLDERS = {
+    "unit/jaxmodels": "models",
+    "parity": "models",
+    "unit/robojax/sim": "long",
+    "integration/distributed": "long",
+    "integration/rollout": "timed",
+    "integration/rooms": "timed",
+    "hostile": "timed",
+    "faults": "timed",
+    "e2e": "timed",
+}
+HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
+stages = pytest.StashKey[dict[Path, int]]()
+reached = pytest.StashKey[str]()  # the stage of the last test
+locks = pytest.StashKey[dict[str, FileLock]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker, held = os.environ.get("PYTEST_XDIST_WORKER"), config.stash.setdefault(locks, {})
+    if worker is None:
+        os.environ[HELD] = tempfile.mkdtemp(prefix="robojax-stages-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(HELD), ignore_errors=True))
+        return
+    for border in BORDERS:
+        held[border] = FileLock(Path(os.environ[HELD]) / f"{border}-{worker}")
+        held[border].acquire()
+        config.add_cleanup(held[border].release)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """By stages, files in one piece, and first of each stage those with tests that are slow."""
+    stage, slow = config.stash.setdefault(stages, {}), set[Path]()
+    for item in items:
+        for folder, mark in FOLDERS.items():
+            if item.path.is_relative_to(TESTS / folder):
+                item.add_marker(mark)
+        if item.get_closest_marker("models") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))  # a slow machine compiles a model for a minute
+        marks = [number for number, mark in enumerate(STAGES) if mark and item.get_closest_marker(mark)]
+        stage[item.path] = max(stage.get(item.path, 0), *marks, STAGES.index("") if not marks else 0)
+        if item.get_closest_marker("slow"):
+            slow.add(item.path)
+    items.sort(key=lambda item: (stage[item.path], item.path not in slow))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    mark = STAGES[item.config.stash[stages][item.path]]
+    if mark != item.config.stash.get(reached, mark):
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()  # models that were compiled quickly, or that nobody needs any more
+        gc.collect()
+        if mark == "timed":
+            gc.freeze()  # what all the tests before have left is not looked through in the middle of a tick
+    item.config.stash[reached] = mark
+    held = item.config.stash[locks]
+    for border in BORDERS[: BORDERS.index(mark) + 1] if mark in BORDERS else ():
+        if border in held:
+            held.pop(border).release()
+            for other in Path(os.environ[HELD]).glob(f"{border}-*"):
+                with FileLock(other):  # free when its process is there too, or has ended
+                    pass
+    return (yield)
