@@ -1,4 +1,4 @@
-"""Public names of hooks, lazily imported: management of the Hub's webhooks, a receiving server, a registry.
+"""Public names of hooks, imported when first used: the Hub's webhook API, a receiving server, a registry.
 
 Names are looked up when first used, so that importing this package imports nothing.
 """

@@ -1,4 +1,4 @@
-"""Which addresses may be called; DNS resolved once, pinned.
+"""Rules for the addresses that webhooks may be sent to; host names are resolved once and then pinned.
 
 A webhook's URL comes over the wire. Without these rules it would reach what only this machine can reach: services on
 its loopback, the metadata server of a cloud, other machines behind its firewall.
@@ -35,7 +35,7 @@ _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*\.?", re.IGN
 
 @dataclass(frozen=True)
 class Target:
-    """A URL taken apart.
+    """Host, port and addresses of a webhook's URL.
 
     Attributes:
         host: a name, or an address without brackets.
@@ -50,13 +50,13 @@ class Target:
 
 @dataclass(frozen=True)
 class TargetRules:
-    """The networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``."""
+    """Rules for delivery targets: public addresses, and the networks that the operator allows (``192.168.1.0/24``)."""
 
     allowed: tuple[Network, ...] = ()
 
     @classmethod
     def from_networks(cls, networks: Iterable[str]) -> "TargetRules":
-        """Rules with these networks.
+        """Build rules that also allow these networks.
 
         Raises:
             ValueError: one is no network, e.g. bits are set behind its mask.
@@ -64,7 +64,7 @@ class TargetRules:
         return cls(tuple(ipaddress.ip_network(network) for network in networks))
 
     def parse_url(self, url: str) -> Target:
-        """Take a URL apart; one whose host is an address is checked at once.
+        """Split a URL into host and port; a host that is an IP address is checked at once.
 
         Raises:
             UnsafeTarget: it is no plain http or https URL, or its address is refused.
@@ -110,7 +110,7 @@ class TargetRules:
         return (str(disguised),)
 
     async def resolve_target(self, target: Target, resolve: Resolve) -> tuple[str, ...]:
-        """The addresses to connect to, every one of them checked. Ask anew for every attempt: names move.
+        """Resolve and check the addresses of a target; call it before every attempt, because names move.
 
         Raises:
             UnsafeTarget: one of the addresses is refused; then none is used.
@@ -128,7 +128,7 @@ class TargetRules:
         return tuple(addresses)
 
     def check_address(self, host: str, address: Address) -> None:
-        """Refuse an address that is not public and on no list.
+        """Raise for an address that is neither public nor in an allowed network.
 
         Raises:
             UnsafeTarget: with what it is, and what to do.
@@ -149,7 +149,7 @@ class TargetRules:
 
 
 def unwrap_ipv4(address: Address) -> list[Address]:
-    """The IPv4 address that an IPv6 one stands for, if it does; else the address itself."""
+    """Return the IPv4 address inside an IPv6 one (mapped, 6to4, NAT64), else the address itself."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     # Of 6to4, too, the inner one alone is judged: since Python 3.13 all of 2002::/16 is "private".
@@ -160,7 +160,7 @@ def unwrap_ipv4(address: Address) -> list[Address]:
 
 
 def describe_danger(address: Address) -> str | None:
-    """What an address is that no list of networks should open with them, in words; None for all others."""
+    """Describe an address that no list of networks should open (metadata servers, link-local); None for others."""
     is_dangerous = (
         address in METADATA_SERVERS or address.is_unspecified or address.is_link_local or address.is_multicast
     ) and not address.is_loopback
@@ -168,7 +168,7 @@ def describe_danger(address: Address) -> str | None:
 
 
 def _describe_non_public(address: Address) -> str | None:
-    """What is wrong with an address; None when it is public."""
+    """Say why an address is not public; None when it is public."""
     kinds = (
         (address in METADATA_SERVERS, "the metadata server of a cloud"),
         (address.is_unspecified, "this machine (unspecified)"),

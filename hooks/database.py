@@ -55,13 +55,13 @@ def alone(database: Path | None, taken: str) -> Iterator[None]:
 
 
 def insert_row(connection: sqlite3.Connection, table: str, **values: Any) -> None:
-    """Add a row, by the names of its columns."""
+    """Insert a row into a table; keywords are the names of columns."""
     marks = ", ".join(f":{name}" for name in values)
     connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", values)
 
 
 class Database:
-    """A file, or memory when ``path`` is None.
+    """SQLite database in a file, or in memory when ``path`` is None.
 
     A transaction is a function of the connection (and of arguments): all of what it writes is kept, or none of it.
 
@@ -70,7 +70,7 @@ class Database:
     """
 
     def __init__(self, path: str | Path | None, schema: Sequence[str]):
-        """Open it.
+        """Open the database and bring its schema up to date.
 
         Args:
             schema: one SQL script per version; those that the file has not seen yet are run, in order.
@@ -126,7 +126,7 @@ class Database:
         return connection
 
     def _identify_file(self) -> tuple[int, int] | None:
-        """What tells the file from another one of its name; None when there is none."""
+        """Return device and inode of the database's file; None when it is not there."""
         try:
             status = None if self.path is None else os.stat(self.path)
         except OSError:
@@ -139,7 +139,7 @@ class Database:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Run a transaction and wait for it; for threads that may wait, never for an event loop.
+        """Run a transaction and wait for it; for threads that may block, never for an event loop.
 
         Raises:
             StoreError: it cannot be written (disk full, locked for too long, damaged).
@@ -155,7 +155,7 @@ class Database:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Run a transaction. Cancelling this only ends the waiting: the transaction is still done whole.
+        """Run a transaction; cancelling the call stops the waiting only, the transaction still runs whole.
 
         Raises:
             StoreError: it cannot be written (disk full, locked for too long, damaged).
@@ -185,7 +185,7 @@ class Database:
         return result
 
     def close(self) -> None:
-        """End, after what was asked for before."""
+        """Close the database after the transactions that were asked for before."""
         with self._lock:
             try:
                 self._thread.submit(self._connection.close)

@@ -1,4 +1,4 @@
-"""Errors of webhooks, as a tree.
+"""Errors of webhooks, all below HooksError.
 
 HooksError
 ├── InvalidWebhook      an argument of a webhook (url, secret, watched, ...) cannot be used; also a ValueError
@@ -19,19 +19,19 @@ from types import MappingProxyType
 
 
 class HooksError(Exception):
-    """Base of every error this package raises on purpose; its text is safe to show to a user."""
+    """Base class of the errors that this package raises on purpose; their text is safe to show to users."""
 
 
 class InvalidWebhook(HooksError, ValueError):
-    """An argument of a webhook cannot be used."""
+    """An argument or field of a webhook is invalid."""
 
 
 class InvalidSettings(HooksError, ValueError):
-    """A setting of a receiver, sender or registry cannot be used."""
+    """A setting of a receiver, sender or registry is invalid."""
 
 
 class HubTrouble(HooksError):
-    """The Hub refused, did not answer in time, or answered something that is no answer.
+    """The Hub refused a call, did not answer in time, or answered something unusable.
 
     Attributes:
         status: the HTTP status of its answer, or None when there was none.
@@ -47,11 +47,11 @@ class HubTrouble(HooksError):
 
 
 class UnknownWebhook(HubTrouble):
-    """There is no webhook of this id."""
+    """No webhook has this id."""
 
 
 class DeliveryRefused(HooksError):
-    """A delivery was not accepted.
+    """The receiver did not accept a delivery.
 
     Attributes:
         status: of the answer.
@@ -69,11 +69,11 @@ class StoreError(HooksError):
 
 
 class UnknownEvent(HooksError):
-    """There is no event of this id."""
+    """No event has this id."""
 
 
 class RetryableError(HooksError):
-    """Raised by a handler that wants to be run again later; meanwhile its sender is told that the event is accepted.
+    """Raised by a handler to be run again later; until then its sender is answered that the event is accepted.
 
     Attributes:
         after: seconds until then; as the receiver's backoff says when None.
@@ -85,11 +85,11 @@ class RetryableError(HooksError):
 
 
 class TunnelFailed(HooksError):
-    """The program that makes a public address did not give one."""
+    """The tunnel program did not give a public address."""
 
 
 class UnsafeTarget(HooksError):
-    """An address that nothing is sent to."""
+    """The address is one that deliveries must not be sent to."""
 
 
 class SourceError(HooksError):

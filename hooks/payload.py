@@ -39,33 +39,33 @@ class _Part(BaseModel):
 
 
 class ObjectId(_Part):
-    """Anything with an id of its own."""
+    """Part of a payload that has an id of its own."""
 
     id: str
 
 
 class WebhookPayloadUrl(_Part):
-    """Where something is found: for people, and for programs."""
+    """Links to a repo, discussion or comment: ``web`` for people, ``api`` for programs."""
 
     web: str
     api: str | None = None
 
 
 class WebhookPayloadMovedTo(_Part):
-    """The new name of a repo that was moved."""
+    """New name of a repo that was moved."""
 
     name: str
     owner: ObjectId
 
 
 class WebhookPayloadWebhook(ObjectId):
-    """The webhook that this delivery is for."""
+    """Webhook that this delivery was sent for."""
 
     version: int
 
 
 class WebhookPayloadEvent(_Part):
-    """What happened.
+    """Event of the delivery: an action within a scope.
 
     Attributes:
         action: one of ``ACTIONS``, or one that came later.
@@ -77,14 +77,14 @@ class WebhookPayloadEvent(_Part):
 
 
 class WebhookPayloadDiscussionChanges(_Part):
-    """What a pull request changes."""
+    """Base and merge commit of a pull request."""
 
     base: str
     mergeCommitId: str | None = None
 
 
 class WebhookPayloadComment(ObjectId):
-    """A comment; ``content`` is missing when it is hidden."""
+    """Comment of a discussion; ``content`` is missing when it is hidden."""
 
     author: ObjectId
     hidden: bool = False
@@ -93,7 +93,7 @@ class WebhookPayloadComment(ObjectId):
 
 
 class WebhookPayloadDiscussion(ObjectId):
-    """A discussion or a pull request."""
+    """Discussion or pull request."""
 
     num: int
     author: ObjectId
@@ -106,7 +106,7 @@ class WebhookPayloadDiscussion(ObjectId):
 
 
 class WebhookPayloadRepo(ObjectId):
-    """The repo it happened to.
+    """Repo that the event happened to.
 
     Attributes:
         head_sha: commit of the default branch, ``headSha`` on the wire; with scopes of ``repo``, never of buckets.
@@ -124,12 +124,12 @@ class WebhookPayloadRepo(ObjectId):
 
     @property
     def headSha(self) -> str | None:
-        """``head_sha`` by its name on the wire."""
+        """The field ``head_sha`` by its name on the wire."""
         return self.head_sha
 
 
 class WebhookPayloadUpdatedRef(_Part):
-    """A branch or tag that moved; ``oldSha`` is None for a new one, ``newSha`` for a deleted one."""
+    """Branch or tag that moved; ``oldSha`` is None for a new one, ``newSha`` for a deleted one."""
 
     ref: str
     oldSha: str | None = None
@@ -137,7 +137,7 @@ class WebhookPayloadUpdatedRef(_Part):
 
 
 class WebhookPayloadUpdatedFile(_Part):
-    """A file of a bucket that was added (or overwritten) or deleted."""
+    """File of a bucket that was added, overwritten or deleted."""
 
     path: str
     action: str
@@ -146,7 +146,7 @@ class WebhookPayloadUpdatedFile(_Part):
 
 
 class WebhookPayload(_Part):
-    """One delivery's body."""
+    """Body of one webhook delivery of the Hub."""
 
     event: WebhookPayloadEvent
     repo: WebhookPayloadRepo
@@ -160,17 +160,17 @@ class WebhookPayload(_Part):
     updatedFilesTruncated: bool | None = None
 
     def is_about(self, scope: str) -> bool:
-        """Whether it happened within this scope: ``repo`` holds ``repo.content`` and whatever else begins with it."""
+        """Whether the event happened within a scope; ``repo`` includes ``repo.content`` and all else below it."""
         return is_in_scope(self.event.scope, (scope,))
 
     def new_sha(self, ref: str) -> str | None:
-        """The commit that a ref (``refs/heads/main``, or ``main``) moved to; None when it did not move, or is gone."""
+        """Return the commit that a ref (``refs/heads/main`` or ``main``) moved to; None if it did not, or is gone."""
         names = (ref,) if ref.startswith("refs/") else (f"refs/heads/{ref}", f"refs/tags/{ref}")
         return next((moved.newSha for moved in self.updatedRefs or () if moved.ref in names and moved.newSha), None)
 
 
 def is_in_scope(scope: str, scopes: Sequence[str]) -> bool:
-    """Whether a scope is one of these or a narrower part of one."""
+    """Whether a scope is one of these or below one of them."""
     return any(scope == scope_or_parent or scope.startswith(f"{scope_or_parent}.") for scope_or_parent in scopes)
 
 
@@ -302,7 +302,7 @@ def sample(
     repo_type: str = "model",
     sha: str | None = None,
 ) -> Payload:
-    """A payload of the Hub.
+    """Build a sample payload as the Hub sends it.
 
     Args:
         scope: one of ``SCOPES``.

@@ -1,4 +1,4 @@
-"""Which files form a policy, and the hash of their content; never one that runs code when it is loaded."""
+"""Names of the files that form a policy, and the hash of their content; never a file that runs code when loaded."""
 
 import hashlib
 import os
@@ -29,13 +29,13 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy",
 
 
 def is_policy_file(name: str) -> bool:
-    """Whether a file in the repo's root is one of those that are taken."""
+    """Whether a file in the repo's root belongs to a policy."""
     # A pattern's ``*`` stands for any letters, those of a path that leads elsewhere too.
     return not _ELSEWHERE.search(name) and any(fnmatchcase(name, pattern) for pattern in POLICY_FILES)
 
 
 def check_complete(repo: str, names: set[str]) -> None:
-    """Refuse what is no whole policy.
+    """Raise when files are missing that every policy needs.
 
     Args:
         names: all files there are.
@@ -56,7 +56,7 @@ def check_complete(repo: str, names: set[str]) -> None:
 
 
 def open_regular_file(path: Path, max_bytes: int, roots: Sequence[Path] | None = None) -> BinaryIO:
-    """A regular file to read; a pipe or a device is not waited for, and no link leads out of the roots.
+    """Open a regular file within the given folders; pipes and devices are refused, links may not lead outside.
 
     Raises:
         SourceError: ``denied_file`` when it is something else or elsewhere, ``too_large``, ``changed_meanwhile``.
@@ -83,7 +83,7 @@ def open_regular_file(path: Path, max_bytes: int, roots: Sequence[Path] | None =
 
 
 def hash_content(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:
-    """What a folder's content is called: 40 hexadecimal digits of its files' names and contents.
+    """Hash the names and contents of files to 40 hexadecimal digits, the form of a commit.
 
     As long as a commit's sha, so that both fit into the same places; the same content gives the same everywhere.
 

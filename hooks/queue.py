@@ -1,4 +1,4 @@
-"""Durable queue in SQLite: rows in order within a lane, side by side otherwise.
+"""Durable queue in SQLite: rows of one lane run in order, those of different lanes in parallel.
 
 Received events and deliveries to be sent are both of it. Each is a table with the columns ``number`` (in the order of
 acceptance), ``status``, ``attempt``, ``due`` (seconds since 1970), ``lane``, and one that names the row's group: an
@@ -31,7 +31,7 @@ CLOCK_STEP = 1.0  # seconds; less is a clock that is corrected slowly
 
 @dataclass(frozen=True)
 class Queue:
-    """The rows of one table.
+    """Queue in one table of the database.
 
     Attributes:
         group: the column of the group.
@@ -47,7 +47,7 @@ class Queue:
     def begin_due_rows(
         self, connection: sqlite3.Connection, now: float, take_room: Callable[[str], bool]
     ) -> tuple[list[sqlite3.Row], int, float | None]:
-        """Mark the rows that begin now.
+        """Mark the rows that are due and have room as running, and return them.
 
         Args:
             take_room: whether one more of a group may run; asked once for each that would begin, and it does then.
@@ -78,18 +78,18 @@ class Queue:
         return begun, len(due) - len(begun), next_due
 
     def release_running(self, connection: sqlite3.Connection) -> int:
-        """What runs waits again, because the process that worked on it has ended or ends."""
+        """Set running rows back to waiting, because the process that worked on them has ended or is ending."""
         return connection.execute(
             f"UPDATE {self.table} SET status = 'waiting' WHERE {OPEN} AND status = 'running'"
         ).rowcount
 
     def shift_due_times(self, connection: sqlite3.Connection, seconds: float) -> None:
-        """The clock was set back by so much: what waits does not wait longer."""
+        """Make waiting rows due earlier after the clock was set back, so that none waits longer."""
         connection.execute(f"UPDATE {self.table} SET due = due - ? WHERE {OPEN} AND status = 'waiting'", (seconds,))
 
 
 class QueueRunner:
-    """Begins what is due, and waits for the rest.
+    """Runs the rows of a queue when they are due and their group has room.
 
     Attributes:
         is_ending: nothing is begun any more, and nothing is waited for.
@@ -104,7 +104,7 @@ class QueueRunner:
         *,
         clock: Callable[[], float] | None = None,
     ):
-        """Make one; nothing begins before ``run``.
+        """Make a runner; nothing begins before ``run``.
 
         Args:
             work: works on a row, and writes down what became of it; True when the row is not waiting again.
@@ -124,11 +124,11 @@ class QueueRunner:
         self._last_error = ""
 
     def wake(self) -> None:
-        """Look at the queue again: something of it was changed."""
+        """Look at the queue again now, because its rows have changed."""
         self._wake_event.set()
 
     async def run(self) -> None:
-        """Work until cancelled; then ``close``."""
+        """Run rows as they fall due until cancelled; call ``close`` afterwards."""
         while True:
             self._wake_event.clear()
             next_due = await self.begin_due()
@@ -140,7 +140,7 @@ class QueueRunner:
                 pass
 
     async def begin_due(self) -> float | None:
-        """Begin every row that is due and for which there is room; when the next one is due."""
+        """Begin every row that is due and has room; return when the next one is due."""
         busy = Counter(name for names in self._running.values() for name in names)
 
         def take_room(group: str) -> bool:
@@ -176,7 +176,7 @@ class QueueRunner:
             self.wake()
 
     async def run_due(self) -> None:
-        """Begin what is due and wait until it has ended, until nothing is due any more."""
+        """Run everything that is due, and wait until nothing due is left."""
         while True:
             await self.begin_due()
             if not self._running:
@@ -190,7 +190,7 @@ class QueueRunner:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Write what became of a row, for as long as that takes: a disk may be full for a while.
+        """Write the outcome of a row, trying again while the database cannot be written (a full disk, say).
 
         Raises:
             StoreError: everything ends; the row is begun again at the next start.
@@ -205,13 +205,13 @@ class QueueRunner:
                 await asyncio.sleep(STORE_RETRY_INTERVAL)
 
     def _log_error_once(self, text: str) -> None:
-        """Once: a disk that is full stays so for long, and a log of it would fill another."""
+        """Log an error when it changes; a full disk lasts long, and repeating it would fill another."""
         if text != self._last_error:
             log.error("%s: %s", self._queue.table, text)
         self._last_error = text
 
     async def close(self, seconds: float) -> None:
-        """Let what runs end for a while, and cancel the rest, which may refuse that for as long again."""
+        """Give running rows some time to end, then cancel the rest and wait as long again."""
         self.is_ending = True
         unfinished = set(self._running)
         if unfinished:

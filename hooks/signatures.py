@@ -20,7 +20,7 @@ TOLERANCE = 300.0  # seconds between a signature's time and now, as the standard
 
 
 def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
-    """Whether the text is one of the secrets; how long it takes does not tell which or how much of it."""
+    """Whether a text is one of the secrets, compared in constant time."""
     is_one = False
     for secret in secrets:
         is_one |= hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())
@@ -28,7 +28,7 @@ def is_valid_secret(text: str, secrets: Iterable[str]) -> bool:
 
 
 def sign_standard(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
-    """``webhook-signature`` of Standard Webhooks: ``v1,`` and base64 of the HMAC-SHA256."""
+    """Sign for Standard Webhooks: ``webhook-signature`` is ``v1,`` and the base64 of the HMAC-SHA256."""
     signed = b".".join((message_id.encode(), str(timestamp).encode(), body))
     return "v1," + base64.b64encode(hmac.digest(_get_key(secret), signed, hashlib.sha256)).decode()
 
@@ -36,7 +36,7 @@ def sign_standard(secret: str, message_id: str, timestamp: int, body: bytes) -> 
 def is_valid_standard(
     secrets: Iterable[str], message_id: str, timestamp: str, signature: str, body: bytes, *, now: float
 ) -> bool:
-    """Whether one of the header's signatures (separated by spaces) is by one of the secrets, and not too old.
+    """Whether one of the header's signatures (separated by spaces) is by one of the secrets, and recent.
 
     Args:
         now: seconds since 1970; ``timestamp`` may be ``TOLERANCE`` from it in either direction.
@@ -54,12 +54,12 @@ def is_valid_standard(
 
 
 def sign_github(secret: str, body: bytes) -> str:
-    """``X-Hub-Signature-256``: ``sha256=`` and the hexadecimal HMAC of the body."""
+    """Sign as GitHub does: ``X-Hub-Signature-256`` is ``sha256=`` and the hexadecimal HMAC of the body."""
     return "sha256=" + hmac.digest(secret.encode(), body, hashlib.sha256).hex()
 
 
 def is_valid_github(secrets: Iterable[str], signature: str, body: bytes) -> bool:
-    """Whether the header is the body's signature by one of the secrets."""
+    """Whether the header is the body's GitHub signature by one of the secrets."""
     is_signed = False
     for secret in secrets:
         is_signed |= hmac.compare_digest(
@@ -69,7 +69,7 @@ def is_valid_github(secrets: Iterable[str], signature: str, body: bytes) -> bool
 
 
 def _get_key(secret: str) -> bytes:
-    """The bytes of a secret: base64 after ``whsec_``, else the text itself."""
+    """Return the bytes of a secret: the base64 after ``whsec_``, else the text itself."""
     if not secret.startswith(STANDARD_PREFIX):
         return secret.encode()
     try:

@@ -1,4 +1,4 @@
-"""Simulated deliveries: duplicates, reordering, wrong secrets."""
+"""Simulated deliveries for tests of receivers: duplicates, reordering, wrong secrets."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ USER_AGENT = "robojax-webhook-simulator"
 
 @dataclass(frozen=True)
 class Delivery:
-    """One request.
+    """One simulated delivery.
 
     Attributes:
         id: its ``Webhook-Id``; the same in every copy.
@@ -32,7 +32,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class DeliveryOutcome:
-    """What came of a delivery.
+    """Outcome of one simulated delivery.
 
     Attributes:
         status: of the answer; None when there was none.
@@ -47,14 +47,14 @@ class DeliveryOutcome:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether it was answered by 2xx: the Hub would count it as delivered."""
+        """Whether the answer was a 2xx, which the Hub counts as delivered."""
         return self.status is not None and 200 <= self.status < 300
 
 
 def build_deliveries(
     payloads: Sequence[tuple[str, Payload]], *, copies: int = 1, is_reordered: bool = False, seed: int = 0
 ) -> list[Delivery]:
-    """What is sent, in this order.
+    """Build the deliveries to send, in order.
 
     Args:
         copies: how often each is sent, with one id.
@@ -70,7 +70,7 @@ def build_deliveries(
 def build_headers(
     delivery: Delivery, *, secret: str | None, standard_secret: str | None, github_secret: str | None, now: float
 ) -> dict[str, str]:
-    """Those of the Hub, and signatures where they are asked for; ``now`` in seconds since 1970."""
+    """Build the Hub's headers, and signatures where asked for; ``now`` in seconds since 1970."""
     headers = {"Content-Type": "application/json", "User-Agent": USER_AGENT, "Webhook-Id": delivery.id}
     if secret:
         headers["X-Webhook-Secret"] = secret
@@ -92,7 +92,7 @@ async def send_deliveries(
     at_once: int = 1,
     timeout: float = 30.0,
 ) -> AsyncIterator[DeliveryOutcome]:
-    """Send them; each outcome as it comes.
+    """Send deliveries, and yield each outcome as it arrives.
 
     Args:
         at_once: requests under way at one time; 1 keeps their order.

@@ -1,4 +1,4 @@
-"""Calls in threads, with time limits."""
+"""Calls in threads, with timeouts."""
 
 import contextvars
 import threading
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Start it in a thread of its own.
+    """Start a call in a new daemon thread; return the future of its result.
 
     A thread of a pool would hold the end of the program, and an address look-up that hangs cannot be ended.
     """
@@ -31,7 +31,7 @@ def start_in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 def run_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """Its result, or after the limit the thread is left alone.
+    """Return a call's result; after the timeout, leave its thread alone and raise.
 
     Raises:
         TimeoutError: it was not done in time.

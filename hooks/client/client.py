@@ -1,4 +1,4 @@
-"""WebhooksClient: operations, `ensure`, self-test.
+"""WebhooksClient: manages the webhooks of an account on the Hub or on a robojax server.
 
 The endpoint, token, headers, HTTP session, result classes and errors are huggingface_hub's. Its webhook methods (2.4)
 are not called, because they take no timeout and the session has none (``set_client_factory`` would give every download
@@ -53,7 +53,7 @@ Arguments = ParamSpec("Arguments")
 
 
 class HubRefused(HubTrouble, HfHubHTTPError):
-    """The Hub answered with an error status; for those who catch huggingface_hub's error too."""
+    """The Hub answered with an error status; also huggingface_hub's ``HfHubHTTPError``."""
 
     def __init__(self, message: str, *, response: httpx2.Response, server_message: str | None = None):
         HfHubHTTPError.__init__(self, message, response=response, server_message=server_message)
@@ -61,11 +61,11 @@ class HubRefused(HubTrouble, HfHubHTTPError):
 
 
 class WebhookNotFound(UnknownWebhook, HubRefused):
-    """There is no webhook of this id."""
+    """The Hub answered 404: it has no webhook with this id."""
 
 
 class HubSilent(HubTrouble, TimeoutError):
-    """The Hub did not answer within the limit."""
+    """The Hub did not answer within the timeout."""
 
 
 class HubUnreachable(HubTrouble, ConnectionError):
@@ -74,7 +74,7 @@ class HubUnreachable(HubTrouble, ConnectionError):
 
 @dataclass(frozen=True)
 class Healing:
-    """What became of one suspended webhook.
+    """Result of ``heal`` for one suspended webhook.
 
     Attributes:
         webhook: as it is now.
@@ -88,7 +88,7 @@ class Healing:
 
 
 class WebhookFields(TypedDict, total=False):
-    """What a webhook is made of, by huggingface_hub's names; None is as left out.
+    """Fields of a webhook by huggingface_hub's names; None counts as left out.
 
     Attributes:
         url: that is sent to.
@@ -106,20 +106,20 @@ class WebhookFields(TypedDict, total=False):
 
 
 class NewWebhook(WebhookFields):
-    """A webhook to be made; ``watched`` are items, mappings, or ``type:name``, or a single one."""
+    """Fields of a webhook to create; ``watched`` is one or several items, mappings, or texts ``type:name``."""
 
     watched: Watchable | Iterable[Watchable]
 
 
 class ChangedWebhook(WebhookFields, total=False):
-    """What is to be changed; ``allow_empty`` takes an empty ``watched``, after which nothing is delivered any more."""
+    """Fields of a webhook to change; with ``allow_empty``, an empty ``watched`` stops all deliveries."""
 
     watched: Watchable | Iterable[Watchable] | None
     allow_empty: bool
 
 
 class WebhooksClient:
-    """huggingface_hub's seven operations, ``replay``, ``ensure`` and ``heal``.
+    """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay``, ``ensure`` and ``heal``.
 
     Every method takes ``token=``; without it, the client's, and without that, the one of the login or HF_TOKEN.
 
@@ -138,7 +138,7 @@ class WebhooksClient:
         allow_http: Collection[str] = (),
         api: HfApi | None = None,
     ):
-        """Nothing is sent yet.
+        """Make a client; nothing is sent yet.
 
         Args:
             endpoint: of the Hub or of a robojax server; HF_ENDPOINT or huggingface.co without it.
@@ -161,23 +161,23 @@ class WebhooksClient:
         return f"{type(self).__name__}(endpoint={self.endpoint!r}, timeout={self.timeout!r})"
 
     def list_webhooks(self, *, token: Token = None) -> list[WebhookInfo]:
-        """All of the account's."""
+        """List all webhooks of the account."""
         answer = self._request_json("GET", token=token)
         if not isinstance(answer, list):
             raise HubTrouble(f"{self.endpoint} answered {type(answer).__name__} where a list of webhooks was wanted")
         return [read_webhook(webhook) for webhook in answer]
 
     def get_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """One by its id."""
+        """Return the webhook with this id."""
         return self._request_webhook("GET", webhook_id, token=token)
 
     def create_webhook(self, *, token: Token = None, **fields: Unpack[NewWebhook]) -> WebhookInfo:
-        """Make one. It is asked for once only: after a HubTrouble it may be there all the same (see ``ensure``)."""
+        """Create a webhook; never repeated, so after a HubTrouble it may exist all the same (see ``ensure``)."""
         body = make_body(**fields, is_new=True, allow_http=self.allow_http)
         return self._request_webhook("POST", body=_add_default_domains(body), token=token, is_repeatable=False)
 
     def update_webhook(self, webhook_id: str, *, token: Token = None, **fields: Unpack[ChangedWebhook]) -> WebhookInfo:
-        """Change what is named and keep the rest.
+        """Change the fields that are given and keep the rest.
 
         The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
         somebody else in between is lost.
@@ -188,19 +188,19 @@ class WebhooksClient:
         return self._request_webhook("POST", webhook_id, body=body, token=token)
 
     def enable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """Let it deliver (again)."""
+        """Enable deliveries of a webhook (again)."""
         return self._request_webhook("POST", webhook_id, "enable", token=token)
 
     def disable_webhook(self, webhook_id: str, *, token: Token = None) -> WebhookInfo:
-        """Let it deliver nothing until it is enabled."""
+        """Disable deliveries of a webhook until it is enabled."""
         return self._request_webhook("POST", webhook_id, "disable", token=token)
 
     def delete_webhook(self, webhook_id: str, *, token: Token = None) -> None:
-        """Delete it, for good."""
+        """Delete a webhook; this cannot be undone."""
         self._request_json("DELETE", webhook_id, token=token)
 
     def replay(self, webhook_id: str, log_id: str, *, token: Token = None) -> int:
-        """Deliver something again, to the address and with the secret that the webhook has now.
+        """Send a past delivery again, to the webhook's present address and with its present secret.
 
         Args:
             log_id: of the delivery, as the webhook's activity page shows it.
@@ -223,7 +223,7 @@ class WebhooksClient:
         tell: Callable[[str], None] | None = None,
         **fields: Unpack[NewWebhook],
     ) -> WebhookInfo:
-        """Exactly one webhook like this: made if it is not there, changed if it differs, enabled if it is not.
+        """Make sure that exactly one webhook like this exists: create, update or enable it as needed.
 
         Twice is once. It is found by its exact address or job. A secret is sent every time: the Hub does not tell
         whether it is the same. When making one fails half-way, it is looked for before it is tried again.
@@ -278,7 +278,7 @@ class WebhooksClient:
         secret: str | None = None,
         token: Token = None,
     ) -> list[Healing]:
-        """Enable those that the Hub suspended because deliveries failed; those that somebody disabled stay so.
+        """Enable webhooks that the Hub suspended after failed deliveries; ones disabled by a person stay so.
 
         Args:
             webhook_id: only this one.
@@ -303,7 +303,7 @@ class WebhooksClient:
     def _request_json(
         self, method: str, *names: str, token: Token, body: Mapping[str, Any] | None = None, is_repeatable: bool = True
     ) -> Any:
-        """The JSON of the answer, None where it has no body.
+        """Send one request, repeated after passing failures; the answer's JSON, or None without a body.
 
         Args:
             names: the path after ``ROOT``.
@@ -418,7 +418,7 @@ class WebhooksClient:
 
 
 def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float | None:
-    """Seconds until a call that may be repeated is; None when that would not help.
+    """Return the seconds until a failed call is repeated; None when repeating would not help.
 
     Args:
         attempt: that failed, from 1.
@@ -435,7 +435,7 @@ def wait_before_retry(trouble: HubTrouble, attempt: int, *, now: float) -> float
 
 
 def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Seconds that an answer asks to wait, by ``RateLimit`` or by ``Retry-After`` (seconds or a date)."""
+    """Return the seconds that an answer asks to wait, by ``RateLimit`` or ``Retry-After`` (seconds or a date)."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
@@ -443,12 +443,12 @@ def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
 
 
 def _get_current_fields(webhook: WebhookInfo) -> dict[str, Any]:
-    """What an update would change if it were left out of it."""
+    """Return the fields that the Hub would reset if an update left them out."""
     return {"watched": [asdict(item) for item in webhook.watched], "domains": webhook.domains}
 
 
 def _add_default_domains(body: dict[str, Any]) -> dict[str, Any]:
-    """A new webhook's, which are both of the Hub's where none are named."""
+    """Add both domains of the Hub to a new webhook that names none."""
     return {"domains": list(HUB_DOMAINS)} | body
 
 
@@ -457,7 +457,7 @@ def _as_sets(body: Mapping[str, Any]) -> tuple[set[tuple[str, str]], set[str]]:
 
 
 def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: str | None) -> WebhookInfo | None:
-    """The one with exactly this address, or made from this job.
+    """Return the one webhook with exactly this address, or made from this job; None without one.
 
     Raises:
         HubTrouble: there are several, or a webhook does not tell the job it starts.
@@ -487,7 +487,7 @@ def _job_ids(webhook: WebhookInfo) -> set[str]:
 
 
 def self_test(webhook: WebhookInfo, secret: str | None) -> tuple[bool, str]:
-    """Send a payload that receivers can do without to a webhook's address: whether it was taken, and what was found.
+    """Send a harmless test payload to a webhook's address; return whether it was accepted, and what was answered.
 
     Args:
         secret: of the webhook; without it, an answer that asks for one is as good as it gets.
@@ -530,7 +530,7 @@ def _in_thread(
 
 
 class AsyncWebhooksClient:
-    """`WebhooksClient`, awaited: each call in a thread of its own, which the loop does not wait for at its end.
+    """`WebhooksClient` for asyncio: each call runs in a thread of its own, which the loop's end does not wait for.
 
     Cancelling a call ends the waiting; what was sent may still be done.
     """
@@ -544,7 +544,7 @@ class AsyncWebhooksClient:
         allow_http: Collection[str] = (),
         api: HfApi | None = None,
     ):
-        """As `WebhooksClient`."""
+        """Make a client; arguments as of `WebhooksClient`."""
         self.client = WebhooksClient(endpoint, token, timeout=timeout, allow_http=allow_http, api=api)
         self.endpoint = self.client.endpoint
 

@@ -1,4 +1,4 @@
-"""WebhookInfo, and checks of what a webhook is made of."""
+"""WebhookInfo, and checks of a webhook's fields before they are sent."""
 
 import base64
 import copy
@@ -37,7 +37,7 @@ log = logging.getLogger("hooks.client")
 
 
 class WebhookWatchedItem(huggingface_hub.WebhookWatchedItem):
-    """One thing that a webhook watches; as text it is ``type:name``, and equal to huggingface_hub's of the same."""
+    """A repo, user or org that a webhook watches; its text is ``type:name``, and it equals huggingface_hub's item."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, huggingface_hub.WebhookWatchedItem):
@@ -52,7 +52,7 @@ class WebhookWatchedItem(huggingface_hub.WebhookWatchedItem):
 
 @dataclass(repr=False, eq=False)
 class WebhookInfo(huggingface_hub.WebhookInfo):
-    """A webhook as the Hub tells it.
+    """A webhook as the Hub describes it.
 
     ``disabled`` is what the Hub sent, which may be text (``"suspended-after-failure"``): see ``status``.
 
@@ -66,7 +66,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 
     @property
     def status(self) -> Literal["enabled", "disabled", "suspended"]:
-        """``enabled``, ``disabled`` (by somebody) or ``suspended`` (by the Hub, after deliveries failed)."""
+        """Webhook state: ``enabled``, ``disabled`` (by a person) or ``suspended`` (by the Hub, after failures)."""
         if isinstance(self.disabled, str) and self.disabled.startswith("suspended"):
             return "suspended"
         return "disabled" if self.disabled else "enabled"
@@ -85,7 +85,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 
 
 def read_webhook(answer: object) -> WebhookInfo:
-    """A webhook from the Hub's JSON.
+    """Build a WebhookInfo from the Hub's JSON.
 
     Raises:
         HubTrouble: it is none.
@@ -109,7 +109,7 @@ def read_webhook(answer: object) -> WebhookInfo:
 
 
 def mask_url(url: str) -> str:
-    """An address without the password and the secret parameters that may be in it."""
+    """Return a URL with its password and secret parameters masked."""
     try:
         parts = urlsplit(url)
         password = parts.password
@@ -125,7 +125,7 @@ def mask_url(url: str) -> str:
 
 
 def mask_job(job: JobSpec) -> JobSpec:
-    """A copy that names its secrets without their values."""
+    """Return a copy of a job's JSON with the values of its secrets masked."""
     shown = copy.copy(job)
     if isinstance(job.secrets, Mapping):
         shown.secrets = dict.fromkeys(job.secrets, MASK)
@@ -133,7 +133,7 @@ def mask_job(job: JobSpec) -> JobSpec:
 
 
 def _mask(value: Any, name: str = "") -> Any:
-    """A deep copy of JSON without the values of secrets."""
+    """Return a deep copy of JSON with the values of secrets masked."""
     if name == "secret" and value:
         return MASK
     if name == "url" and isinstance(value, str):
@@ -157,7 +157,7 @@ def make_body(
     shortest_secret: int = SHORTEST_SECRET,
     stacklevel: int = 3,
 ) -> dict[str, Any]:
-    """The JSON that makes a webhook, or changes one, with what was given and nothing else.
+    """Build the JSON body that creates or changes a webhook, from exactly the fields that were given.
 
     Args:
         is_new: it needs a target.
@@ -247,7 +247,7 @@ def _check_secret(secret: str, shortest: int) -> None:
 
 
 def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 2) -> list[WebhookWatchedItem]:
-    """The items in order, each once. Warns of a type that is not known: the Hub may have learned a new one.
+    """Return the watched items in order without duplicates; warns of unknown types, which the Hub may have added.
 
     Args:
         watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
@@ -282,7 +282,7 @@ def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 
 
 
 def read_domains(domains: str | Iterable[str]) -> list[str]:
-    """The domains in order, each once; ``discussions``, as older huggingface_hub has it, becomes ``discussion``.
+    """Return the domains in order without duplicates; the older name ``discussions`` becomes ``discussion``.
 
     Raises:
         InvalidWebhook: one is not known, or there is none.
@@ -305,7 +305,7 @@ def _closest(given: str, known: Sequence[str]) -> str:
 
 
 def check_webhook_id(webhook_id: str) -> str:
-    """An id that names one webhook and nothing else when it is put into a path.
+    """Raise for an id that would name anything but one webhook when it is put into a path.
 
     Raises:
         InvalidWebhook: it is empty or has other characters.
@@ -316,7 +316,7 @@ def check_webhook_id(webhook_id: str) -> str:
 
 
 def generate_secret() -> str:
-    """256 random bits, good as a shared secret (``X-Webhook-Secret``) and as a key of Standard Webhooks."""
+    """Generate a secret of 256 random bits, for ``X-Webhook-Secret`` and for Standard Webhooks."""
     return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
 
 
@@ -328,7 +328,7 @@ def find_secret(
     generate: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The secret from the one place that was named; None when none was.
+    """Return the secret from the one source that was named (text, variable, file); None when none was.
 
     Args:
         given: the secret itself.
@@ -370,7 +370,7 @@ def find_secret(
 
 
 def _make_secret_file(path: str | Path) -> None:
-    """Write a new secret, unless the file is there: two that start at once agree on the first one's."""
+    """Write a new secret unless the file exists; processes that start together agree on the first one's."""
     try:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Endpoint: handler, accepted signatures, settings, answers."""
+"""Endpoint of a receiver: its handler, accepted signatures, filter, settings, and answers to senders."""
 
 import functools
 import inspect
@@ -32,33 +32,33 @@ MAX_STORED_ANSWER = 1 << 20  # bytes of an answer that are kept for duplicates
 
 
 def build_answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-    """A JSON answer."""
+    """Build an answer with a JSON body."""
     return Answer(status, json.dumps(body, separators=(",", ":")).encode(), headers=headers or {})
 
 
 def build_error(status: int, error: str, **more: object) -> Answer:
-    """A JSON answer that says what is wrong."""
+    """Build a JSON answer that names the error."""
     return build_answer({"error": error, **more}, status)
 
 
 def build_busy_answer(error: str, retry_after: float) -> Answer:
-    """Not now: the sender is to send it again."""
+    """Build the 503 answer that asks the sender to send the event again later."""
     headers = {"retry-after": str(max(1, round(retry_after)))}
     return build_answer({"error": error}, 503, headers)
 
 
 def build_accepted_answer(event_id: str) -> Answer:
-    """It is kept, and will be handled."""
+    """Build the 202 answer: the event is stored and will be handled."""
     return build_answer({"status": "accepted", "event_id": event_id}, 202)
 
 
 def build_failure_answer(event_id: str) -> Answer:
-    """The handler failed and the sender is to send it again; what it raised is in the log and the inbox alone."""
+    """Build the 500 answer after a failed handler; the error itself stays in the log and the inbox."""
     return build_answer({"error": "The handler of this webhook failed.", "event_id": event_id}, 500)
 
 
 def convert_value(handler: str, value: object) -> Answer:
-    """A handler's value: an HTTPResponse as it is, anything else as JSON.
+    """Convert a handler's return value into an answer: an HTTPResponse as it is, anything else as JSON.
 
     A value that has no JSON is told as null: the handler has run, and an error would make the sender send again.
     """
@@ -73,12 +73,12 @@ def convert_value(handler: str, value: object) -> Answer:
 
 
 def shorten_answer(answer: Answer) -> Answer:
-    """What is kept of an answer."""
+    """Return the answer to store for duplicates: a body above ``MAX_STORED_ANSWER`` is replaced."""
     return answer if len(answer.body) <= MAX_STORED_ANSWER else build_answer({"status": "done"})
 
 
 def build_duplicate_answer(event: Event) -> Answer:
-    """Of an event that was accepted before."""
+    """Build the answer to a duplicate of an event that was accepted before."""
     headers = {"x-webhook-duplicate": "true"}
     if event.answer is not None and event.status is Status.DONE:
         answer = event.answer
@@ -89,7 +89,7 @@ def build_duplicate_answer(event: Event) -> Answer:
 
 
 def to_response(answer: Answer) -> HTTPResponse:
-    """As Sanic sends it."""
+    """Convert an answer into Sanic's HTTPResponse."""
     return HTTPResponse(answer.body, answer.status, dict(answer.headers), answer.content_type)
 
 
@@ -98,7 +98,7 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class ReceiverSettings:
-    """Times in seconds, sizes in bytes.
+    """Settings of a receiver; times in seconds, sizes in bytes.
 
     Attributes:
         secrets: accepted in ``X-Webhook-Secret``; several while one replaces another, none for an open receiver.
@@ -165,7 +165,7 @@ class ReceiverSettings:
 
 
 def check_secrets(name: str, secrets: tuple[str, ...]) -> None:
-    """Refuse what would let anybody in.
+    """Raise for secrets that would let anybody in.
 
     Raises:
         InvalidWebhook: one is empty or no ASCII, or they are no tuple of texts.
@@ -183,7 +183,7 @@ PAYLOAD, REQUEST, EVENT = "payload", "request", "event"
 
 @dataclass(frozen=True)
 class Handler:
-    """A callable and what it takes.
+    """Handler function of an endpoint, and the arguments that it takes.
 
     Attributes:
         arguments: name of each parameter that gets something, what that is, and whether only its position counts.
@@ -197,11 +197,11 @@ class Handler:
     model: type[BaseModel] | None
 
     def takes(self, kind: str) -> bool:
-        """Whether it wants ``payload``, ``request`` or ``event``."""
+        """Whether the handler takes a ``payload``, ``request`` or ``event``."""
         return any(argument[1] == kind for argument in self.arguments)
 
     def bind(self, payload: Any, request: Any, event: Event) -> Callable[[], Any]:
-        """The call with what it wants."""
+        """Bind the values that the handler takes to its parameters."""
         values = {PAYLOAD: payload, REQUEST: request, EVENT: event}
         positional = [values[kind] for _, kind, is_place in self.arguments if is_place]
         named = {name: values[kind] for name, kind, is_place in self.arguments if not is_place}
@@ -209,7 +209,7 @@ class Handler:
 
 
 def read_handler(function: Callable[..., Any]) -> Handler:
-    """Read a callable's parameters: by annotation first, by name where there is none.
+    """Read a function's parameters into a Handler: by annotation, or by name where there is none.
 
     Raises:
         InvalidWebhook: it cannot be called, or a parameter wants something that there is not.
@@ -247,7 +247,7 @@ def read_handler(function: Callable[..., Any]) -> Handler:
 
 
 def get_handler_name(function: Any) -> str:
-    """Its name, for a path: that of the function behind a partial, or of an object's class."""
+    """Return a function's name for its path; of a partial its function's, of an object its class's."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -296,7 +296,7 @@ def _classify_parameter(name: str, annotation: Any) -> tuple[str, type[BaseModel
 
 
 def _classify_by_text(name: str, annotation: str) -> tuple[str, type[BaseModel] | None] | None:
-    """An annotation that could not be looked up, as for a class of an enclosing function."""
+    """Classify an annotation that cannot be resolved, as of a class inside a function."""
     last = annotation.split("[")[0].split("|")[0].strip().split(".")[-1]
     known = {"dict": (PAYLOAD, None), "Request": (REQUEST, None), "Event": (EVENT, None)}
     return known.get(last) or ((PAYLOAD, WebhookPayload) if last == "WebhookPayload" else _classify_by_name(name))
@@ -323,7 +323,7 @@ WRONG_SECRET = "Invalid webhook secret."
 
 @dataclass(frozen=True)
 class AcceptedSecrets:
-    """What an endpoint accepts as proof; nothing at all leaves it open.
+    """Secrets that prove a sender to an endpoint; without any, the endpoint is open.
 
     Attributes:
         shared: secrets of ``X-Webhook-Secret``.
@@ -337,11 +337,11 @@ class AcceptedSecrets:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody may send."""
+        """Whether anybody may send to the endpoint."""
         return not (self.shared or self.standard or self.github)
 
     def check_headers(self, headers: Mapping[str, str]) -> Answer | None:
-        """What can be told before the body is read: None when the body decides, or everything is well."""
+        """Check the sender before its body is read; None when it may go on, or only the body can decide."""
         if self.is_open or self._has_secret(headers):
             return None
         if (self.standard and "webhook-signature" in headers) or (self.github and "x-hub-signature-256" in headers):
@@ -349,7 +349,7 @@ class AcceptedSecrets:
         return self._build_refusal(headers)
 
     def check_delivery(self, headers: Mapping[str, str], body: bytes, *, now: float) -> Answer | None:
-        """401 without any proof, 403 when none of those given is right, None when one is.
+        """Check the sender's proof: answer 401 without any, 403 when none is right, None when one is.
 
         Args:
             now: seconds since 1970, for signatures with a time.
@@ -393,7 +393,7 @@ Names = str | Iterable[str] | None
 
 @dataclass(frozen=True)
 class Filter:
-    """Every one that is not empty has to hold.
+    """Filter of deliveries; every condition that is not empty has to hold.
 
     Attributes:
         events: ``scope`` or ``scope:action``; narrower scopes are included.
@@ -414,7 +414,7 @@ class Filter:
 
     @classmethod
     def build(cls, **names: Names) -> Self:
-        """From one name or several of each."""
+        """Build a filter from one name or several for each condition."""
         return cls(
             **{
                 key: () if value is None else (value,) if isinstance(value, str) else tuple(value)
@@ -423,7 +423,7 @@ class Filter:
         )
 
     def matches(self, facts: Facts) -> bool:
-        """Whether this delivery passes; one that does not say what is asked for does not."""
+        """Whether a delivery passes the filter; one that lacks what is asked for does not."""
         scope, action = facts.scope or "", facts.action or ""
         return (
             (not self.events or any(_matches_event(event, scope, action) for event in self.events))
@@ -452,7 +452,7 @@ Retry = Literal["any", "retryable", "never"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path's handler.
+    """Path of a receiver with its handler and settings.
 
     Attributes:
         path: absolute.
@@ -476,7 +476,7 @@ class Endpoint:
     is_coalesced: bool
 
     def get_retry_delay(self, error: BaseException, failures: int, settings: ReceiverSettings) -> float | None:
-        """Seconds until another attempt after so many that failed; None for none."""
+        """Return the seconds until the next attempt after this many failures; None for no further attempt."""
         if self.retry == "never" or (self.retry == "retryable" and not isinstance(error, RetryableError)):
             return None
         if isinstance(error, RetryableError) and error.after is not None:

@@ -1,4 +1,4 @@
-"""Event as stored and shown."""
+"""Event of a receiver: a delivery as it is stored and shown."""
 
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ Effect = Callable[[sqlite3.Connection], object]
 
 
 class Status(StrEnum):
-    """Where an event is on its way.
+    """State of an event.
 
     ``failed`` is one whose handler failed while the sender waited: the sender was told 500 and is to send it again.
     """
@@ -28,7 +28,7 @@ OPEN = (Status.WAITING, Status.RUNNING)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sender is told."""
+    """Answer to the sender of a delivery."""
 
     status: int
     body: bytes
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Event:
-    """A delivery that was accepted.
+    """Delivery that was accepted, with what became of it.
 
     Attributes:
         id: ours, the same in every attempt and every duplicate; effects elsewhere can be made once by it.
@@ -78,7 +78,7 @@ class Event:
     effects: list[Effect] = field(default_factory=list, repr=False, compare=False)
 
     def when_done(self, effect: Effect) -> None:
-        """Have an effect exactly once: it is run in the one transaction that marks this event done.
+        """Run an effect exactly once: within the transaction that marks this event as done.
 
         Args:
             effect: a function of the inbox's SQLite connection, which may write tables of its own there (named so that

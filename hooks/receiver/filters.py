@@ -1,4 +1,4 @@
-"""Payload parsing, and which deliveries an endpoint wants."""
+"""Parsing of payloads, and the facts by which deliveries are filtered, ordered and compared."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _PLAIN = (WebhookPayload.__module__, "huggingface_hub._webhooks_payload")
 
 
 class InvalidPayload(Exception):
-    """A body that is no payload.
+    """The body is not a payload that the handler can take.
 
     Attributes:
         fields: names of what is missing or wrong, by the model and never from the body.
@@ -42,7 +42,7 @@ class InvalidPayload(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What filters, order and duplicates go by; None where a payload does not say."""
+    """Facts of a payload for filters, ordering and duplicates; None where the payload does not say."""
 
     webhook_id: str | None = None
     repo_id: str | None = None
@@ -54,7 +54,7 @@ class Facts:
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON of a body. One with many values takes a while, in which other threads have their turns.
+    """Parse the JSON of a body; long ones are read so that other threads get their turns.
 
     Raises:
         InvalidPayload: it is none, or has more than ``VALUES``.
@@ -68,7 +68,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def is_quick_to_parse(body: bytes) -> bool:
-    """Whether all that is done with a body before it is accepted can be done on the event loop."""
+    """Whether a body is small enough to be parsed and checked on the event loop."""
     return len(body) <= QUICK and _count_values(body) <= QUICK_VALUES
 
 
@@ -78,7 +78,7 @@ def _count_values(body: bytes) -> int:
 
 
 def read_facts(data: object) -> Facts:
-    """From any JSON; it need not be a payload of the Hub."""
+    """Read the facts of any JSON, also of payloads that are not the Hub's."""
     event, repo, webhook = (_get_object(data, name) for name in REQUIRED_PARTS)
     refs = data.get("updatedRefs") if isinstance(data, Mapping) else None
     refs = refs[:REFS] if isinstance(refs, list) else None
@@ -96,7 +96,7 @@ def read_facts(data: object) -> Facts:
 
 
 def check_payload(model: type[BaseModel] | None, data: object) -> None:
-    """Whether ``build_payload`` will have what it needs; of the Hub's own payload, only that is looked at.
+    """Check that ``build_payload`` will succeed; of the Hub's own payload, only the required parts are checked.
 
     Raises:
         InvalidPayload: it will not.
@@ -107,7 +107,7 @@ def check_payload(model: type[BaseModel] | None, data: object) -> None:
 
 
 def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
-    """What a handler gets: the JSON object itself without a model, else an instance of it.
+    """Build a handler's payload: the JSON object itself without a model, else an instance of the model.
 
     A model with the Hub's three parts (ours, or huggingface_hub's) is read leniently: parts beside those three that are
     not as documented are None, and where the model refuses a type, action or version that it does not know, the
@@ -162,7 +162,7 @@ def _is_hub_model(model: type[BaseModel]) -> bool:
 
 
 def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
-    """With 10,000 files of a bucket: read a few at a time, because no other thread runs while pydantic reads."""
+    """Add a bucket's up to 10,000 files in small groups, because pydantic holds the interpreter lock while it reads."""
     if not isinstance(payload, WebhookPayload):
         return payload
     some = (files[start : start + AT_ONCE] for start in range(0, len(files), AT_ONCE))
@@ -172,7 +172,7 @@ def _add_files(payload: BaseModel, files: list[Any]) -> BaseModel:
 
 
 def _parse_slowly(body: bytes) -> Any:
-    """As pydantic reads it, in Python code, five times slower: other threads get their turns meanwhile."""
+    """Parse JSON as pydantic does, in Python: five times slower, but other threads get their turns."""
 
     def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
         found, end = scanstring(raw, start, strict)

@@ -1,4 +1,4 @@
-"""Events in SQLite: state transitions, replay, pruning."""
+"""Inbox of received events in SQLite: state transitions, replay, pruning."""
 
 import json
 import sqlite3
@@ -64,7 +64,7 @@ DEAD = (Status.DEAD, Status.FAILED)
 
 
 def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
-    """One event, whole.
+    """Return one event with its headers, body and answer.
 
     Raises:
         UnknownEvent: there is none of this id.
@@ -78,7 +78,7 @@ def get_event(connection: sqlite3.Connection, event_id: str) -> Event:
 def list_events(
     connection: sqlite3.Connection, *, status: str | None, path: str | None, limit: int, before: int | None
 ) -> list[Event]:
-    """Newest first, without headers, bodies and answers."""
+    """List events, newest first, without headers, bodies and answers."""
     clauses, values = ["1"], []
     for clause, value in (("status=?", status), ("path=?", path), ("number<?", before)):
         if value is not None:
@@ -91,7 +91,7 @@ def list_events(
 
 
 def count_deliveries(connection: sqlite3.Connection, *, since: float) -> dict[str, int]:
-    """Deliveries by webhook id."""
+    """Count deliveries by webhook id since a time."""
     rows = connection.execute(
         "SELECT webhook_id, count(*) AS count FROM events WHERE webhook_id<>'' AND received_at>? GROUP BY webhook_id",
         (since,),
@@ -108,7 +108,7 @@ def prune_events(
     max_bytes: int,
     batch_size: int = 500,
 ) -> int:
-    """Forget what ended long ago, or the oldest of it where bodies take too much; how many events that were."""
+    """Delete finished events that are too old, and the oldest when their bodies take too much; return how many."""
     count = 0
     for statuses, age in ((ENDED, max_age), (DEAD, max_dead_age)):
         marks = ",".join("?" * len(statuses))
@@ -133,7 +133,7 @@ def prune_events(
 
 
 def read_event(row: sqlite3.Row) -> Event:
-    """A whole row, or a brief one of a listing."""
+    """Read an event from a whole row, or from a brief one of a listing."""
     fields: dict[str, Any] = {name: row[name] for name in BRIEF.split(", ")}
     fields |= {"status": Status(row["status"]), "webhook_id": row["webhook_id"] or None}
     if "body" in row.keys():  # noqa: SIM118 (a Row is no dict)
@@ -145,7 +145,7 @@ def read_event(row: sqlite3.Row) -> Event:
 
 
 class Acceptance(Enum):
-    """What became of a delivery."""
+    """Outcome of accepting a delivery: new, retried by its sender, duplicate, or refused for lack of room."""
 
     NEW = auto()
     RETRIED = auto()  # it failed while its sender waited, and the sender sends it again
@@ -154,12 +154,12 @@ class Acceptance(Enum):
 
 
 class EffectFailed(Exception):
-    """What a handler wanted written with its end could not be; the cause is the effect's own error."""
+    """An effect of a handler could not be written; the cause is the effect's own error."""
 
 
 @dataclass(frozen=True)
 class IncomingEvent:
-    """A delivery that passed every check.
+    """Delivery that passed every check and is about to be stored.
 
     Attributes:
         lane: events with the same are run in order; empty for none.
@@ -191,7 +191,7 @@ def accept_event(
     max_waiting: int,
     paths: Collection[str],
 ) -> tuple[Acceptance, Event, list[str]]:
-    """Tell duplicates from new deliveries and keep a new one, in one transaction.
+    """Store a new delivery, or recognise a duplicate, in one transaction.
 
     Args:
         paths: of the endpoints there are; those of them that are open count for ``max_waiting``.
@@ -263,7 +263,7 @@ def _find_duplicate(
 def finish_event(
     connection: sqlite3.Connection, event_id: str, answer: Answer, effects: Sequence[Effect], *, now: float
 ) -> None:
-    """An event that is done, and what its handler wanted written with that.
+    """Mark an event as done and run its handler's effects, in one transaction.
 
     Raises:
         EffectFailed: the latter could not be; nothing is written.
@@ -283,7 +283,7 @@ def finish_event(
 
 @contextmanager
 def _deny_commits(connection: sqlite3.Connection) -> Iterator[None]:
-    """An effect that commits (``with connection:``, ``executescript``) would be written without its event's end."""
+    """Deny commits to an effect (``with connection:``, ``executescript``); it is written with its event's end."""
 
     def authorize(action: int, *_: object) -> int:
         return sqlite3.SQLITE_DENY if action == sqlite3.SQLITE_TRANSACTION else sqlite3.SQLITE_OK
@@ -305,7 +305,7 @@ def fail_event(
     retry_at: float | None,
     to_sender: bool,
 ) -> Status:
-    """An event whose run failed.
+    """Record a failed run of an event.
 
     Args:
         attempts: runs that may fail.
@@ -332,13 +332,13 @@ def fail_event(
 
 
 def requeue_event(connection: sqlite3.Connection, event_id: str, *, due: float) -> Status:
-    """An event whose end could not be written runs again."""
+    """Set an event back to waiting when its outcome could not be written."""
     connection.execute("UPDATE events SET status=?, due=? WHERE id=?", (Status.WAITING, due, event_id))
     return Status.WAITING
 
 
 def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: int) -> dict[str, int]:
-    """After a start, what ran when the process ended waits again, or is dead where that happened too often.
+    """Set events that ran when the process ended back to waiting, or to dead after too many crashes.
 
     Returns:
         How many wait, by path.
@@ -354,12 +354,12 @@ def resume_events(connection: sqlite3.Connection, *, now: float, max_crashes: in
 
 
 def get_data_version(connection: sqlite3.Connection) -> int:
-    """A number that is another one after another process has written."""
+    """Return a number that changes when another process has written to the database."""
     return connection.execute("PRAGMA data_version").fetchone()[0]
 
 
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
-    """Have an event run again, whatever became of it before; one that waits runs now.
+    """Set an event to run again, whatever its state; one that waits runs now.
 
     Raises:
         UnknownEvent: there is none of this id.
@@ -374,7 +374,7 @@ def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -
 
 
 class Inbox:
-    """Events of a file, or of memory when ``path`` is None.
+    """Inbox of events in a file, or in memory when ``path`` is None.
 
     The methods here wait for the database: they are for programs that read and replay beside a running receiver.
 
@@ -388,7 +388,7 @@ class Inbox:
         self._lock = ExitStack()
 
     def lock(self) -> None:
-        """Be the one receiver of this file, until it is closed or the process ends.
+        """Lock the file for one receiver until it is closed or the process ends.
 
         Raises:
             StoreError: another one has it: both would run the same events.
@@ -399,7 +399,7 @@ class Inbox:
     def list(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """Newest first, without headers and bodies.
+        """List events, newest first, without headers and bodies.
 
         Args:
             status: one of ``Status``; ``dead`` lists the dead letters.
@@ -408,7 +408,7 @@ class Inbox:
         return self.database.run_blocking(list_events, status=status, path=path, limit=limit, before=before)
 
     def get(self, event_id: str) -> Event:
-        """One event, whole.
+        """Return one event with its headers, body and answer.
 
         Raises:
             UnknownEvent: there is none of this id.
@@ -416,7 +416,7 @@ class Inbox:
         return self.database.run_blocking(get_event, event_id)
 
     def replay(self, event_id: str) -> Event:
-        """Have it run again; a running receiver begins within a second, else the next one that starts.
+        """Set an event to run again; a running receiver begins within a second, else the next that starts.
 
         Raises:
             UnknownEvent: there is none of this id.
@@ -424,7 +424,7 @@ class Inbox:
         return self.database.run_blocking(replay_event, event_id, now=time.time())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database and release its lock."""
         self.database.close()
         self._lock.close()
 

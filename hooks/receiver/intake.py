@@ -1,4 +1,4 @@
-"""A request checked, limited and stored as an event."""
+"""Intake of deliveries: requests are limited, checked and stored as events."""
 
 import asyncio
 import hashlib
@@ -34,25 +34,25 @@ DISCARD_TIMEOUT = 2.0
 
 
 class BodyTooLarge(Exception):
-    """It has more bytes than it may have."""
+    """The body has more bytes than allowed."""
 
 
 class BodyTimeout(Exception):
-    """It did not come in time; no more of it is waited for."""
+    """The body did not arrive in time."""
 
 
 class BodyUnreadable(Exception):
-    """Its encoding is broken, or its sender has gone."""
+    """The body's encoding is broken, or the sender closed the connection."""
 
 
 def get_content_length(request: Request) -> int:
-    """Bytes that it says it has; 0 when it does not say."""
+    """Return the length that a request declares; 0 without a usable header."""
     text = request.headers.get("content-length", "0")
     return int(text[:20]) if text.isdecimal() else 0
 
 
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """All of it.
+    """Read the whole body of a request.
 
     Raises:
         BodyTooLarge, BodyTimeout, BodyUnreadable: it cannot be had.
@@ -74,7 +74,7 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 async def discard_body(request: Request) -> None:
-    """Read on what is not looked at: a sender that writes before it listens would not hear the answer."""
+    """Read and drop the rest of a body: a sender that writes first and reads later would miss the answer."""
     stream = cast(Any, request.stream)
     if getattr(stream, "expecting_continue", False):
         # Who asks before sending is not told to go on, and will not send.
@@ -93,7 +93,7 @@ async def discard_body(request: Request) -> None:
 
 
 def disable_keep_alive(request: Request) -> None:
-    """Close the connection after the answer, without what may still come of the body."""
+    """Close the connection after the answer, without reading the rest of the body."""
     stream = cast(Any, request.stream)
     if stream is not None:
         stream.expecting_continue = False
@@ -122,7 +122,7 @@ class _Bucket:
 
 
 class RateLimiter:
-    """A bucket of tokens per source."""
+    """Rate limit per source address, as a token bucket each."""
 
     def __init__(self, rate: float, burst: int):
         self._rate = rate
@@ -130,7 +130,7 @@ class RateLimiter:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def take_token(self, source: str, now: float) -> float:
-        """Seconds until it may send again; 0 when it may now, which is counted.
+        """Take a token; return 0, or the seconds until the source may send again.
 
         Args:
             now: monotonic.
@@ -152,7 +152,7 @@ LONGEST_ID = 256
 
 
 class Refused(Exception):
-    """A request that becomes no event."""
+    """The request is refused and becomes no event."""
 
     def __init__(self, answer: Answer):
         super().__init__(answer.status)
@@ -162,7 +162,7 @@ class Refused(Exception):
 async def read_verified_body(
     endpoint: Endpoint, request: Request, settings: ReceiverSettings, rate_limiter: RateLimiter
 ) -> bytes:
-    """The body of a request that may send: size, rate, secret, in this order, and as early as each can be told.
+    """Read the body of a request after checking size, rate and secret, each as early as possible.
 
     Raises:
         Refused: it may not.
@@ -194,7 +194,7 @@ async def read_verified_body(
 
 
 def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -> IncomingEvent:
-    """What is kept of a request whose sender is known.
+    """Build the event to store from a request whose sender is verified.
 
     Raises:
         Refused: its body is not what the endpoint needs.
@@ -243,7 +243,7 @@ WARNING_SHARE = 0.8  # of it
 
 
 class Maintenance:
-    """Finds what other processes replay in a running receiver's inbox, and forgets what is old."""
+    """Maintenance of a running receiver's inbox: notices replays by other processes and prunes old events."""
 
     def __init__(self, inbox: Inbox, runner: QueueRunner, settings: ReceiverSettings):
         self._inbox = inbox
@@ -252,7 +252,7 @@ class Maintenance:
         self._warned: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run the maintenance until cancelled."""
         version: int | None = None
         pruned_at, logged_error = 0.0, ""
         while True:
@@ -272,7 +272,7 @@ class Maintenance:
             await asyncio.sleep(POLL_INTERVAL)
 
     async def prune(self, now: float) -> None:
-        """Forget what is old, and warn of webhooks that the Hub will soon hold back.
+        """Prune old events, and warn of webhooks near the Hub's daily limit.
 
         Args:
             now: seconds since 1970.
@@ -298,7 +298,7 @@ class Maintenance:
 
 
 class Intake:
-    """What there is between a server's start and its stop; made on its loop."""
+    """Running part of a receiver, from the server's start to its stop; made on the server's loop."""
 
     def __init__(self, inbox: Inbox, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic | None):
         self.inbox = inbox
@@ -319,7 +319,7 @@ class Intake:
 
     @classmethod
     async def open(cls, settings: ReceiverSettings, endpoints: Mapping[str, Endpoint], app: Sanic) -> Self:
-        """Open the inbox and go on with what it has.
+        """Open the inbox and resume its pending events.
 
         Raises:
             StoreError: it cannot be opened, or another receiver has it.
@@ -336,7 +336,7 @@ class Intake:
         return cls(inbox, settings, endpoints, app)
 
     def _get_limits(self, path: str) -> Mapping[str, int]:
-        """How many handlers may run at once: of this endpoint, and of those that are called like it."""
+        """Return how many handlers may run at once: of this endpoint, and of all sync or async ones."""
         endpoint = self._endpoints.get(path)
         if endpoint is None:
             return {path: 0}
@@ -355,7 +355,7 @@ class Intake:
                 reply.set_answer(answers.build_accepted_answer(event.id))  # unless it was told
 
     async def close(self) -> None:
-        """Take nothing more, let what runs end for a while, leave the rest to the next start."""
+        """Stop accepting, let running handlers end for a while, and leave the rest to the next start."""
         self._is_ending = self.runner.is_ending = True
         for task in self._background_tasks:
             task.cancel()
@@ -372,7 +372,7 @@ class Intake:
     async def handle_request(
         intake: "Intake | None", settings: ReceiverSettings, endpoint: Endpoint, request: Request
     ) -> HTTPResponse:
-        """What the sender of a request is told; always JSON."""
+        """Answer a request to an endpoint, always with JSON."""
         try:
             if request.method != "POST":
                 answer = answers.build_answer({"error": "Method Not Allowed"}, 405, {"allow": "POST"})
@@ -422,7 +422,7 @@ class Intake:
     async def _accept(
         self, endpoint: Endpoint, incoming: IncomingEvent, reply: Reply | None, request: Request
     ) -> tuple[Answer | None, str]:
-        """Log it and have it run; what its sender is told at once, if anything."""
+        """Store an event and queue its run; return the answer if it can be given at once."""
         acceptance, event, superseded = await self.inbox.database.run(
             ledger.accept_event,
             incoming,
@@ -454,7 +454,7 @@ class Intake:
         return None
 
     async def replay(self, event_id: str) -> Event:
-        """Have an event run again."""
+        """Set an event to run again."""
         event = await self.inbox.database.run(ledger.replay_event, event_id, now=time.time())
         self.runner.wake()
         return event

@@ -1,4 +1,4 @@
-"""Receiver: routes of a Sanic blueprint to handlers."""
+"""Receiver of webhooks: routes of a Sanic blueprint that call handlers."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Endpoints and their events. Nothing runs before a server with its blueprint starts.
+    """Receiver of webhooks: its endpoints and their events. Nothing runs before a server with its blueprint starts.
 
     Args:
         settings: secrets, limits, the file of events; without secrets it is open to everyone.
@@ -49,12 +49,12 @@ class Receiver:
 
     @property
     def registered(self) -> Mapping[str, Callable[..., Any]]:
-        """Absolute path to the function as it was given."""
+        """Handlers as they were given, by absolute path."""
         return MappingProxyType({path: endpoint.handler.function for path, endpoint in self._endpoints.items()})
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
-        """Absolute path to what is known of it."""
+        """Endpoints by absolute path."""
         return MappingProxyType(self._endpoints)
 
     def add(
@@ -76,7 +76,7 @@ class Receiver:
         coalesce: str | None = None,
         retry: Retry = "any",
     ) -> str:
-        """Give a handler a route, and say which deliveries it wants; every other one is told that it is ignored.
+        """Add a handler with its route and filter; deliveries that the filter refuses are answered as ignored.
 
         Args:
             path: after the prefix; the handler's name when None.
@@ -138,7 +138,7 @@ class Receiver:
         return AcceptedSecrets(own)
 
     def blueprint(self) -> Blueprint:
-        """The routes; with the server's start the inbox opens and what was pending goes on, with its stop they end."""
+        """Build the blueprint; the inbox opens when its server starts, and pending events resume."""
         self._is_built = True
         blueprint = Blueprint(f"webhooks{re.sub(r'[^0-9A-Za-z]', '_', self.prefix)}")
         for number, endpoint in enumerate(self._endpoints.values()):
@@ -178,7 +178,7 @@ class Receiver:
     async def events(
         self, *, status: str | None = None, path: str | None = None, limit: int = 50, before: int | None = None
     ) -> list[Event]:
-        """Newest first, without headers and bodies.
+        """List events, newest first, without headers and bodies.
 
         Args:
             status: one of ``Status``; ``dead`` lists the dead letters.
@@ -189,7 +189,7 @@ class Receiver:
         )
 
     async def event(self, event_id: str) -> Event:
-        """One event, whole.
+        """Return one event with its headers, body and answer.
 
         Raises:
             UnknownEvent: there is none of this id.
@@ -197,7 +197,7 @@ class Receiver:
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Have an event run again, whatever became of it.
+        """Set an event to run again, whatever its state.
 
         Raises:
             UnknownEvent: there is none of this id.
@@ -205,7 +205,7 @@ class Receiver:
         return await self._running.replay(event_id)
 
     async def list_recent(self, limit: int = 10) -> list[Event]:
-        """The newest few, for a page; nothing of them is secret but names of repos. Empty while no server runs."""
+        """List the latest events for a page; nothing in them is secret but names of repos. Empty while stopped."""
         return [] if self._intake is None else await self.events(limit=limit)
 
     @property

@@ -1,4 +1,4 @@
-"""Runs stored events in order per repo, with retries."""
+"""Worker that runs the handlers of stored events, in order per repo and with retries."""
 
 import asyncio
 import contextvars
@@ -26,7 +26,7 @@ from hooks.receiver.inbox import EffectFailed, Inbox
 
 
 class Reply:
-    """Between the request, which waits, and the run, which tells.
+    """Answer to a waiting sender, handed over from the handler's run to the request.
 
     A failure that is handed back to the sender is written as such first, so from ``hold_sender`` on the request waits
     for that instead of saying 202: an event must not be both accepted and handed back.
@@ -38,17 +38,17 @@ class Reply:
         self._is_held = False
 
     def set_answer(self, answer: Answer) -> None:
-        """The first one counts."""
+        """Set the answer; only the first call counts."""
         if not self._answer.done():
             self._answer.set_result(answer)
 
     def hold_sender(self) -> bool:
-        """Keep the sender waiting until it is told; False when it does not wait any more."""
+        """Keep the sender waiting until an answer is set; False when it has stopped waiting."""
         self._is_held = self._has_waiter and not self._answer.done()
         return self._is_held
 
     async def wait(self, seconds: float) -> Answer | None:
-        """What was told in this time; None when nothing was."""
+        """Wait this long for the answer; None without one."""
         try:
             done, _ = await asyncio.wait({self._answer}, timeout=seconds)
             if not done and self._is_held:
@@ -59,7 +59,7 @@ class Reply:
 
 
 class DaemonThreadPool:
-    """At most so many threads, started as they are needed. They are daemons, unlike those of an executor."""
+    """Pool of daemon threads, started on demand; an executor's threads would hold up the process's end."""
 
     def __init__(self, count: int):
         self._count = count
@@ -67,7 +67,7 @@ class DaemonThreadPool:
         self._started = 0
 
     def run(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Call it in a thread; cancelling the future only ends the waiting."""
+        """Run a call in a thread; cancelling the future stops the waiting only."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
         # Whoever waited may have given up; its error is no news then.
@@ -95,7 +95,7 @@ class DaemonThreadPool:
         return outcome
 
     def close(self) -> None:
-        """Let the threads end after what they do now."""
+        """Let each thread end after its present call."""
         for _ in range(self._started):
             self._calls.put(None)
 
@@ -119,11 +119,11 @@ LARGE_BODY = 1 << 18  # bytes of a body that is not read on the event loop
 
 
 class HandlerTimeout(Exception):
-    """A sync handler took longer than it may; its thread goes on."""
+    """A sync handler exceeded its timeout; its thread goes on."""
 
 
 class HandlerRunner:
-    """Calls handlers.
+    """Runs handlers and records their outcomes.
 
     Args:
         write: writes what became of an event, for as long as that takes.
@@ -137,11 +137,11 @@ class HandlerRunner:
         self._threads = DaemonThreadPool(settings.threads)
 
     def close(self) -> None:
-        """Let the threads end after what they do now."""
+        """Let the handlers' threads end after their present calls."""
         self._threads.close()
 
     async def run_handler(self, endpoint: Endpoint, event: Event, reply: Reply | None, request: Request | None) -> bool:
-        """One attempt; whether the event is done.
+        """Run an event's handler once; return whether the event is done.
 
         Args:
             reply: of the sender, if it waits.
@@ -236,7 +236,7 @@ class HandlerRunner:
 
 
 def _describe_error(error: BaseException) -> str:
-    """In words that a database takes: a name of a file may hold bytes that are no text, and an error may have none."""
+    """Describe an error in text that a database takes: it may hold bytes that are no text, or fail to print."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -245,7 +245,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _rebuild_request(event: Event, app: Sanic | None) -> Request:
-    """What is kept of the request of an event whose sender was answered before."""
+    """Rebuild the request of an event whose sender was answered before."""
     request = Request(event.path.encode(), Header(dict(event.headers)), "1.1", "POST", cast(Any, None), cast(Any, app))
     request.body = event.body
     return request

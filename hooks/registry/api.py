@@ -1,4 +1,4 @@
-"""The Hub's HTTP API for webhooks, over the registry.
+"""The Hub's HTTP API for webhooks, served by the registry.
 
 Beside the Hub's own routes there is ``GET /api/settings/webhooks/{id}/deliveries?limit=50&before=ID``: the delivery
 log, ``{"deliveries": [{id, webhookDeliveryId, type, subject, status, createdAt, finishedAt, nextAttemptAt,
@@ -40,7 +40,7 @@ from hooks.signatures import is_valid_secret
 
 @dataclass(frozen=True)
 class Management:
-    """The registered webhooks and their deliveries.
+    """Operations of the API on registered webhooks and their deliveries.
 
     Raises:
         UnknownWebhook: by every method that is given an id: there is no such webhook.
@@ -55,15 +55,15 @@ class Management:
     _clock: Callable[[], float] = time.time
 
     async def list(self) -> list[Webhook]:
-        """All of them, oldest first."""
+        """List all webhooks, oldest first."""
         return await self._database.run(self._store.list_webhooks)
 
     async def get(self, webhook_id: str) -> Webhook:
-        """One of them."""
+        """Return the webhook with this id."""
         return await self._database.run(self._store.get, webhook_id)
 
     async def create(self, body: object) -> Webhook:
-        """Register one.
+        """Register a webhook.
 
         Args:
             body: JSON, as ``HfApi.create_webhook`` sends it.
@@ -76,7 +76,7 @@ class Management:
         return await self._database.run(self._store.create, fields, self._clock())
 
     async def update(self, webhook_id: str, body: object) -> Webhook:
-        """Change what the body names.
+        """Change the fields that the body names.
 
         Raises:
             UnknownWebhook: there is no such webhook, or no such job.
@@ -104,26 +104,26 @@ class Management:
         return changes
 
     async def enable(self, webhook_id: str) -> Webhook:
-        """Let it have events again."""
+        """Enable deliveries of a webhook (again)."""
         enabled = await self._database.run(self._store.enable, webhook_id, self._clock())
         self._sender.wake()
         return enabled
 
     async def disable(self, webhook_id: str) -> Webhook:
-        """Let it have no more events."""
+        """Disable deliveries of a webhook."""
         return await self._database.run(self._store.disable, webhook_id, self._clock())
 
     async def delete(self, webhook_id: str) -> None:
-        """Forget it and its log."""
+        """Delete a webhook and its delivery log."""
         await self._database.run(self._store.delete, webhook_id)
 
     async def deliveries(self, webhook_id: str, limit: int, before: str | None) -> "list[dict[str, Any]]":
-        """Its delivery log, newest first."""
+        """List a webhook's delivery log, newest first."""
         await self.get(webhook_id)
         return await self._database.run(delivery_queue.list_deliveries, webhook_id, limit, before)
 
     async def replay(self, webhook_id: str, delivery_id: str) -> Outcome:
-        """Send one of the log again, now. A job is only started, as it may take long; the log has how it ended.
+        """Send a logged delivery again now; a job is only started, and the log has how it ended.
 
         Raises:
             UnknownWebhook: there is no such webhook, or no such delivery of it.
@@ -151,7 +151,7 @@ Handler = Callable[..., Coroutine[Any, Any, HTTPResponse]]
 
 
 def build_error(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> HTTPResponse:
-    """An error as the Hub gives it, for ``HfHubHTTPError`` to show."""
+    """Build an error answer in the Hub's form, which ``HfHubHTTPError`` shows."""
     in_header = message.encode("ascii", "replace").decode().replace("\n", " ").replace("\r", " ")[:2000]
     return in_json({"error": message}, status, {"X-Error-Code": code, "X-Error-Message": in_header, **(headers or {})})
 
@@ -164,14 +164,14 @@ def add_routes(
     read_tokens: tuple[str, ...],
     owner: str,
 ) -> None:
-    """Put the routes on a blueprint.
+    """Add the API's routes to a blueprint.
 
     Args:
         management: the registry that answers, while the server runs.
     """
 
     def require_token(*, is_write: bool) -> Callable[[Handler], Handler]:
-        """Ask for a token before anything else, and answer what goes wrong."""
+        """Require a token before the handler runs, and answer its errors."""
 
         def decorate(handler: Handler) -> Handler:
             @wraps(handler)

@@ -1,4 +1,4 @@
-"""One signed delivery attempt, its outcome, and backoff."""
+"""One signed delivery: a single attempt, its outcome, and the schedule of retries."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ MAX_READ = MAX_EXCERPT + MAX_SECRET
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a webhook's events go: a URL, or a job by its id.
+    """Destination of a webhook's events: a URL, or a job by its id.
 
     Attributes:
         secrets: environment variables for the job.
@@ -42,7 +42,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class DeliveryRequest:
-    """One event for one webhook.
+    """One event to deliver to one webhook.
 
     Attributes:
         id: ``Webhook-Id``; the same in every attempt, also across restarts and replays.
@@ -56,7 +56,7 @@ class DeliveryRequest:
 
     @property
     def repo(self) -> tuple[str, str] | None:
-        """Id and type of the repo that it is about, read from the body."""
+        """Id and type of the event's repo, read from the body."""
         if not self.is_hub:
             return None
         repo = json.loads(self.body)["repo"]
@@ -65,7 +65,7 @@ class DeliveryRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one attempt.
+    """Outcome of one delivery attempt.
 
     Attributes:
         status: HTTP status; None when there was no answer, and for jobs.
@@ -87,29 +87,29 @@ class Outcome:
 
     @property
     def is_delivered(self) -> bool:
-        """Whether it was taken."""
+        """Whether the target accepted the delivery."""
         if self.error is not None:
             return False
         return self.exit_status == 0 if self.status is None else 200 <= self.status < 300
 
     @property
     def is_gone(self) -> bool:
-        """Whether the target wants nothing more, ever (410)."""
+        """Whether the target wants no more deliveries, ever (410)."""
         return self.status == 410
 
     @property
     def text(self) -> str:
-        """In words, for logs."""
+        """The outcome in words, for logs."""
         if self.error is not None:
             return self.error
         return f"exit status {self.exit_status}" if self.status is None else f"HTTP {self.status}"
 
 
 class Deliverer(Protocol):
-    """Makes one attempt."""
+    """Makes one delivery attempt."""
 
     async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        """Deliver; what goes wrong is in the outcome."""
+        """Deliver a request; failures are in the outcome, never raised."""
         ...
 
 
@@ -121,7 +121,7 @@ def make_excerpt(
     max_bytes: int = MAX_EXCERPT,
     longest_secret: int = MAX_SECRET,
 ) -> str:
-    """The beginning (or end) as text, with secrets that the other side repeated struck out.
+    """Cut the beginning (or end) of an answer as text, with echoed secrets struck out.
 
     Args:
         data: at most ``most + longest`` bytes; as many mean that there was more.
@@ -144,7 +144,7 @@ MINUTE, HOUR = 60.0, 3600.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """The waits before each attempt.
+    """Waiting times before each delivery attempt.
 
     The default is that of Standard Webhooks in its first half day.
 
@@ -168,7 +168,7 @@ class Schedule:
     def get_wait(
         self, failed_attempts: int, random: Callable[[], float], retry_after: float | None = None
     ) -> float | None:
-        """Seconds until the next attempt, or None when there is none left.
+        """Return the seconds until the next attempt; None when no attempt is left.
 
         Args:
             failed_attempts: attempts that failed up to now.
@@ -182,7 +182,7 @@ class Schedule:
 
 
 def parse_retry_after(header: str | None, now: float) -> float | None:
-    """Seconds of a ``Retry-After`` header: a number, or a date; None when it is missing or neither.
+    """Parse a ``Retry-After`` header, seconds or a date; None when it is missing or neither.
 
     Args:
         now: seconds since 1970.
@@ -201,7 +201,7 @@ def parse_retry_after(header: str | None, now: float) -> float | None:
 
 
 def format_time(seconds: float | None) -> str | None:
-    """Seconds since 1970 as RFC 3339 in UTC, as the Hub writes times."""
+    """Format seconds since 1970 as RFC 3339 in UTC, as the Hub writes times."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -211,7 +211,7 @@ RESOLVE_TIMEOUT = 5.0
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """The addresses of a host.
+    """Resolve a host's addresses.
 
     The thread is a daemon, as an unanswered question to a name server can take half a minute, and a server that ends
     would wait for the threads of the loop's own pool.
@@ -230,7 +230,7 @@ async def resolve_host(host: str, port: int) -> Sequence[str]:
 
 
 class PinnedResolver(AbstractResolver):
-    """Knows one host, by addresses that were checked; a connection goes to them and nowhere else."""
+    """Resolver of one host to addresses that were checked; connections go to them and nowhere else."""
 
     def __init__(self, host: str, addresses: Sequence[str]):
         self._host = host
@@ -239,7 +239,7 @@ class PinnedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """The pinned addresses."""
+        """Return the pinned addresses."""
         if host.rstrip(".") != self._host.rstrip("."):
             raise OSError(f"asked for {host!r}, pinned to {self._host!r}")
         return [
@@ -255,7 +255,7 @@ class PinnedResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Close the resolver; nothing is open."""
 
 
 TIMEOUT = 12.0
@@ -264,7 +264,7 @@ BODY_TIMEOUT = 2.0
 
 
 class HttpDeliverer:
-    """Delivers by HTTP POST.
+    """Delivers events by HTTP POST.
 
     Attributes:
         timeout: seconds for one attempt, with the name looked up and the connection made.
@@ -276,7 +276,7 @@ class HttpDeliverer:
         self._resolve = resolve
 
     async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        """Post it; what goes wrong is in the outcome."""
+        """Send the request; failures are in the outcome, never raised."""
         started_at = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout):
@@ -329,7 +329,7 @@ class HttpDeliverer:
 
 
 def build_headers(destination: Destination, request: DeliveryRequest, now: float) -> dict[str, str]:
-    """What goes with a body: the Hub's ``X-Webhook-Secret``, and a signature of Standard Webhooks.
+    """Build the headers of a delivery: the Hub's ``X-Webhook-Secret`` and a Standard Webhooks signature.
 
     Args:
         now: seconds since 1970; each attempt is signed anew, as receivers refuse old ones.
@@ -347,7 +347,7 @@ def build_headers(destination: Destination, request: DeliveryRequest, now: float
 
 
 def _describe_error(error: BaseException) -> str:
-    """In words that name neither a file nor a piece of code."""
+    """Describe an error without naming files or code."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
         return "the target's certificate cannot be verified"
     if isinstance(error, aiohttp.ServerDisconnectedError):

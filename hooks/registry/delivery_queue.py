@@ -1,4 +1,4 @@
-"""Pending deliveries and their log in SQLite.
+"""Queue of pending deliveries and their log, in SQLite.
 
 Order is kept per webhook and subject (a repo, a session): each is a lane.
 """
@@ -18,14 +18,14 @@ STATES = ("waiting", "delivered", "failed", "dropped")
 
 
 def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
-    """A webhook is gone, and its log with it."""
+    """Delete the deliveries of a deleted webhook."""
     connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,))
     connection.execute("DELETE FROM deliveries WHERE webhook_id = ?", (webhook_id,))
     _delete_unused_messages(connection)
 
 
 def prune_log(connection: sqlite3.Connection, before: float, max_finished: int) -> int:
-    """Forget what was finished before then, and above so many also what is newer; how many.
+    """Delete deliveries that finished before a time, and newer ones above a number; return how many.
 
     What waits for a webhook that is not enabled is forgotten too when it is older.
     """
@@ -49,7 +49,7 @@ def _delete_unused_messages(connection: sqlite3.Connection) -> None:
 def list_deliveries(
     connection: sqlite3.Connection, webhook_id: str, limit: int, before: str | None = None
 ) -> list[dict[str, Any]]:
-    """The newest deliveries of a webhook with their attempts, newest first; older than ``before`` when given."""
+    """List the newest deliveries of a webhook with their attempts, newest first; older than ``before`` if given."""
     is_behind = (
         "EXISTS (SELECT 1 FROM deliveries AS other WHERE other.webhook_id = deliveries.webhook_id "
         f"AND other.lane = deliveries.lane AND other.number < deliveries.number AND other.{OPEN}) AS is_behind"
@@ -97,7 +97,7 @@ def _format_attempt(row: sqlite3.Row) -> dict[str, Any]:
 
 
 def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
-    """How many deliveries of each status there are."""
+    """Count the deliveries of each status."""
     counts: dict[str, int] = dict.fromkeys(STATES, 0)
     for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
         counts[get_public_status(status)] += count
@@ -105,7 +105,7 @@ def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def get_public_status(status: str) -> str:
-    """The status as people see it: what is under way waits for its outcome."""
+    """Return the status that people see: a running delivery counts as waiting."""
     return "waiting" if status == "running" else status
 
 
@@ -167,7 +167,7 @@ MAX_ATTEMPTS = 50
 
 @dataclass(frozen=True)
 class Message:
-    """One event.
+    """One event, stored once for all webhooks that get it.
 
     Attributes:
         id: of the event; a second one of the same id is no event.
@@ -186,7 +186,7 @@ class Message:
 
 @dataclass(frozen=True)
 class DueDelivery:
-    """A delivery that is to be made."""
+    """Delivery that is to be attempted now."""
 
     id: str
     webhook_id: str
@@ -195,7 +195,7 @@ class DueDelivery:
 
 
 def generate_id() -> str:
-    """24 hexadecimal digits, as the Hub's ids are."""
+    """Generate an id of 24 hexadecimal digits, as the Hub's are."""
     return secrets.token_hex(12)
 
 
@@ -229,7 +229,7 @@ def queue_message(
 
 
 def _drop_oldest(connection: sqlite3.Connection, webhook_id: str, now: float, max_waiting: int) -> int:
-    """Give up the oldest ones above the limit."""
+    """Drop the oldest waiting deliveries of a webhook above its limit."""
     return connection.execute(
         "UPDATE deliveries SET status = 'dropped', due = NULL, finished_at = ? WHERE number IN (SELECT number "
         f"FROM deliveries WHERE webhook_id = ? AND {OPEN} AND status = 'waiting' "
@@ -239,12 +239,12 @@ def _drop_oldest(connection: sqlite3.Connection, webhook_id: str, now: float, ma
 
 
 def make_placeholders(values: Collection[object]) -> str:
-    """Placeholders for them in SQL."""
+    """Build SQL placeholders for values."""
     return ", ".join("?" * len(values))
 
 
 def get_delivery(connection: sqlite3.Connection, webhook_id: str, delivery_id: str) -> DueDelivery | None:
-    """A delivery of the log, whatever its status."""
+    """Return a delivery from the log, whatever its status."""
     row = connection.execute(
         "SELECT deliveries.*, is_hub, body FROM deliveries JOIN messages ON messages.id = message_id "
         "WHERE deliveries.id = ? AND webhook_id = ?",
@@ -275,7 +275,7 @@ def record_attempt(
     *,
     is_replay: bool = False,
 ) -> bool:
-    """Write an attempt down, and what follows: delivered, tried again after ``wait`` seconds, or failed (None).
+    """Record an attempt and its consequence: delivered, retried after ``wait`` seconds, or failed (None).
 
     Returns:
         whether the delivery is still there and was given up by this.
@@ -309,12 +309,12 @@ def record_attempt(
 
 
 def hold_webhook(connection: sqlite3.Connection, webhook_id: str) -> None:
-    """Send nothing more to a webhook until ``release_webhook``; what waits goes on waiting."""
+    """Hold a webhook's deliveries until ``release_webhook``."""
     connection.execute("INSERT OR IGNORE INTO held VALUES (?)", (webhook_id,))
 
 
 def release_webhook(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
-    """Send again, and what has waited at once."""
+    """Release a webhook's deliveries; those that waited are sent at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(
             "UPDATE deliveries SET due = min(due, ?), failed = 0 "

@@ -1,4 +1,4 @@
-"""Reports policy folders whose content changed and settled.
+"""Watcher that reports policy folders when their content has changed and settled.
 
 A folder is looked at twice over: cheaply for its files' names, sizes and times, which tells that something moves, and
 by its content, which tells whether anything is different.
@@ -25,11 +25,11 @@ UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", ".sw
 
 
 class WatchStopped(Exception):
-    """Reading was ended before it was through."""
+    """Reading a folder was stopped before its end."""
 
 
 class SettleTimer:
-    """Tells when a folder was the same for long enough.
+    """Timer that tells when a folder has been unchanged for long enough.
 
     Attributes:
         quiet: seconds.
@@ -41,7 +41,7 @@ class SettleTimer:
         self._since = 0.0
 
     def get_remaining(self, state: FolderState | None, now: float) -> float:
-        """Seconds until it can be taken as whole if nothing moves any more; 0: it can.
+        """Return the seconds until the folder counts as settled if it does not change; 0 when it does now.
 
         Args:
             state: how it is now; None when it is not there.
@@ -53,7 +53,7 @@ class SettleTimer:
 
 
 def scan_folder(folder: Path) -> FolderState | None:
-    """The folder's files, or None when it is not there (a new one is about to take its place, say)."""
+    """Scan a folder's files; None when it does not exist (a new one may be about to replace it)."""
     if not folder.is_dir():
         return None
     files = set()
@@ -67,7 +67,7 @@ def scan_folder(folder: Path) -> FolderState | None:
 
 
 def hash_folder(folder: Path, stop: threading.Event) -> str:
-    """What the folder's content is called; of a policy, what ``FolderSource`` takes for its commit.
+    """Hash a folder's content; for a policy, the hash that ``FolderSource`` takes for its commit.
 
     Raises:
         OSError: a file was taken away meanwhile, or cannot be read.
@@ -87,7 +87,7 @@ def hash_folder(folder: Path, stop: threading.Event) -> str:
 
 
 def _list_watched_files(folder: Path) -> list[tuple[str, Path]]:
-    """Those of a policy; all files, when the folder is none (yet)."""
+    """List the policy's files; all files while the folder is not a whole policy."""
     files = list(_list_all_files(folder))
     names = {name for name, _ in files}
     if not all(name in names for name in REQUIRED):
@@ -118,7 +118,7 @@ WATCH_TIMEOUT = 500
 
 
 class FolderWatcher:
-    """Watches folders that may be written in place, exchanged by a rename, or not be there yet."""
+    """Watches folders that may be written in place, replaced by a rename, or not exist yet."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class FolderWatcher:
         poll: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Make one; ``run`` it.
+        """Make a watcher; nothing is watched before ``run``.
 
         Args:
             on_settled: told a folder's name and the sha of its content, at the start and after each time it moved.
@@ -143,7 +143,7 @@ class FolderWatcher:
         self._stop = threading.Event()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Watch the folders until cancelled."""
         # It tells every change at INFO: a log file beside a folder would be told of its own lines for ever.
         logging.getLogger("watchfiles.main").setLevel(logging.WARNING)
         tasks = []
@@ -181,7 +181,7 @@ class FolderWatcher:
                 await asyncio.sleep(self._quiet)
 
     async def _report_settled(self, name: str, folder: Path, state: FolderState) -> bool:
-        """Read the content and tell; whether it was the same from the first byte to the last."""
+        """Hash and report the content; return whether it stayed the same while it was read."""
         try:
             sha = await asyncio.to_thread(hash_folder, folder, self._stop)
         except OSError as error:
@@ -195,7 +195,7 @@ class FolderWatcher:
         return True
 
     async def _watch_parent(self, folder: Path, moved: asyncio.Event, replaced: asyncio.Event) -> None:
-        """Hear of the folder itself being made, exchanged or taken away: its own watch would follow the old one."""
+        """Watch for the folder itself being made, replaced or removed: a watch on it would follow the old one."""
         while True:
             try:
                 is_new = True

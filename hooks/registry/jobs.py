@@ -1,4 +1,4 @@
-"""Jobs that webhooks may start, and their runs.
+"""Jobs: programs that webhooks may start, and their runs.
 
 A webhook names a job by its id only. What runs, where, and with which variables is in the file::
 
@@ -43,7 +43,7 @@ _KEYS = {"argv", "cwd", "env", "secrets", "timeout", "max_output"}
 
 @dataclass(frozen=True)
 class Job:
-    """A program with its arguments; see the module."""
+    """A program with its arguments and limits, from the operator's file."""
 
     id: str
     argv: tuple[str, ...]
@@ -55,7 +55,7 @@ class Job:
 
 
 def load_jobs(path: Path | None) -> dict[str, Job]:
-    """The jobs of a file, by id; none without a file.
+    """Load the jobs of a file by id; none without a file.
 
     Raises:
         InvalidSettings: with all that is wrong in it.
@@ -141,7 +141,7 @@ GRACE_AT_STOP = 0.5
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended.
+    """Result of a job's run.
 
     Attributes:
         status: exit status, negative for a signal; None when it did not start.
@@ -164,7 +164,7 @@ def run_process(
     stop: threading.Event,
     pid_file: Path | None = None,
 ) -> JobResult:
-    """Run it, in the calling thread; nothing of its process group is left when this returns.
+    """Run a process in the calling thread; nothing of its process group is left when this returns.
 
     Args:
         timeout: seconds.
@@ -203,7 +203,7 @@ def run_process(
 def _wait_for_exit(
     process: "subprocess.Popen[bytes]", output: "_Tail", timeout: float, stop: threading.Event
 ) -> str | None:
-    """Wait for its end, or bring it about; then the reason."""
+    """Wait until the process exits, or end it; return the reason in the latter case."""
     until = time.monotonic() + timeout
     error, kill_at = None, None
     while process.poll() is None:
@@ -221,7 +221,7 @@ def _wait_for_exit(
 
 
 class _Tail:
-    """The last bytes of a pipe."""
+    """The last bytes written to a pipe."""
 
     def __init__(self, file: int, max_bytes: int):
         self.content = bytearray()
@@ -231,7 +231,7 @@ class _Tail:
         os.set_blocking(file, False)
 
     def read(self, wait: float) -> bool:
-        """Take what is there, or comes within so many seconds; whether there was something."""
+        """Read what is there, or arrives within so many seconds; return whether there was anything."""
         if not self._is_open:
             time.sleep(wait)
             return False
@@ -247,21 +247,21 @@ class _Tail:
         return self._is_open
 
     def read_rest(self) -> None:
-        """Take what was written before the end; one that left the group may hold the pipe open, and is not read."""
+        """Read what was written before the end; a process that left the group may keep the pipe open."""
         until = time.monotonic() + GRACE_AT_STOP
         while self.read(0) and time.monotonic() < until:
             pass
 
 
 def _wait_for_group(group: int) -> None:
-    """Wait until what was killed is gone, which takes the kernel a moment."""
+    """Wait until the killed process group is gone, which takes the kernel a moment."""
     until = time.monotonic() + GRACE_AT_STOP / 2
     while _signal_group(group, 0) and time.monotonic() < until:
         time.sleep(POLL_INTERVAL / 10)
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether there is such a group."""
+    """Send a signal to a process group; return whether the group exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -270,7 +270,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _get_start_time(process: int) -> str:
-    """When a process began, in the kernel's ticks: a number and this together are never given twice.
+    """Return when a process began, in kernel ticks; with its id this is unique.
 
     What psutil tells follows the system's clock, and is another number for the same process once that was set.
     """
@@ -281,7 +281,7 @@ def _get_start_time(process: int) -> str:
 
 
 def end_orphaned_job(pid_file: Path) -> bool:
-    """End the job that a killed server has left running; whether it still ran."""
+    """Kill the job that a killed server left running; return whether it still ran."""
     number, _, started_at = pid_file.read_text().partition(" ")
     if not number.isdigit() or not started_at or _get_start_time(int(number)) != started_at:
         return False
@@ -297,10 +297,10 @@ INHERITED = ("PATH", "HOME", "LANG")
 
 
 class JobDeliverer:
-    """Runs jobs in threads, so many at once; ``close`` ends them."""
+    """Delivers events by running jobs in threads, a limited number at once."""
 
     def __init__(self, jobs: Mapping[str, Job], folder: Path | None, max_jobs: int):
-        """Make one; jobs that a killed server left behind are ended.
+        """Make a deliverer, and kill jobs that a killed server left running.
 
         Args:
             folder: for payloads while their jobs run; of this registry alone. None: a temporary one.
@@ -363,7 +363,7 @@ class JobDeliverer:
         return Outcome(exit_status=result.status, error=result.error, excerpt=output)
 
     async def close(self) -> None:
-        """End what runs, and take no more."""
+        """End the running jobs and accept no more."""
         self._stop.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if running := [asyncio.wrap_future(job) for job in self._running]:
@@ -372,7 +372,7 @@ class JobDeliverer:
 
 
 def build_environment(job: Job, destination: Destination, request: DeliveryRequest, payload: Path) -> dict[str, str]:
-    """All that a job gets to know; nothing of the server's own environment but ``INHERITED``."""
+    """Build a job's environment; of the server's own, it gets ``INHERITED`` only."""
     variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
     variables |= job.env
     variables |= {name: value for name, value in destination.secrets.items() if name in job.secrets}

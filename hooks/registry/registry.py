@@ -1,4 +1,4 @@
-"""Registry: own webhooks, served while its app runs."""
+"""Registry: webhooks managed on this machine, with their deliveries, while its server runs."""
 
 import asyncio
 import ipaddress
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASC
 
 @dataclass(frozen=True)
 class RegistrySettings:
-    """What the operator decides.
+    """Settings of a registry, for the operator.
 
     Attributes:
         tokens: ``Authorization: Bearer ...`` of those who may manage webhooks; at least one.
@@ -96,7 +96,7 @@ class RegistrySettings:
 
     @property
     def rules(self) -> TargetRules:
-        """Which addresses may be sent to."""
+        """Rules for the addresses that deliveries may go to."""
         return TargetRules.from_networks(self.allowed_networks)
 
 
@@ -106,7 +106,7 @@ _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 def build_repo_message(
     name: str, new_sha: str, old_sha: str | None, *, repo_type: str = "model", ref: str = "refs/heads/main"
 ) -> Message:
-    """The content of a repo of ours is another one."""
+    """Build the message that a local repo's content has changed."""
     repo = {
         "type": repo_type,
         "name": name,
@@ -127,7 +127,7 @@ def build_repo_message(
 
 
 def build_relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
-    """A verified event of the Hub, to be sent on as it is, and the webhook that it came by.
+    """Build the message that relays a verified event of the Hub; return the webhook that it came by, too.
 
     Args:
         event_id: the delivery it came with; the same again is no new event. None: it is new.
@@ -144,7 +144,7 @@ def build_relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id:
 
 
 def build_session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
-    """Something happened to a session, or to the server.
+    """Build the message of an event of a session or of the server.
 
     Args:
         kind: ``session.started``, ``session.policy.swapped``, ``server.degraded``, ...
@@ -162,7 +162,7 @@ def build_session_message(kind: str, data: Mapping[str, Any], now: float) -> Mes
 
 
 def _to_json_value(value: Any) -> Any:
-    """As JSON has it: a figure that is not finite is null, and what has no form of its own is its text."""
+    """Convert a value to JSON: non-finite numbers become null, unknown objects their text."""
     if isinstance(value, Mapping):
         return {_replace_surrogates(key): _to_json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -175,7 +175,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _replace_surrogates(value: object) -> str:
-    """Without lone surrogates, as names of files may have and no database takes."""
+    """Replace lone surrogates, which names of files may have and no database takes."""
     return str(value).encode("utf-8", "replace").decode()
 
 
@@ -183,7 +183,7 @@ logger = logging.getLogger(__name__)
 
 
 class Registry:
-    """Webhooks managed by the Hub's API, and their deliveries.
+    """Registry of webhooks, managed by the Hub's API, and their deliveries.
 
     Raises:
         InvalidSettings: the jobs file cannot be used.
@@ -197,7 +197,7 @@ class Registry:
         resolve: Resolve = ask_name_server,
         clock: Callable[[], float] = time.time,
     ):
-        """Make one; nothing runs and no file is open before ``running``, or the server of ``blueprint``, starts.
+        """Make a registry; nothing runs and no file is open before ``running``, or the server of ``blueprint``, starts.
 
         Args:
             resolve: names to addresses.
@@ -219,16 +219,16 @@ class Registry:
 
     @property
     def management(self) -> Management:
-        """The registered webhooks."""
+        """Operations on the registered webhooks."""
         return self._running[2]
 
     @property
     def sender(self) -> Sender:
-        """The deliveries."""
+        """Sender of the deliveries."""
         return self._running[1]
 
     def blueprint(self) -> Blueprint:
-        """The Hub's API; serving an app with it runs the registry, from before its first request until after its last.
+        """Build the Hub's API; an app that serves it runs the registry from before its first request to after its last.
 
         Paths are whole, as clients ask for them: ``/api/settings/webhooks``, ``/api/whoami-v2``.
         """
@@ -254,7 +254,7 @@ class Registry:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:
-        """Send, watch and run jobs in here. What is under way at the end is sent again at the next start.
+        """Run sender, watcher and jobs within this context; unfinished deliveries are sent again at the next start.
 
         Raises:
             StoreError: the database cannot be used, or another process uses it.
@@ -294,7 +294,7 @@ class Registry:
                 self._open = None
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
-        """Tell of a session or of the server: ``session.started``, ``server.degraded``, ...
+        """Emit an event of a session or of the server: ``session.started``, ``server.degraded``, ...
 
         When this returns the event is on the disk. Order is kept by ``data["session_id"]``.
 
@@ -319,11 +319,11 @@ class Registry:
         repo_type: str = "model",
         ref: str = "refs/heads/main",
     ) -> int:
-        """Tell that the content of a repo of ours is another one. For how many webhooks."""
+        """Emit that a local repo's content has changed; return for how many webhooks."""
         return await self._emit(build_repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
 
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
-        """Send a verified event of the Hub on to the webhooks here that watch its repo. For how many.
+        """Relay a verified event of the Hub to the webhooks that watch its repo; return for how many.
 
         One that this registry sent itself goes to nobody: it would go round for ever.
 
@@ -350,7 +350,7 @@ class Registry:
         return [one.id for one in webhooks if one.matches(scope, repo["type"], repo["name"])]
 
     async def _emit_folder_change(self, name: str, sha: str) -> None:
-        """A watched folder is whole, with this content."""
+        """Emit the change of a watched folder that has settled at this content."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> tuple[str, int, dict[str, int]] | None:
@@ -376,7 +376,7 @@ class Registry:
             return
 
     async def get_stats(self) -> dict[str, int]:
-        """Figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
+        """Return figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> dict[str, int]:

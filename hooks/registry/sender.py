@@ -1,4 +1,4 @@
-"""Sends due deliveries; slow targets hold nobody up."""
+"""Sender of due deliveries; a slow target delays no other."""
 
 import asyncio
 import logging
@@ -25,20 +25,20 @@ STOP_TIMEOUT = 0.5
 
 
 class Subscribers(Protocol):
-    """Knows the webhooks; both run inside the queue's transactions."""
+    """Registered webhooks as the sender sees them; both methods run inside the queue's transactions."""
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
-        """Where a webhook's events go now, or None when it is gone."""
+        """Return where a webhook's events go now; None when it was deleted."""
         ...
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """How a webhook does: ``delivered``, ``exhausted`` (a delivery was given up), or ``gone`` (it said 410)."""
+        """Record a webhook's result: ``delivered``, ``exhausted`` (a delivery was given up) or ``gone`` (410)."""
         ...
 
 
 @dataclass(frozen=True)
 class SenderSettings:
-    """How patient.
+    """Settings of the sender: retries, parallel deliveries, and retention of the log.
 
     Attributes:
         schedule: when a failed delivery is tried again.
@@ -56,7 +56,7 @@ class SenderSettings:
 
 
 class Sender:
-    """The deliveries of one database.
+    """Sends the deliveries of one database.
 
     Attributes:
         dropped: deliveries given up because too many waited, since the start.
@@ -73,7 +73,7 @@ class Sender:
         clock: Callable[[], float] = time.time,
         random: Callable[[], float] = random.random,
     ):
-        """Make one; nothing is sent before ``run``.
+        """Make a sender; nothing is sent before ``run``.
 
         Args:
             find_deliverer: who delivers to a destination.
@@ -91,7 +91,7 @@ class Sender:
         self.runner = QueueRunner(database, delivery_queue.QUEUE, self._deliver, self._get_limits, clock=clock)
 
     async def queue_message(self, message: Message, webhooks: Callable[[sqlite3.Connection], Collection[str]]) -> int:
-        """Queue an event; when this returns it is on the disk. For how many webhooks.
+        """Queue an event durably; return for how many webhooks.
 
         Args:
             webhooks: finds the ids of those that want it, in the same transaction.
@@ -105,11 +105,11 @@ class Sender:
     def queue_in_transaction(
         self, connection: sqlite3.Connection, message: Message, webhook_ids: Collection[str]
     ) -> tuple[int, dict[str, int]]:
-        """Queue an event as a part of somebody's transaction; give the result to ``on_queued`` when it is done."""
+        """Queue an event within a caller's transaction; pass the result to ``on_queued`` once it is committed."""
         return delivery_queue.queue_message(connection, message, webhook_ids, self._clock(), self._settings.max_waiting)
 
     def on_queued(self, count: int, dropped: dict[str, int]) -> int:
-        """Look at the queue again, and say what had to be dropped."""
+        """Wake the queue after a commit, and log the deliveries that were dropped."""
         for webhook_id, count_dropped in dropped.items():
             self.dropped += count_dropped
             logger.warning(
@@ -124,11 +124,11 @@ class Sender:
         return count
 
     def wake(self) -> None:
-        """Look at the queue again; something of it was changed."""
+        """Look at the queue again now, because its rows have changed."""
         self.runner.wake()
 
     async def run(self) -> None:
-        """Send until cancelled. What is under way then is sent again at the next start, with the same id."""
+        """Send until cancelled; what is under way then is sent again at the next start, with the same id."""
         pruning = asyncio.create_task(self._prune(), name="webhooks prune")
         try:
             await self.runner.write(delivery_queue.QUEUE.release_running)  # of a process that was killed
@@ -199,7 +199,7 @@ class Sender:
             self._subscribers.record_result(connection, delivery.webhook_id, "exhausted", now)
 
     async def replay(self, webhook_id: str, delivery_id: str, *, is_awaited: bool = True) -> Outcome | None:
-        """Send a delivery of the log once more, now, with its id, to where the webhook points now.
+        """Send a logged delivery again now, with its id, to the webhook's present destination.
 
         Args:
             is_awaited: whether to wait for what comes of it; else that is only in the log, and here it is a 202.

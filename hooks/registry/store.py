@@ -1,4 +1,4 @@
-"""Registered webhooks in SQLite; validated create and update."""
+"""Store of registered webhooks in SQLite, with validated create and update."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 
 @dataclass(frozen=True)
 class Watched:
-    """A repo by its type and name, or all of a user or org."""
+    """A repo by its type and name, or all repos of a user or org."""
 
     type: str
     name: str
@@ -35,7 +35,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Webhook:
-    """One of ``url`` and ``job`` is set.
+    """A registered webhook; one of ``url`` and ``job`` is set.
 
     Attributes:
         job: id of a job in the operator's file.
@@ -55,7 +55,7 @@ class Webhook:
     updated_at: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As the Hub gives it; the secrets are never in it."""
+        """Convert to the Hub's JSON; the secrets are never in it."""
         given: dict[str, Any] = {
             "id": self.id,
             "watched": [{"type": item.type, "name": item.name} for item in self.watched],
@@ -71,7 +71,7 @@ class Webhook:
         return given | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
 
     def matches(self, scope: str, repo_type: str, repo_name: str) -> bool:
-        """Whether it gets a Hub event of this scope and repo."""
+        """Whether the webhook gets a Hub event of this scope and repo."""
         domain = "discussion" if scope.split(".")[0] == "discussion" else "repo"
         if self.disabled or domain not in self.domains:
             return False
@@ -85,13 +85,13 @@ class Webhook:
 
     @property
     def is_watching_sessions(self) -> bool:
-        """Whether it gets the events of sessions."""
+        """Whether the webhook gets the events of sessions."""
         return not self.disabled and "session" in self.domains
 
 
 @dataclass(frozen=True)
 class WebhookUpdate:
-    """None: not named, which an update keeps.
+    """Fields of a create or update; None is not named, which an update keeps.
 
     Attributes:
         secret: empty to have none any more.
@@ -219,7 +219,7 @@ def _read_secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str
 
 
 def record_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
-    """Write the content down; whether it is a change, and what it was before.
+    """Record a folder's content; return whether it is a change, and the content before.
 
     The first content that is ever seen of a folder is no change.
     """
@@ -261,7 +261,7 @@ SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)
 
 @dataclass(frozen=True)
 class WebhookStore:
-    """What is done to webhooks; every method is a transaction, or a part of one.
+    """Transactions on registered webhooks.
 
     Attributes:
         max_webhooks: that there may be.
@@ -275,18 +275,18 @@ class WebhookStore:
     suspend_after: int
 
     def list_webhooks(self, connection: sqlite3.Connection) -> list[Webhook]:
-        """Oldest first."""
+        """List the webhooks, oldest first."""
         return [_read_webhook(row) for row in connection.execute("SELECT * FROM webhooks ORDER BY created_at, rowid")]
 
     def get(self, connection: sqlite3.Connection, webhook_id: str) -> Webhook:
-        """One of them."""
+        """Return the webhook with this id."""
         row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             raise UnknownWebhook("there is no webhook of this id", 404)
         return _read_webhook(row)
 
     def create(self, connection: sqlite3.Connection, fields: WebhookUpdate, now: float) -> Webhook:
-        """Register one.
+        """Register a webhook.
 
         Raises:
             InvalidWebhook: there are too many.
@@ -309,7 +309,7 @@ class WebhookStore:
         return webhook
 
     def update(self, connection: sqlite3.Connection, webhook_id: str, changes: WebhookUpdate, now: float) -> Webhook:
-        """Change what the wish names, and keep the rest; what waits goes to the new place.
+        """Change the named fields and keep the rest; waiting deliveries go to the new destination.
 
         Raises:
             InvalidWebhook: the result would watch nothing, or would be a URL with secrets for a job.
@@ -341,13 +341,13 @@ class WebhookStore:
         return new
 
     def enable(self, connection: sqlite3.Connection, webhook_id: str, now: float) -> Webhook:
-        """Let it have events again; what has waited is sent at once."""
+        """Enable a webhook; deliveries that waited are sent at once."""
         self._set_disabled(connection, webhook_id, "", now)
         delivery_queue.release_webhook(connection, webhook_id, now)
         return self.get(connection, webhook_id)
 
     def disable(self, connection: sqlite3.Connection, webhook_id: str, now: float, reason: str = "disabled") -> Webhook:
-        """Let it have no more events; what waits goes on waiting."""
+        """Disable a webhook; its waiting deliveries keep waiting."""
         self._set_disabled(connection, webhook_id, reason, now)
         delivery_queue.hold_webhook(connection, webhook_id)
         return self.get(connection, webhook_id)
@@ -359,13 +359,13 @@ class WebhookStore:
         )
 
     def delete(self, connection: sqlite3.Connection, webhook_id: str) -> None:
-        """Forget it, what waits for it, and its log."""
+        """Delete a webhook with its waiting deliveries and its log."""
         self.get(connection, webhook_id)
         connection.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
         delivery_queue.delete_log(connection, webhook_id)
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
-        """Where its events go now."""
+        """Return where a webhook's events go now."""
         row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return None
@@ -373,7 +373,7 @@ class WebhookStore:
         return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """How it does; see ``Subscribers``."""
+        """Record a delivery's result; see ``Subscribers``."""
         row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return

@@ -1,4 +1,4 @@
-"""Routes that list and replay events, for permitted visitors."""
+"""Routes that list and replay events, for visitors who may."""
 
 import ipaddress
 import re
@@ -21,7 +21,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "cf-connecting-ip", "n
 
 
 def is_local_request(request: "Request[Any, Any]") -> bool:
-    """Whether the request comes from this machine, and not through a proxy or from a web page of somewhere else."""
+    """Whether a request comes from this machine, not through a proxy or from a foreign web page."""
     if any(name in request.headers for name in FORWARDED):
         return False
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
@@ -35,7 +35,7 @@ def is_local_request(request: "Request[Any, Any]") -> bool:
 
 
 def check_access(request: Request, secrets: Sequence[str]) -> HTTPResponse | None:
-    """None for whoever may look; else what they are told."""
+    """Check that a visitor may see events: None if so, else the refusing answer."""
     if not secrets:
         return (
             None
@@ -66,12 +66,12 @@ BRIEF = (
 
 
 def summarize_event(event: Event) -> dict[str, Any]:
-    """An event in a listing."""
+    """Summarize an event for a listing."""
     return {name: getattr(event, name) for name in BRIEF} | {"status": str(event.status)}
 
 
 def serialize_event(event: Event) -> dict[str, Any]:
-    """An event with its headers (never secrets) and its body."""
+    """Serialize an event with its headers (never secrets) and its body."""
     return {**summarize_event(event), "headers": dict(event.headers), "body": event.body.decode(errors="replace")}
 
 
@@ -81,7 +81,7 @@ def build_blueprint(
     prefix: str = "/webhooks",
     is_allowed: Callable[[Request], bool] = lambda request: False,
 ) -> Blueprint:
-    """The routes.
+    """Build the routes that list, show and replay events.
 
     Args:
         allowed: secrets of whoever may look; when there are none, only visitors from this machine may.

@@ -1,4 +1,4 @@
-"""Landing page of a webhooks server: its endpoints, how to try them, and the latest events, as one HTML file."""
+"""Landing page of a webhooks server, as one HTML file: endpoints, commands to try them, latest events."""
 
 import base64
 import hashlib
@@ -48,7 +48,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class EndpointInfo:
-    """What pages say of an endpoint.
+    """Description of an endpoint for pages.
 
     Attributes:
         text: what its function says of itself.
@@ -62,12 +62,12 @@ class EndpointInfo:
 
     @property
     def filter_text(self) -> str:
-        """Its filters in words; empty when it takes everything."""
+        """The endpoint's filters in words; empty when it takes everything."""
         named = ((one.name.replace("_", " "), getattr(self.filter, one.name)) for one in fields(self.filter))
         return "; ".join(f"{name} {', '.join(values)}" for name, values in named if values)
 
     def build_sample(self) -> Payload:
-        """A payload that passes its filters, as far as one can be made up."""
+        """Build a payload that passes the endpoint's filters, as far as one can be made up."""
         kinds = self.filter.repo_types
         # A pattern is no name, but the part before its star and a word are.
         repos = [name.replace("*", "robot") for name in self.filter.repos if not set(name) & set("?[")]
@@ -80,7 +80,7 @@ class EndpointInfo:
 
 
 def build_curl_command(url: str, endpoint: EndpointInfo) -> str:
-    """A command line that delivers a sample; it works as often as it is pasted, because each has an id of its own."""
+    """Build a command line that delivers a sample; each run has an id of its own, so that none is a duplicate."""
     body = json.dumps(endpoint.build_sample(), separators=(",", ":"))
     secret = ' -H "X-Webhook-Secret: $WEBHOOK_SECRET"' if endpoint.has_secret else ""
     return (
@@ -99,7 +99,7 @@ def render_page(
     is_space: bool = False,
     now: float | None = None,
 ) -> str:
-    """The page.
+    """Render the landing page.
 
     Args:
         base: URL of this server, as the visitor reaches it or as the Hub does.
@@ -141,7 +141,7 @@ def render_page(
 
 
 def render_html(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts."""
+    """Render a complete HTML page from its parts."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'

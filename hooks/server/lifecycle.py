@@ -1,4 +1,4 @@
-"""Starts when the script ends, serves until a signal.
+"""Lifecycle of a script's server: it starts when the script ends and serves until a signal.
 
 ``atexit`` is too late: by then thread pools are shut, and with them ``asyncio.to_thread`` and name look-ups. The hook
 that ``concurrent.futures`` shuts its pools by runs earlier, and the last one registered goes first.
@@ -28,7 +28,7 @@ RUNNER = "hooks.server.script"
 
 
 def is_interactive() -> bool:
-    """Whether a person types here (REPL, ``python -i``, IPython, a notebook): such a session has no end to wait for."""
+    """Whether a person types here (REPL, ``python -i``, IPython, a notebook), so that no end of a script will come."""
     ipython = sys.modules.get("IPython")
     return (
         hasattr(sys, "ps1")
@@ -43,7 +43,7 @@ def is_autostart_allowed() -> bool:
 
 
 def is_script() -> bool:
-    """Whether this process is a script's own: it ends by itself, and may be started again."""
+    """Whether this process runs a script of its own, which ends by itself and may be started again."""
     return not (
         is_interactive()
         # Test runs and child processes import scripts; that is no running of them.
@@ -54,12 +54,12 @@ def is_script() -> bool:
 
 
 def has_crashed() -> bool:
-    """Whether the script ended by an exception that nobody caught; its own error is then the last word."""
+    """Whether the script ended by an uncaught exception; its error is then the last word."""
     return hasattr(sys, "last_exc") or getattr(sys, "last_type", None) is not None
 
 
 class AtExit:
-    """One call at the end of the script, unless it is cancelled, the script crashed, or nobody wants it here."""
+    """Call at the end of the script, unless cancelled, the script crashed, or the start by itself is switched off."""
 
     def __init__(self, function: Callable[[], object]):
         self._function = function
@@ -68,7 +68,7 @@ class AtExit:
         self._is_registered = False
 
     def arm(self) -> None:
-        """Do it when the script has ended. Once is enough."""
+        """Schedule the call for the script's end; repeated calls schedule it once."""
         self._is_on = is_autostart_allowed()
         if not self._is_on or self._is_registered:
             return
@@ -81,7 +81,7 @@ class AtExit:
             atexit.register(self._restart_script, get_restart_command())
 
     def cancel(self) -> bool:
-        """Do not; whether it would have been done."""
+        """Cancel the call; return whether it was scheduled."""
         was_on, self._is_on = self._is_on, False
         return was_on
 
@@ -121,7 +121,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def get_exit_hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Callable[[Callable[[], Any]], None] | None:
-    """What to register with, or None where this Python has nothing that would do."""
+    """Return the function that registers a call at exit; None where this Python has none that works."""
     # Imported now: both register themselves at import, which fails later, and have to be shut after us.
     for pools in ("concurrent.futures.thread", "concurrent.futures.process"):
         try:
@@ -132,7 +132,7 @@ def get_exit_hook(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Cal
 
 
 def get_restart_command() -> list[str] | None:
-    """How to run this script again in a process that serves at its end; None when it came from no file."""
+    """Return the command that runs this script in a process that serves at its end; None without a file."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -159,7 +159,7 @@ def resolve_settings(
     *,
     has_script: bool = True,
 ) -> ReceiverSettings:
-    """The settings with a secret and a database; what is empty counts as not given.
+    """Complete the settings with a secret and a database; empty values count as not given.
 
     Args:
         has_script: whether the running program is the one that describes the server, and not a command that loads it.
@@ -176,12 +176,12 @@ def resolve_settings(
 
 
 def get_default_folder() -> Path:
-    """Where scripts keep their events when nothing else was said."""
+    """Return the folder for scripts' events when none is given."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "robojax" / "webhooks"
 
 
 def choose_database(number: int) -> Path | None:
-    """A file of this script's own in the user's state folder, so that a restart remembers what came.
+    """Choose a database file for this script in the user's state folder, so that a restart remembers its events.
 
     None where there is no script to come back (a REPL, a notebook, a test run), or where nothing can be written.
 

@@ -1,4 +1,4 @@
-"""Pages of a webhooks server as routes: landing page, OpenAPI document of the endpoints, a user's own interface."""
+"""Routes of a webhooks server's pages: landing page, OpenAPI document, a user's own interface."""
 
 import inspect
 import os
@@ -37,7 +37,7 @@ ANSWERS = {
 
 
 def build_openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks", version: str = "1") -> Json:
-    """The OpenAPI 3.1 document."""
+    """Build the OpenAPI 3.1 document of the endpoints."""
     _, schemas = models_json_schema([(WebhookPayload, "validation")], ref_template="#/components/schemas/{model}")
     paths: Json = {}
     for endpoint in endpoints:
@@ -77,7 +77,7 @@ def build_openapi(endpoints: Iterable[EndpointInfo], *, title: str = "Webhooks",
 
 
 def render_docs(document: Json, links: dict[str, str]) -> str:
-    """The document to read in a browser."""
+    """Render the OpenAPI document as a page to read in a browser."""
     parts = ["<h1>Endpoints</h1><nav>"]
     parts += [f'<a href="{escape(url)}">{escape(name)}</a> ' for name, url in links.items()]
     parts.append("</nav>")
@@ -124,7 +124,7 @@ class InvalidInterface(HooksError, TypeError):
 
 
 def check_ui(ui: object) -> Interface:
-    """The ``ui``, if it can be shown.
+    """Return the ``ui`` if it can be shown.
 
     Raises:
         InvalidInterface: it cannot.
@@ -150,7 +150,7 @@ def check_ui(ui: object) -> Interface:
 
 
 def build_ui_blueprint(ui: Interface) -> Blueprint:
-    """Its routes."""
+    """Build the routes of a user's own interface."""
     if isinstance(ui, Blueprint):
         return ui
     blueprint = Blueprint(f"ui-{secrets.token_hex(4)}")
@@ -168,7 +168,7 @@ def build_ui_blueprint(ui: Interface) -> Blueprint:
 
 
 def describe_endpoints(receiver: Receiver) -> list[EndpointInfo]:
-    """The endpoints of a receiver."""
+    """Describe the endpoints of a receiver for pages."""
     return [_describe_endpoint(endpoint) for endpoint in receiver.endpoints.values()]
 
 
@@ -187,7 +187,7 @@ async def render_landing_page(
     with_events: bool,
     when_open: str = landing.WHEN_OPEN,
 ) -> str:
-    """The landing page's HTML.
+    """Render the landing page's HTML.
 
     Args:
         base: URL of the app, without a path.
@@ -207,7 +207,7 @@ async def render_landing_page(
 
 @dataclass(frozen=True)
 class PagePaths:
-    """Paths; an empty one is not served."""
+    """Paths of the pages; an empty one is not served."""
 
     landing: str = "/webhooks"
     docs: str = "/webhooks/_docs"
@@ -222,7 +222,7 @@ def build_blueprint(
     links: dict[str, str] | None = None,
     when_open: str = landing.WHEN_OPEN,
 ) -> Blueprint:
-    """Routes for people: the landing page and the documents.
+    """Build the routes of the landing page and the documents.
 
     Args:
         base: public URL of the app, if it is known; else that of the request.

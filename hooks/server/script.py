@@ -1,4 +1,4 @@
-"""`python -m hooks.server.script FILE`: runs a script's server.
+"""Command `python -m hooks.server.script FILE`: runs the server of a script.
 
 For a Python that cannot start threads at its end (3.12.0, 3.12.1): what serves here is an ordinary main program.
 """
@@ -16,11 +16,11 @@ from hooks.server.server import WebhooksServer, get_default_server, is_script_be
 
 
 class ServerNotFound(HooksError):
-    """There is no server where one was looked for."""
+    """No server, or more than one, was found in a script or module."""
 
 
 def load_server(target: str) -> WebhooksServer:
-    """The server of ``module``, ``module:name``, ``file.py`` or ``file.py:name``.
+    """Load the server of ``module``, ``module:name``, ``file.py`` or ``file.py:name``.
 
     Without a name it is the only ``WebhooksServer`` there, or the one of ``webhook_endpoint``. A ``launch()`` or
     ``run()`` in the module does nothing meanwhile, and what is under ``if __name__ == "__main__"`` is not run.
@@ -80,7 +80,7 @@ def _import_target(target: str) -> ModuleType:
 
 
 def main() -> None:
-    """Run the script as its own main program, then serve."""
+    """Run the script as the main program, then serve."""
     arguments = sys.argv[1:]
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         sys.exit("usage: python -m hooks.server.script FILE [ARGUMENT ...] | -m MODULE [ARGUMENT ...]")

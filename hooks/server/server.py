@@ -1,4 +1,4 @@
-"""WebhooksServer and `webhook_endpoint`."""
+"""WebhooksServer, and `webhook_endpoint` for scripts of one function."""
 
 import contextlib
 import functools
@@ -49,13 +49,13 @@ CHANGES = "This interface may still change: pin the version you use (robojax=={v
 
 
 def print_notice(text: str) -> None:
-    """One notice."""
+    """Print one notice to the terminal."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> str:
-    """The addresses, once the server answers."""
+    """Format the addresses for the terminal, once the server answers."""
     url = public or local
     lines = ["", f"Running on local URL: {local}"]
     if public is not None:
@@ -67,7 +67,7 @@ def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> st
 
 
 def describe_limits(database: Path | None, version: str) -> str:
-    """What users would else find out by a loss."""
+    """Describe the limits that users would otherwise learn by losing events."""
     storage = "in memory and forgotten when this ends; database='webhooks.sqlite3' keeps them"
     lines = [
         SHARED,
@@ -79,7 +79,7 @@ def describe_limits(database: Path | None, version: str) -> str:
 
 
 def format_generated_secret(secret: str) -> str:
-    """The one time that a secret is shown: it was made here, and the Hub has to be told."""
+    """Format the notice of a generated secret; it is shown this one time, because the Hub has to be given it."""
     return (
         "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the "
         f"webhook:\n    {secret}"
@@ -87,7 +87,7 @@ def format_generated_secret(secret: str) -> str:
 
 
 def check_function(function: Any) -> None:
-    """Refuse what cannot be called with a delivery.
+    """Raise for a value that cannot be called with a delivery.
 
     Raises:
         TypeError: it is a class, a method without its object, or nothing that is called at all.
@@ -109,7 +109,7 @@ def check_function(function: Any) -> None:
 
 
 def describe_value(value: object) -> str:
-    """What a value is, for an error's text."""
+    """Describe a value for an error's text."""
     return f"{type(value).__name__} {value!r:.60}"
 
 
@@ -173,7 +173,7 @@ class WebhooksServer:
 
     @property
     def settings(self) -> ReceiverSettings:
-        """How it receives; set other ones before it runs."""
+        """Settings of the receiver; they can be replaced until it runs."""
         return self._settings
 
     @settings.setter
@@ -188,39 +188,39 @@ class WebhooksServer:
 
     @property
     def registered_webhooks(self) -> Mapping[str, Callable[..., Any]]:
-        """The functions by their absolute paths."""
+        """Registered functions by absolute path."""
         return self._receiver.registered
 
     @property
     def receiver(self) -> Receiver:
-        """What takes the deliveries."""
+        """Receiver of the deliveries."""
         return self._receiver
 
     @property
     def app(self) -> WebhooksApp:
-        """The Sanic app, of the endpoints that were added before this is asked for; after ``close``, another."""
+        """Sanic app with the endpoints added before this is first used; another one after ``close``."""
         if self._app is None:
             self._app = self._new_app()
         return self._app
 
     @property
     def fastapi_app(self) -> WebhooksApp:
-        """The app by the name that huggingface_hub's server has for it; an ASGI test client takes it."""
+        """The app by huggingface_hub's name for it; an ASGI test client takes it."""
         return self.app
 
     @property
     def url(self) -> str | None:
-        """The public address if there is one, else the local one; None while it does not run."""
+        """Public address if there is one, else the local one; None while stopped."""
         return (self._public or self._local) if self.is_running else None
 
     @property
     def local_url(self) -> str | None:
-        """The address on this machine; None while it does not run."""
+        """Address on this machine; None while stopped."""
         return self._local if self.is_running else None
 
     @property
     def is_running(self) -> bool:
-        """Whether it answers."""
+        """Whether the server answers."""
         return self._background is not None and self._background.is_running
 
     @overload
@@ -263,21 +263,21 @@ class WebhooksServer:
         return function
 
     def _rebuild_receiver(self) -> None:
-        """Another receiver with the same endpoints: the routes of one that has an app are fixed."""
+        """Build a new receiver with the same endpoints, because the routes of one with an app are fixed."""
         self._receiver, self._app = Receiver(self._settings), None
         for function, path, options in self._added:
             self._receiver.add(function, path, **options)
 
     def start_at_exit(self) -> None:
-        """Serve when the script has reached its end, unless ``launch`` was called before or the script crashed."""
+        """Serve when the script has ended, unless ``launch`` was called before or the script crashed."""
         self._at_exit.arm()
 
     def cancel_start_at_exit(self) -> bool:
-        """Do not; whether it would have started."""
+        """Cancel the start at the script's end; return whether one was scheduled."""
         return self._at_exit.cancel()
 
     def run(self) -> None:
-        """Serve now, until Ctrl-C or SIGTERM: ``launch()``."""
+        """Serve until Ctrl-C or SIGTERM; short for ``launch()``."""
         self.launch(prevent_thread_lock=False)
 
     def launch(
@@ -290,7 +290,7 @@ class WebhooksServer:
         server_name: str | None = None,
         server_port: int | None = None,
     ) -> None:
-        """Serve now, and print the addresses. One that runs already goes on.
+        """Serve now and print the addresses; a server that runs already goes on.
 
         Args:
             prevent_thread_lock: return when it answers, and serve in the background; always so in a notebook, in a REPL
@@ -360,11 +360,11 @@ class WebhooksServer:
         print_notice(format_generated_secret(secret))
 
     def block_thread(self) -> None:
-        """Wait until Ctrl-C, SIGTERM or ``close`` ends the server. A second signal ends the process at once."""
+        """Wait until Ctrl-C, SIGTERM or ``close`` ends the server; a second signal ends the process at once."""
         serve_until_signal(self._stop, lambda: self.is_running, self.close)
 
     def close(self) -> None:
-        """End it: answers under way and running handlers get a moment, then the port is free again."""
+        """Stop the server: requests and handlers under way get a moment, then the port is free again."""
         self._at_exit.cancel()
         self._stop.set()
         background, self._background = self._background, None
@@ -373,12 +373,12 @@ class WebhooksServer:
             self._rebuild_receiver()
 
     def __enter__(self) -> "WebhooksServer":
-        """Serve in the background for the length of a ``with``."""
+        """Serve in the background within a ``with``."""
         self.launch(prevent_thread_lock=True)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """End it."""
+        """Stop the server."""
         self.close()
 
     def _new_app(self) -> WebhooksApp:
@@ -399,7 +399,7 @@ class WebhooksServer:
 
 
 def _close_at_exit(server: WebhooksServer) -> None:
-    """End a background server while its loop, its threads and its database still can be used."""
+    """Close a background server at exit while its loop, threads and database are still usable."""
     reference = weakref.ref(server)
 
     def close() -> None:
@@ -422,7 +422,7 @@ def _version() -> str:
 
 @functools.cache
 def get_default_server() -> WebhooksServer:
-    """The one server of every ``webhook_endpoint`` of this process."""
+    """Return the one server of all ``webhook_endpoint`` functions of this process."""
     return WebhooksServer()
 
 

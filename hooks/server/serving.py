@@ -1,4 +1,4 @@
-"""Sanic app on an event loop in its own thread."""
+"""Serving of a Sanic app on an event loop in a thread of its own."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ class CannotListen(HooksError, OSError):
 def choose_address(
     host: str | None, port: int | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, tuple[int, ...]]:
-    """The host, and the ports to try in this order.
+    """Choose the host, and the ports to try in order.
 
     Arguments win over ``ROBOJAX_WEBHOOKS_HOST`` and ``ROBOJAX_WEBHOOKS_PORT``, those over gradio's
     ``GRADIO_SERVER_NAME`` and ``GRADIO_SERVER_PORT``. A port that was named is the only one; else it is the first free
@@ -63,7 +63,7 @@ def choose_address(
 
 
 def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
-    """A listening socket on the first of these ports that is free.
+    """Open a listening socket on the first free one of these ports.
 
     Raises:
         CannotListen: none is, or the host is no address of this machine.
@@ -95,7 +95,7 @@ def open_listener(host: str, ports: tuple[int, ...]) -> socket.socket:
 
 
 def build_url(listener: socket.socket) -> str:
-    """The URL that a client on this machine can use."""
+    """Build the URL for clients on this machine."""
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(bound), str(bound))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -111,7 +111,7 @@ _PIECES = 64  # of a body that are read at a stretch
 
 
 class PlainHttp(Http):
-    """HTTP that takes only plain requests, as ``service.http.protocol`` does; neither package may import the other."""
+    """HTTP parser that accepts plain requests only, as ``service.http.protocol`` does; neither may import the other."""
 
     __slots__ = ("_pieces",)
 
@@ -138,7 +138,7 @@ class PlainHttp(Http):
             super().create_empty_request()
 
     def _is_plain(self) -> bool:
-        """Whether whoever else reads the same bytes would see the same request."""
+        """Whether every other reader of the same bytes would see the same request."""
         request, headers = self.request, self.request.headers
         hosts, lengths = headers.getall("host", []), headers.getall("content-length", [])
         target = request.raw_url.decode("latin-1")
@@ -152,7 +152,7 @@ class PlainHttp(Http):
         )
 
     async def read(self) -> bytes | None:
-        """Some of the body; the loop is others' turn now and then, as a chunk may be a byte.
+        """Read some of the body; yields to the loop now and then, because a chunk may be a single byte.
 
         A size that only Python reads (``0x2``, `` 2``, ``2_0``) is none, nor is a chunk that goes on behind its end.
         """
@@ -172,7 +172,7 @@ class PlainHttp(Http):
 
 
 class DeadlineProtocol(WebSocketProtocol):
-    """Sanic's protocol, whose time limits start anew with every byte: one byte now and then would live on.
+    """Sanic's protocol with deadlines per request; its own time limits start anew with every byte.
 
     Here ``REQUEST_TIMEOUT`` is for a whole head, and ``RESPONSE_TIMEOUT`` for a body and its answer.
     """
@@ -181,7 +181,7 @@ class DeadlineProtocol(WebSocketProtocol):
     __slots__ = ()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request or of a WebSocket."""
+        """Take bytes of a request or of a WebSocket."""
         has_begun = self.http is not None and self.http.stage is not Stage.IDLE
         started_at = self._time
         super().data_received(data)
@@ -190,7 +190,7 @@ class DeadlineProtocol(WebSocketProtocol):
 
 
 def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], close: Callable[[], object]) -> None:
-    """Wait until ``stop`` is set, nothing runs any more, or SIGINT or SIGTERM sets it; then ``close``.
+    """Wait until ``stop`` is set, nothing runs any more, or SIGINT or SIGTERM arrives; then call ``close``.
 
     Only the main thread is told of signals. A second one ends the process at once, also while it closes.
     """
@@ -217,7 +217,7 @@ def serve_until_signal(stop: threading.Event, is_running: Callable[[], bool], cl
 
 
 def has_running_loop() -> bool:
-    """Whether this is called from a coroutine or a callback, which must not be blocked."""
+    """Whether the caller is a coroutine or a callback, which must not be blocked."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -241,14 +241,14 @@ Companion = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class BackgroundServer:
-    """A running app. Making one starts it; when that returns, it answers.
+    """Server of an app in a background thread; it answers as soon as it is made.
 
     Raises:
         Exception: whatever kept the app from starting.
     """
 
     def __init__(self, app: Sanic[Any, Any], listener: socket.socket, companion: Companion = contextlib.nullcontext):
-        """Start.
+        """Start the server and wait until it answers.
 
         Args:
             listener: a bound socket, which this takes over.
@@ -275,11 +275,11 @@ class BackgroundServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether it still answers."""
+        """Whether the server still answers."""
         return self._thread.is_alive()
 
     def stop(self) -> bool:
-        """End it and wait for that; whether it ended in time. From its own thread it is only asked to."""
+        """Stop the server; return whether it ended in time. From its own thread, only ask it to."""
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None:
             # When it has ended already its loop is closed.
@@ -312,7 +312,7 @@ class BackgroundServer:
 
 @asynccontextmanager
 async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncIterator[None]:
-    """The app on the running loop, answering while this is open. Takes the socket over."""
+    """Serve the app on the running loop within this context; takes the socket over."""
     with listener:
         # Sanic would listen before its router is ready.
         server = await app.create_server(
@@ -344,7 +344,7 @@ async def serve_app(app: Sanic[Any, Any], listener: socket.socket) -> AsyncItera
 
 
 async def _drain_connections(connections: set[Any]) -> None:
-    """Let answers under way end, for a while."""
+    """Let requests under way end for a while, then close their connections."""
     deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT
     while connections and asyncio.get_running_loop().time() < deadline:
         for connection in list(connections):
@@ -362,7 +362,7 @@ REQUEST_DEADLINE = 20  # seconds of a request's head; the receiver has a stricte
 
 
 class WebhooksApp(Sanic[Any, Any]):
-    """A Sanic app. While a server runs it, an ASGI call from another loop is carried out on the server's.
+    """Sanic app whose ASGI calls from other loops are carried out on its server's loop.
 
     Test clients of Starlette and httpx call from a loop of their own, where nothing of the receiver lives. An ASGI
     server may run it by itself too: it then sends ``lifespan`` first, and all happens on its loop.
@@ -370,7 +370,7 @@ class WebhooksApp(Sanic[Any, Any]):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop it runs on; Sanic knows it only when it made the loop itself."""
+        """Loop that the app runs on; Sanic knows it only when it made the loop itself."""
         return getattr(self.ctx, "loop", None) or super().loop
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -414,7 +414,7 @@ def _add_raw_path(scope: Message) -> Message:
 
 
 def build_app(max_body: int) -> WebhooksApp:
-    """An app without routes, whose errors are JSON without anything of ours in them."""
+    """Build an app without routes whose errors are JSON that reveals nothing internal."""
     # Without a prefix nothing is read from the environment.
     config = Config(env_prefix="")
     config.update(

@@ -1,4 +1,4 @@
-"""Public address through an installed tunnel program."""
+"""Public address of a local server, through an installed tunnel program."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ LINES = 20  # of its output, for an error's text
 
 @dataclass(frozen=True)
 class Program:
-    """What to run for an address.
+    """Tunnel program: its command line, and the pattern of the address in its output.
 
     Attributes:
         arguments: with ``{url}``, ``{host}`` and ``{port}`` of the local server.
@@ -48,7 +48,7 @@ ANY_PATTERN = r"https?://[^\s\"'<>]+"
 
 
 def choose_program(command: str | Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> Program:
-    """The program for a public address.
+    """Choose the tunnel program.
 
     Args:
         command: one to run instead of ``cloudflared`` or ``ngrok``, e.g.
@@ -87,7 +87,7 @@ def choose_program(command: str | Sequence[str] | None = None, environment: Mapp
 async def open_tunnel(
     program: Program, url: str, *, timeout: float = 30.0, on_end: Callable[[str], object] = logger.warning
 ) -> AsyncIterator[str]:
-    """A public address of ``url`` for as long as this is open.
+    """Open a public address for ``url`` within this context.
 
     Args:
         timeout: seconds in which the program has to tell an address.
@@ -144,7 +144,7 @@ async def open_tunnel(
 async def _read_output(
     process: asyncio.subprocess.Process, pattern: re.Pattern[str], output: deque[str], address: asyncio.Future[str]
 ) -> None:
-    """Read on after the address too: a program whose pipe is full stands still."""
+    """Read the program's output to its end: a program whose pipe is full would block."""
     assert process.stdout is not None
     rest = ""
     while part := await process.stdout.read(4096):
