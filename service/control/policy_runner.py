@@ -105,7 +105,7 @@ class PolicyRunner:
         self.note_times(result)
         fade = None
         if loaded is self.loaded and self._fading is not None and self._fading[0] is loaded:
-            fade, self._fading = self._fading[1], None
+            fade = self._fading[1]
         return PolicyAnswer(request, result.chunk, fade=fade, inputs=inputs)
 
     def follow_up(self, answer: PolicyAnswer, outcome: TickResult) -> None:
@@ -117,6 +117,8 @@ class PolicyRunner:
         if outcome.failure is not None and self._first_failure is not None and not self._first_failure.done():
             self._first_failure.set_result(outcome.failure)
         if outcome.is_accepted and isinstance(answer.chunk, np.ndarray):
+            # Not before: an answer that is dropped, of an earlier motion, has led over from nothing.
+            self._fading = None
             # Only what was accepted: nothing can be compared with what is not finite.
             self.recent.append((inputs.observation, answer.chunk))
             self.followed = inputs.instruction

@@ -42,6 +42,7 @@ from service.http import bodies as reason
 from service.http.array_formats import FORMS, choose_answer_format
 from service.http.array_limits import ArrayLimits
 from service.http.origins import Origins
+from service.sessions import request as session_request
 from service.streaming import codec, observation
 from service.streaming.websocket import unmask
 from service.transport import address, protocol
@@ -176,7 +177,7 @@ def filled(where: str, what: str) -> Callable[[int], str]:
 
 
 def read_url(url: str) -> None:
-    schemas._url(url)
+    session_request._url(url)
     address.Address.parse(url)
 
 
