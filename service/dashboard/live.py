@@ -110,8 +110,8 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The page has drawn message ``number``; without that it gets no more."""
+class Drawn:
+    """Acknowledgement that the page has drawn message ``number``; without it no more are sent."""
 
     number: int
 
@@ -124,7 +124,7 @@ class Stop:
     reason: str
 
 
-def parse_message(raw: str | bytes) -> Look | Seen | Stop:
+def parse_message(raw: str | bytes) -> Look | Drawn | Stop:
     """What a page said.
 
     Raises:
@@ -138,7 +138,7 @@ def parse_message(raw: str | bytes) -> Look | Seen | Stop:
         raise BadMessage("wanted JSON") from error
     match said:
         case {"type": "seen", "number": int(number)}:
-            return Seen(number)
+            return Drawn(number)
         case {"type": "look", "session": None | str() as session}:
             return Look(session, said.get("pictures") is True)
         case {"type": "stop"}:

@@ -45,7 +45,7 @@ def find_actor(name: str, kind: type, *arguments: Any, at_once: int | None = Non
 
 
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
-KNOCK = 2.0
+CONNECT_TIMEOUT = 2.0
 # Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
 RECONNECT, FOR_EVER = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
 REFUSED = (
@@ -121,7 +121,7 @@ def _stated(address: str) -> tuple[str, int] | None:
 
 def _knock(host: str, port: int) -> None:
     try:
-        socket.create_connection((host, port), KNOCK).close()
+        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
     except OSError as error:
         raise CannotJoin(
             f"nothing answers at {host}:{port} ({error.strerror or error}); is the cluster's head up, and is this its "

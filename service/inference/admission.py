@@ -90,7 +90,7 @@ def judge(
 
 
 # The frames that a session's policy is asked with; None while nobody knows.
-Seen = Callable[[], Sizes | None]
+FrameSizes = Callable[[], Sizes | None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Claim:
 
     served: ReferenceType[LoadedPolicy]
     per_second: float
-    seen: Seen
+    seen: FrameSizes
 
 
 class Reservations:
@@ -128,7 +128,7 @@ class Reservations:
         """Share of a device's time that they take."""
         return sum(taken(served, frames, rates) for (served, frames), rates in self._rates().items())
 
-    def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
+    def admit(self, served: LoadedPolicy, per_second: float, *, seen: FrameSizes, who: object = None) -> Admission:
         """See ``Engine.admit``."""
         rates = self._rates(but=who)
         frames = _measured(served, seen)
@@ -138,7 +138,7 @@ class Reservations:
         others = sum(taken(other, of, each) for (other, of), each in rates.items())
         return judge(served, per_second, mine, others, limit=self._limit, frames=frames)
 
-    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: Seen) -> None:
+    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: FrameSizes) -> None:
         """See ``Engine.claim``."""
         self._claims[who] = _Claim(ref(served), per_second, seen)
 
@@ -169,7 +169,7 @@ class Reservations:
         return found
 
 
-def _measured(served: LoadedPolicy, seen: Seen) -> Frames | None:
+def _measured(served: LoadedPolicy, seen: FrameSizes) -> Frames | None:
     """The frames that come, if it is known what they take: a robot with others is held until they are compiled for."""
     sizes = seen()
     frames = None if sizes is None else frozenset(sizes.items())

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyFailed
-from service.inference.admission import Admission, Reservations, Seen
+from service.inference.admission import Admission, FrameSizes, Reservations
 from service.inference.device_worker import (
     DeviceGone,
     DeviceWorker,
@@ -386,7 +386,7 @@ class Engine:
             known.probation = max(known.probation - 1, 0)
             return result
 
-    def admit(self, served: LoadedPolicy, per_second: float, *, seen: Seen, who: object = None) -> Admission:
+    def admit(self, served: LoadedPolicy, per_second: float, *, seen: FrameSizes, who: object = None) -> Admission:
         """Whether there is time for so many more inferences per second of this policy; promises nothing.
 
         Args:
@@ -396,7 +396,7 @@ class Engine:
         """
         return self._claims.admit(served, per_second, seen=seen, who=who)
 
-    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: Seen) -> None:
+    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: FrameSizes) -> None:
         """Promise somebody so many inferences per second, until ``release``; what they take follows the frames."""
         self._claims.claim(who, served, per_second, seen)
 

@@ -11,7 +11,7 @@ from service.control.config import ControlConfig
 from service.control.joints import JointTable, table_for
 from service.control.limits import MotionLimits, motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
-from service.inference.admission import Seen
+from service.inference.admission import FrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
 from service.sessions.request import NewSession, SessionSettings
@@ -133,7 +133,7 @@ def _width_misfits(requirements: Requirements) -> list[str]:
 
 
 def admitted(
-    engine: Engine, who: object, loaded: LoadedPolicy, config: ControlConfig, *, degrade: bool, seen: Seen
+    engine: Engine, who: object, loaded: LoadedPolicy, config: ControlConfig, *, degrade: bool, seen: FrameSizes
 ) -> ControlConfig:
     """The pace that the engine has the time for, which is promised to ``who`` from here on.
 

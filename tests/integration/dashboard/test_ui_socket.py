@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.dashboard.live import BadMessage, LiveSettings, Look, Part, Seen, Stop, pack, parse_message
+from service.dashboard.live import BadMessage, Drawn, LiveSettings, Look, Part, Stop, pack, parse_message
 from tests.testing.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
@@ -224,7 +224,7 @@ def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
 @pytest.mark.parametrize(
     ("said", "word"),
     [
-        ('{"type":"seen","number":3}', Seen(3)),
+        ('{"type":"seen","number":3}', Drawn(3)),
         ('{"type":"look","session":null}', Look(None, False)),
         ('{"type":"look","session":"arm","pictures":true}', Look("arm", True)),
         ('{"type":"stop","number":true,"reason":["x"]}', Stop(0, "asked for on the page")),

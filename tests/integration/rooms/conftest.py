@@ -83,14 +83,14 @@ class Caller:
         self.opened.append(Socket(await self.session.ws_connect(f"{self.base}{self.prefix}{path}/ws", **more)))
         return self.opened[-1]
 
-    async def knock(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
+    async def open_socket(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
         """Open a socket and send the join, without reading what comes back."""
         socket = await self.open(path, **more)
         await socket.send({"participant_id": participant_id, "role": role})
         return socket
 
     async def join(self, path: str, participant_id: str, role: str, **more: Any) -> Socket:
-        socket = await self.knock(path, participant_id, role, **more)
+        socket = await self.open_socket(path, participant_id, role, **more)
         await socket.until("joined")
         return socket
 

@@ -124,7 +124,7 @@ async def test_the_services_answer_for_themselves(anywhere):
 @pytest.mark.parametrize("kind", ["robotics", "video"])
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 async def test_a_consumer_of_robotics_gets_state_sync_first_and_only_robotics_names_the_workspace(anywhere, kind, role):
-    socket = await anywhere.knock(await anywhere.room(kind, "r"), "x", role)
+    socket = await anywhere.open_socket(await anywhere.room(kind, "r"), "x", role)
     if (kind, role) == ("robotics", "consumer"):
         assert undated(await socket.next()) == {"type": "state_sync", "data": {}}
     where = {"workspace_id": "w"} if kind == "robotics" else {}
@@ -141,7 +141,7 @@ async def test_a_refused_join_says_cannot_join_room_and_closes(anywhere, kind, w
         "duplicate consumer": (path, "c", "consumer"),
         "unknown room": (f"/{kind}/workspaces/w/rooms/none", "q", "consumer"),
     }[why]
-    socket = await anywhere.knock(where, who, role)
+    socket = await anywhere.open_socket(where, who, role)
     refusal, more = await socket.next(), {}
     if kind == "video":
         refusal, more = undated(refusal), {"code": None}
@@ -211,7 +211,7 @@ async def test_joints_outlive_their_producer_and_a_later_consumer_gets_them(anyw
     assert await producer.is_silent()
     await producer.close()
     await anywhere.settled(path, producer=None)
-    sync = await (await anywhere.knock(path, "c", "consumer")).next()
+    sync = await (await anywhere.open_socket(path, "c", "consumer")).next()
     assert sync["data"] == {"Jaw": 7.5}
 
 
@@ -472,7 +472,7 @@ async def test_a_refused_duplicate_join_evicts_the_original_only_in_oddity_mode(
     async with serve(is_odd=is_odd) as caller:
         path = await caller.room("robotics", "r")
         original = await caller.join(path, "p", "producer")
-        second = await caller.knock(path, "p", "producer")
+        second = await caller.open_socket(path, "p", "producer")
         assert (await second.next())["message"] == "Cannot join room"
         assert await second.next() is None
         room = await caller.settled(path, producer=None if is_odd else "p")
@@ -481,7 +481,7 @@ async def test_a_refused_duplicate_join_evicts_the_original_only_in_oddity_mode(
         consumer = await caller.join(path, "c", "consumer")
         await original.send({"type": "joint_update", "data": [{"name": "Jaw", "value": 1}]})
         assert (await consumer.next())["source"] == "p"
-        retry = await caller.knock(path, "p", "producer")
+        retry = await caller.open_socket(path, "p", "producer")
         assert (await retry.next())["type"] == ("joined" if is_odd else "error")
 
 
@@ -553,7 +553,7 @@ async def test_max_consumers_is_enforced_unless_in_oddity_mode(serve, is_odd):
     async with serve(is_odd=is_odd) as caller:
         path = await caller.room("robotics", "r", max_consumers=1)
         await caller.join(path, "one", "consumer")
-        answer = await (await caller.knock(path, "two", "consumer")).next()
+        answer = await (await caller.open_socket(path, "two", "consumer")).next()
         assert answer["type"] == ("state_sync" if is_odd else "error")
 
 

@@ -306,7 +306,7 @@ async def test_ids_may_come_percent_encoded(caller):
     assert (await caller.call("GET", encoded))[0] == 200
     socket = await caller.join(path, "c", "consumer")
     assert await socket.is_silent()
-    joined = await (await caller.knock(encoded, "d", "producer")).next()
+    joined = await (await caller.open_socket(encoded, "d", "producer")).next()
     assert joined["room_id"] == "session-1_a.front"
 
 
