@@ -140,12 +140,15 @@ class CreateLimiter:
             )
 
 
+# These are asked a few times for each connection, of which thousands may come and go.
+@lru_cache(maxsize=4096)
 def is_local(address: str) -> bool:
     """Whether a peer's address is this machine's loopback; a Unix socket, which has no address, counts too."""
     parsed = _parse_address(address)
     return parsed is None or parsed.is_loopback
 
 
+@lru_cache(maxsize=4096)
 def source_key(address: str) -> str:
     """Return the key under which a peer's connections are counted: its IPv4 address, or its IPv6 network of 64 bits."""
     parsed = _parse_address(address)
@@ -154,7 +157,6 @@ def source_key(address: str) -> str:
     return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))
 
 
-@lru_cache(maxsize=4096)  # asked a few times for each connection, of which thousands may come and go
 def _parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])

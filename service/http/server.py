@@ -32,8 +32,10 @@ from service.signal_guard import SIGNALS, SignalGuard
 
 log = logging.getLogger(__name__)
 
-# Seconds of accepting in one turn of the loop, and connections that are made of sockets in one.
-ACCEPT_SECONDS, CONNECTIONS_PER_TURN = 0.001, 4
+# Seconds of accepting in one turn of the loop: twice as many after each turn that left some waiting, up to the most. In
+# the kernel nobody's stop passes anybody; with the least alone, whoever connects as fast as it can has thousands there.
+ACCEPT_SECONDS, MOST_ACCEPT_SECONDS = 0.001, 0.004
+CONNECTIONS_PER_TURN = 4  # that are made of sockets
 MAX_READY = 1024  # of one caller, those that have asked for something and wait until connections are made of them
 MAX_READABLE = 64  # sockets of which something came, in one turn
 SWEEP_INTERVAL = 1.0  # seconds between looks for those that never say anything
@@ -78,6 +80,7 @@ class Acceptor:
         self._made: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_scheduled = False
+        self._accept_seconds = ACCEPT_SECONDS
 
     def start(self, backlog: int) -> None:
         """Listen and accept; ``backlog`` is how many connections may wait in the kernel."""
@@ -101,12 +104,15 @@ class Acceptor:
         self._silent.close()
 
     def _accept(self) -> None:
-        """Accept waiting sockets for at most ``ACCEPT_SECONDS``."""
+        """Accept sockets until none waits or this turn's time for it is up."""
         began = now = time.thread_time()
-        while now < began + ACCEPT_SECONDS:
+        until = began + self._accept_seconds
+        self._accept_seconds = min(2 * self._accept_seconds, MOST_ACCEPT_SECONDS)
+        while now < until:
             try:
                 raw, peer = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                self._accept_seconds = ACCEPT_SECONDS
                 break
             except OSError as error:
                 if error.errno not in _EXHAUSTED:
