@@ -137,20 +137,31 @@ def warn_of_damage(source: "Source") -> None:
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Let this process have so much meanwhile: what claims to be larger ends the command, not the machine."""
+    """Let this process take so much more meanwhile: what claims to be larger ends the command, not the machine."""
     try:
         import resource
     except ImportError:  # not on Windows
         yield
         return
-    # Private memory alone: what is mapped from files counts for nothing.
+    # Private memory alone: what is mapped from files counts for nothing. What the process has already counts, and below
+    # it nothing could be had at all: a thread that gets no memory for itself never says that it has begun.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    is_wider = soft == resource.RLIM_INFINITY or soft > MEMORY
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY if is_wider else soft, hard))
+    most = _private_memory() + MEMORY
+    is_wider = soft == resource.RLIM_INFINITY or soft > most
+    resource.setrlimit(resource.RLIMIT_DATA, (most if is_wider else soft, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _private_memory() -> int:
+    """Bytes that this process has for itself, where the system tells."""
+    try:
+        fields = Path("/proc/self/status").read_text().split()
+        return int(fields[fields.index("VmData:") + 1]) << 10
+    except (OSError, ValueError):
+        return 0
 
 
 def _why(error: BaseException) -> str:

@@ -1,10 +1,13 @@
+import mmap
+
+import numpy
 import pytest
 from typer.testing import CliRunner
 
 import jaxmodels
 from jaxmodels import Requirements
 from robojax.cli.app import COMMANDS
-from robojax.cli.recordings import app, replay
+from robojax.cli.recordings import MEMORY, app, limited_memory, replay
 from service.testing import ScriptedPolicy
 
 WIDTH = {"COLUMNS": "200"}
@@ -64,6 +67,18 @@ def test_a_recording_is_described_and_exported_beside_itself(record):
     assert (exported.exit_code, "2 episodes, 24 frames" in exported.output) == (0, True)
     assert CliRunner().invoke(app, ["export", str(path)]).exit_code == 2  # it is there now
     assert CliRunner().invoke(app, ["info", str(path.with_suffix("")), "--json"]).exit_code == 0
+
+
+def test_a_process_that_has_more_than_the_limit_already_gets_as_much_again():
+    """As a notebook may; a thread that is begun without memory for it is waited for without end."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    unused = mmap.MAP_PRIVATE | mmap.MAP_NORESERVE
+    with mmap.mmap(-1, MEMORY, unused), limited_memory():
+        numpy.ones(1 << 28, numpy.uint8)
+        with pytest.raises(MemoryError):
+            numpy.empty(MEMORY + (1 << 30), numpy.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_the_commands_are_listed():
