@@ -73,8 +73,7 @@ def test_a_process_that_has_more_than_the_limit_already_gets_as_much_again():
     """As a notebook may; a thread that is begun without memory for it is waited for without end."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    unused = mmap.MAP_PRIVATE | mmap.MAP_NORESERVE
-    with mmap.mmap(-1, MEMORY, unused), limited_memory():
+    with mmap.mmap(-1, MEMORY, mmap.MAP_PRIVATE), limited_memory():  # nothing of it is touched
         numpy.ones(1 << 28, numpy.uint8)
         with pytest.raises(MemoryError):
             numpy.empty(MEMORY + (1 << 30), numpy.uint8)
