@@ -231,8 +231,8 @@ class Campaign:
             wanted |= {(rooms["workspace_id"], name) for name in names}
         orphans, taken = set[tuple[str, str]](), list[Any]()
         for _ in range(500):
-            orphans = {(place.workspace, place.room) for place in self._table.rooms} - wanted
-            taken = [place for place in self._table.rooms if self._table.is_occupied(place)]
+            orphans = {(path.workspace, path.room) for path in self._table.rooms} - wanted
+            taken = [path for path in self._table.rooms if self._table.is_occupied(path)]
             if not orphans and not taken:
                 return
             await asyncio.sleep(0.01)

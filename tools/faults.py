@@ -179,7 +179,7 @@ FAULTS = (
     Fault(
         "a smeared picture is decoded after a loss",
         "service/transport/webrtc/jitter_buffer.py",
-        "if self._wants_keyframe and not is_keyframe(frame.data):",
+        "if self._needs_keyframe and not is_keyframe(frame.data):",
         "if False:",
         _tests("unit/transport/test_link_jitter.py"),
     ),

@@ -16,7 +16,7 @@ import aiohttp
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 from service.processes import Child, ChildDied, child
-from service.transport.client.rest import headers_of
+from service.transport.client.rest import auth_headers
 
 SESSION = "demo-arm"
 
@@ -242,7 +242,7 @@ async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterato
     async with (
         # Where the settings name a file of keys, the demo's own server wants one too.
         aiohttp.ClientSession(
-            timeout=timeout, trust_env=False, headers=headers_of(os.environ.get("ROBOJAX_KEY"))
+            timeout=timeout, trust_env=False, headers=auth_headers(os.environ.get("ROBOJAX_KEY"))
         ) as http,
         child("the server", "robojax.cli", *arguments) as server,
     ):

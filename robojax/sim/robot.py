@@ -26,7 +26,7 @@ from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_
 from robojax.sim.tasks import PICK, TASKS, Outcome, Score, Task
 from robojax.sim.videos import save_film
 from service.errors import ServiceError
-from service.transport.client.rest import headers_of
+from service.transport.client.rest import auth_headers
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 
@@ -238,7 +238,7 @@ async def run(args: argparse.Namespace) -> int:
     try:
         key = os.environ.get("ROBOJAX_KEY")
         patience = aiohttp.ClientTimeout(total=30)
-        async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=headers_of(key)) as http:
+        async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=auth_headers(key)) as http:
             sessions = Sessions(http, args.server, args.session)
             player = Player(body, sessions, instructs=args.instruct)
             rooms = await sessions.rooms()

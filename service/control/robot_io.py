@@ -113,7 +113,7 @@ class RobotIO:
 
     # What comes in.
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Take a frame, uint8 (h, w, 3), RGB."""
         sizes = self.buffer.sizes
         if self.buffer.put_frame(camera, image, seen_at):
@@ -123,13 +123,13 @@ class RobotIO:
         if self.buffer.sizes is not sizes and len(self.buffer.sizes) == len(self.buffer.frames):
             self._prepare_for(self.buffer.sizes)
 
-    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a partial joint update: wire name to value."""
         unusable = self.buffer.put_joints(values, seen_at)
         if unusable:
             self.apply(self.controller.take_bad_input(unusable, seen_at))
 
-    def event(self, event: LinkEvent) -> None:
+    def on_event(self, event: LinkEvent) -> None:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
         if isinstance(event, EmergencyStop):
             self.emergency_stop()

@@ -326,4 +326,4 @@ class Allowance:
             shadow, revision = new.shadow_policy_path, new.shadow_revision
             await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
         if self._destinations is not None and not new.is_direct:
-            await self._destinations.addresses(new.transport_server_url)
+            await self._destinations.resolve_addresses(new.transport_server_url)

@@ -29,7 +29,7 @@ from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
-from service.transport.link import Link, Made, Rooms, Transport
+from service.transport.link import CreatedRooms, Link, Rooms, Transport
 from service.transport.protocol import rooms_of
 
 EVENTS = {
@@ -85,7 +85,7 @@ class Session(BaseSession):
         settings: SessionSettings,
         tell: Tell = lambda event, about: None,
         leases: Leases | None = None,
-        made: Made | None = None,
+        made: CreatedRooms | None = None,
         latch: str | None = None,
         claim: str | None = None,
     ):
@@ -362,7 +362,7 @@ class Session(BaseSession):
                     cameras=new.camera_names,
                     workspace_id=new.workspace_id,
                     inbox=robot_io,
-                    made=self._made,
+                    created_rooms=self._made,
                 ) as link:
                     self.rooms = link.rooms
                     self.robot_io = robot_io

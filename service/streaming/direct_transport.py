@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from service.sessions.request import DIRECT
-from service.transport.link import Inbox, JointValue, Link, LinkDown, LinkUp, Made, RobotLeft, Rooms, Transport
+from service.transport.link import CreatedRooms, Inbox, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
 
 # What the link is called when it is lost.
 STREAM = "stream"
@@ -87,15 +87,15 @@ class DirectLink:
             self.part(self.driver, "it was silent, and another client came")
         self.driver = driver
         self._connected += 1
-        self.inbox.event(LinkUp(STREAM))
+        self.inbox.on_event(LinkUp(STREAM))
         return True
 
     def part(self, driver: Driver, why: str) -> None:
         """A client is gone; of one that is not commanded nothing changes."""
         if self.driver is driver:
             self.driver = None
-            self.inbox.event(LinkDown(STREAM, why))
-            self.inbox.event(RobotLeft(STREAM, is_replaced=True))
+            self.inbox.on_event(LinkDown(STREAM, why))
+            self.inbox.on_event(RobotLeft(STREAM, is_replaced=True))
 
 
 class DirectTransport:
@@ -117,11 +117,11 @@ class DirectTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[DirectLink]:
         """A link that is down until a client comes."""
         link = self.links[session_id] = DirectLink(Rooms(workspace_id or ""), inbox)
-        inbox.event(LinkDown(STREAM, "no client is connected to the session's stream"))
+        inbox.on_event(LinkDown(STREAM, "no client is connected to the session's stream"))
         try:
             yield link
         finally:
@@ -130,7 +130,7 @@ class DirectTransport:
             for watcher in tuple(link.watchers):
                 watcher.told("session.deleted", {"session_id": session_id})
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """There is nothing to remove."""
@@ -163,18 +163,25 @@ class ByAddress:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AbstractAsyncContextManager[Link]:
         """Of the one that the URL asks for."""
         return self._of(url).connect(
-            url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox, made=made
+            url,
+            session_id=session_id,
+            cameras=cameras,
+            workspace_id=workspace_id,
+            inbox=inbox,
+            created_rooms=created_rooms,
         )
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Likewise."""
-        return await self._of(url).clear(url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim)
+        return await self._of(url).remove_empty_rooms(
+            url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim
+        )
 
     def _of(self, url: str) -> Transport:
         return self._direct if url == DIRECT else self._rooms

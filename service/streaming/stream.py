@@ -171,9 +171,9 @@ class Stream:
     def _show(self, frames: Mapping[str, Any], joints: Mapping[str, float], seen_at: float) -> None:
         inbox = self._link.inbox
         for camera, image in frames.items():
-            inbox.frame(camera, image, seen_at)
+            inbox.on_frame(camera, image, seen_at)
         if joints:
-            inbox.joints(joints, seen_at)
+            inbox.on_joints(joints, seen_at)
 
     def _act(self, message: Mapping[str, Any]) -> None:
         if self._acting is not None and not self._acting.done():

@@ -203,15 +203,15 @@ def frames(kind: str, field: str) -> str:
 
 def wire_readers() -> Iterator[Reader]:
     most = protocol.MAX_FRAME_BYTES
-    yield from json_readers("a frame", protocol.parse, most)
-    yield from json_readers("joints", protocol.parse, most, frames("joint_update", "data"))
-    yield from json_readers("a state", protocol.parse, most, frames("state_sync", "data"))
+    yield from json_readers("a frame", protocol.parse_message, most)
+    yield from json_readers("joints", protocol.parse_message, most, frames("joint_update", "data"))
+    yield from json_readers("a state", protocol.parse_message, most, frames("state_sync", "data"))
     yield from json_readers("a join", protocol.parse_join, most)
     yield from json_readers("a signal", partial(bodies.read_body, bodies.Signal), 1 << 20,
                             '{"client_id":"a","message":{"type":"offer","sdp":%s}}')  # fmt: skip
     yield from json_readers("a command", partial(bodies.read_body, bodies.Command), 1 << 20, '{"joints":%s}')
     yield from json_readers("a room", partial(bodies.read_optional_body, bodies.NewVideoRoom), 1 << 20)
-    yield Reader("a joint's text again", lambda raw: protocol.build(protocol.parse(raw)),
+    yield Reader("a joint's text again", lambda raw: protocol.build_message(protocol.parse_message(raw)),
                  repeated("\u00e9", '{"type":"joint_update","data":[],"source":"', '"}'), most)  # fmt: skip
     yield from json_readers("the page's socket", live.parse_message, live.LONGEST_MESSAGE)
 
@@ -240,7 +240,7 @@ LINES = {
 
 def describe(sdp: str) -> object:
     peer.check_description(sdp)
-    return SessionDescription.parse(candidates.sort_candidates(peer.without_other_codecs(sdp))[0])
+    return SessionDescription.parse(candidates.split_candidates(peer.keep_known_codecs(sdp))[0])
 
 
 def video_readers() -> Iterator[Reader]:
@@ -253,7 +253,7 @@ def video_readers() -> Iterator[Reader]:
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
         yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
     for what in ("1 ", "a", "1 1 udp 1 a 1 typ host raddr "):
-        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE)
+        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE_LENGTH)
     # An access unit has as many packets as are kept.
     for name, piece in (
         ("empty units", b"\0\0\1"),

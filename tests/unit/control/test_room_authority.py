@@ -20,11 +20,11 @@ from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.protocol import Join, JointUpdate, Role
 from service.transport.server import websocket
-from service.transport.server.rooms import CommandRefused, Place, RoomTable, Send
+from service.transport.server.rooms import CommandRefused, RoomPath, RoomTable, Send
 
 pytestmark = pytest.mark.timed
 
-ARM = Place(Kind.ROBOTICS, "w", "arm-joint-output")
+ARM = RoomPath(Kind.ROBOTICS, "w", "arm-joint-output")
 NAMES = [joint.name for joint in SO100]
 OWN, OTHER = "the session's secret", "another one"
 
@@ -73,7 +73,7 @@ class Arena:
 
     def seat(self, who: str, claim: str | None) -> bool:
         self.perform(self.table.join(who, ARM, Join(who, Role.PRODUCER), 0.0, claim=claim))
-        return self.table.seat(who) is not None
+        return self.table.get_participant(who) is not None
 
     def say(self, who: str, values: dict[str, float]) -> list[Any]:
         data = tuple({"name": name, "value": value} for name, value in values.items())

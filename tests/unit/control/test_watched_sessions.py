@@ -96,7 +96,7 @@ async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_
         session = await rig.running()
         rig.is_dumb = True
         await asyncio.sleep(0.02)
-        rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
+        rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input))
         await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
         await rig.until(lambda: session.stage is Stage.DEGRADED)
         assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
@@ -155,7 +155,7 @@ async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robo
 async def test_frames_of_the_wire_that_cannot_be_read_count_as_bad_input_too(rig) -> None:
     session = await rig.running()
     for _ in range(20):
-        session.robot_io.event(BadInput({"malformed": 1}))
+        session.robot_io.on_event(BadInput({"malformed": 1}))
     assert rig.stats["stop_code"] == "bad_input"
     assert rig.stats["inputs_dropped"] == {"malformed": 20}
 

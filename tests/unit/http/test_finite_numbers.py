@@ -89,8 +89,8 @@ def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, nu
     [
         lambda number: json_response({"a": [number]}),
         lambda number: protocol.encode({"a": {"b": number}}),
-        lambda number: protocol.build(JointUpdate(({"name": "Jaw", "value": number},))),
-        lambda number: protocol.build(StateSync({"Jaw": number})),
+        lambda number: protocol.build_message(JointUpdate(({"name": "Jaw", "value": number},))),
+        lambda number: protocol.build_message(StateSync({"Jaw": number})),
     ],
     ids=["an answer", "a room's answer", "a command", "a room's state"],
 )

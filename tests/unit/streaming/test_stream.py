@@ -231,6 +231,6 @@ async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_no
         link.drive(driver, 2.0)
         assert not len(robot_io.controller.queue)
         # It showed one of its joints; where the other robot's are is nothing to hold it at.
-        link.inbox.joints({"Elbow": 20.0}, time.monotonic())
+        link.inbox.on_joints({"Elbow": 20.0}, time.monotonic())
         robot_io.halt(always_hold=True)
         assert link.health()["commands_sent"] == sent
