@@ -18,7 +18,8 @@ from service.control.limits import Asked, LimitsFile, Said, motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from service.stage import Move
-from tests.unit.control.conftest import POSE
+from tests.testing.rig import POSE
+from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
@@ -95,7 +96,7 @@ async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_do
         with pytest.raises(InvalidRequest, match="'knee'"):
             await rig.running(max_relative_target={"knee": 1.0})
         await rig.running(max_relative_target={"gripper": 0.05})
-        await rig.until(lambda: rig.stats["safety"]["clamped"].get("seam", 0) > 0)
+        await until(lambda: rig.stats["safety"]["clamped"].get("seam", 0) > 0)
         safety = rig.stats["safety"]
         json.dumps(safety, allow_nan=False)
         assert safety["mode"] == "clamp"
