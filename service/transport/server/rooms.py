@@ -480,7 +480,7 @@ class RoomTable:
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
         """Return everybody in a room but one."""
-        return [participant for participant in self.participants(room) if (participant.role, participant.id) != (excluded.role, excluded.id)]
+        return [one for one in self.participants(room) if (one.role, one.id) != (excluded.role, excluded.id)]
 
     def reply(self, participant: Participant, message: Message) -> Effects:
         """Answer the sender; being odd, whoever holds the sender's id now."""
