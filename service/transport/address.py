@@ -234,7 +234,7 @@ class Destinations:
 
     def _may_be_allowed(self, host: str, port: int) -> bool:
         """Whether it is worth asking what a name stands for."""
-        if _is_localhost(host) or port == self._own_port():
+        if is_localhost(host) or port == self._own_port():
             return True
         return any(entry.network is not None or entry.names(host, port) for entry in self._listed)
 
@@ -244,7 +244,7 @@ class Destinations:
             if found and not any(entry.holds(inner, port, exactly=True) for entry in self._listed):
                 raise _refused(f"is {found}; sessions are never sent there")
             if not (
-                (inner.is_loopback and (_is_localhost(host) or host == str(inner)))
+                (inner.is_loopback and (is_localhost(host) or host == str(inner)))
                 or (port == self._own_port() and _is_here(inner))
                 or any(entry.names(host, port) or entry.holds(inner, port) for entry in self._listed)
             ):
@@ -263,7 +263,8 @@ def _refused(why: str) -> InvalidRequest:
     return InvalidRequest(f"transport_server_url: its host {why}", ("body", "transport_server_url"))
 
 
-def _is_localhost(host: str) -> bool:
+def is_localhost(host: str) -> bool:
+    """Whether a name is of this machine wherever it is asked for (RFC 6761); its addresses are none."""
     return host == "localhost" or host.endswith(".localhost")
 
 
