@@ -217,6 +217,7 @@ class Controller:
             self._enter_hold(not_ready, now)
             self._flush()
             return TickResult(self._hold_command(), None, events)
+        self.buffer.remember(now)
         action = self.queue.take(due.deadline, now)
         if action is None:
             self._wait_for_policy(now)
@@ -429,6 +430,7 @@ class Controller:
         self.watchdog.begin(now)
         self._flush()
         self._history.clear()
+        self.buffer.history.clear()
         self._hold_state.end()
         self.release_grip()
         self._failures = 0
@@ -509,6 +511,7 @@ class Controller:
         """Another robot may come: nothing of this one's motion, plan or hold is for it."""
         self._flush()
         self._history.clear()
+        self.buffer.history.clear()
         self._hold_state.end()
         self.release_grip()
         self.command = None
