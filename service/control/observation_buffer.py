@@ -67,8 +67,8 @@ RECENT_POSES = 1.0
 class ObservationHistory:
     """What a robot showed at the moments before, for policies that look at several observations at once.
 
-    A policy was trained with observations at its own rate, and a robot's ticks may be more or fewer: one moment is kept
-    of each tick, and those nearest to one period of the policy before now, two, and so on, are given. Where none is near
+    A policy was trained with observations at its own rate, and a robot's ticks may be more or fewer: one moment of each
+    tick is kept, and those nearest to one period of the policy before now, two and so on are given. Where none is near
     (at the start, after a hold) the next newer one stands in for it, as LeRobot does at the start.
 
     Args:

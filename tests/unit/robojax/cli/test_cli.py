@@ -70,6 +70,11 @@ def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call,
     assert f"Show all {len(FIELDS)} settings" in told.stdout
 
 
+def test_a_command_that_is_none_is_compared_with_those_there_are(call):
+    told = call("serv")
+    assert (told.returncode, "Did you mean 'serve'?" in told.stderr) == (2, True)
+
+
 def test_the_version_is_told(robojax):
     told = robojax("--version")
     assert (told.returncode, told.stdout.split()[0]) == (0, "robojax")
