@@ -98,7 +98,7 @@ def main() -> None:
         return Reading(ScriptedPolicy(NEEDS) if options.policy == "none" else jaxmodels.load_policy(SHIPPED), notes)
 
     needs = NEEDS if options.policy == "none" else jaxmodels.load_policy(SHIPPED).requirements
-    app = create_app(Settings(state="off"), load=load, read_requirements=lambda path, revision: needs)
+    app = create_app(Settings.from_values(state="off"), load=load, read_requirements=lambda path, revision: needs)
     watched: set[str] = set()
 
     def begin() -> None:

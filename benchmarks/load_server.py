@@ -155,7 +155,7 @@ def server(options: argparse.Namespace) -> None:
     def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
         return ScriptedPolicy(needs, step=0.01)
 
-    settings = Settings(max_sessions=128, state="off", embedded_transport=False)
+    settings = Settings.from_values(max_sessions=128, state="off", embedded_transport=False)
     if options.policy == "real":
         app = create_app(settings)
     else:

@@ -70,7 +70,7 @@ async def measure() -> dict[str, object]:
 
     live.Viewer._message = timed
     transport = MemoryTransport()
-    app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
+    app = create_app(Settings.from_values(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
         from service.sessions.request import NewSession

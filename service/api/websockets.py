@@ -65,9 +65,9 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
 def openpi_app(app: App) -> App:
     """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
-    origins, session_id = Origins(settings.origins), settings.openpi_session
+    origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
-        f"openpi-{secrets.token_hex(4)}", config=configuration(settings), ctx=app.ctx, configure_logging=False
+        f"openpi-{secrets.token_hex(4)}", config=configuration(settings.limits), ctx=app.ctx, configure_logging=False
     )
     beside.config.CONNECTIONS = app.config.CONNECTIONS
     watch(beside)

@@ -1,12 +1,12 @@
 """One controlling session per robot."""
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from service.errors import InvalidRequest, RobotTaken
-from service.transport.address import Address
+from service.http.origins import is_loopback
+from service.transport.address import Address, is_localhost
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -47,7 +47,7 @@ def robot_of(url: str, workspace: str, room: str) -> Robot:
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS[parts.scheme]
     path = parts.path.rstrip("/").removesuffix("/api")
-    return Robot(f"{'loopback' if _is_loopback(host) else host}:{port}{path}", workspace, room)
+    return Robot(f"{'loopback' if is_localhost(host) or is_loopback(host) else host}:{port}{path}", workspace, room)
 
 
 class Leases:
@@ -81,12 +81,3 @@ class Leases:
     def holder(self, robot: Robot) -> Holder | None:
         """Who commands it."""
         return self._holders.get(robot)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

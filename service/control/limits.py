@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from service.control.config import Mode, SafetySettings
 from service.control.joints import SO100, Joint, JointTable, plain
 from service.errors import InvalidRequest
 
@@ -260,7 +261,6 @@ def _text(path: Path) -> str:
         raise LimitsError(f"limits file {str(path)!r}: {reason}; wanted a readable TOML file or URDF") from None
 
 
-Mode = Literal["clamp", "refuse"]
 _ROUNDING = 1e-6
 
 # Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
@@ -339,45 +339,33 @@ class MotionLimits:
         return limits
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the settings and the request say; the tighter of two steps counts.
-
-    Attributes:
-        mode: see `MotionLimits`.
-        requested: ``max_relative_target`` of the request, for all joints or by name.
-        setting: the same of the settings; no request goes above it.
-        file: the limits file of the settings.
-    """
-
-    mode: Mode = "clamp"
-    requested: float | Mapping[str, float] | None = None
-    setting: float | Mapping[str, float] | None = None
-    file: LimitsFile | None = None
-
-
 def motion_limits(
     table: JointTable,
-    asked: Asked | None = None,
+    safety: SafetySettings | None = None,
+    *,
+    file: LimitsFile | None = None,
+    requested: float | Mapping[str, float] | None = None,
     action_range: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> MotionLimits:
-    """All limits of a session.
+    """All limits of a session; the tighter of two steps counts.
 
     Args:
+        file: the settings' file of limits, read.
+        requested: ``max_relative_target`` of the request, for all joints or by name; none goes above the settings'.
         action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
 
     Raises:
         InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
     """
-    asked = asked or Asked()
+    safety = safety or SafetySettings()
     joints = table.joints
-    requested = _by_joint(asked.requested, joints, "max_relative_target of the request", is_strict=True)
-    setting = _by_joint(asked.setting, joints, "max_relative_target of the settings", is_strict=False)
-    filed, unmatched = _filed(asked.file, joints)
+    wanted = _by_joint(requested, joints, "max_relative_target of the request", is_strict=True)
+    allowed = _by_joint(safety.max_relative_target, joints, "max_relative_target of the settings", is_strict=False)
+    filed, unmatched = _filed(file, joints)
     data = _data_ranges(action_range, len(joints))
     rows, origin = [], {}
     for place, joint in enumerate(joints):
-        row, sources = _limits_of(joint, requested[place], setting[place], filed[place], data[place])
+        row, sources = _limits_of(joint, wanted[place], allowed[place], filed[place], data[place])
         rows.append(row)
         origin[joint.name] = ", ".join(sources) or "none"
     low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
@@ -389,7 +377,7 @@ def motion_limits(
         velocity,
         acceleration,
         jerk,
-        asked.mode,
+        safety.safety,
         origin,
         tuple(unmatched),
         _believable(joints, data),

@@ -17,7 +17,7 @@ from pydantic import Field
 from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import Subject
-from service.setting_types import Group
+from service.setting_types import Common, Group, Private
 from service.threads import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class Recorder:
 class RecordingSettings(Group):
     """Recordings"""
 
-    recordings: str | None = Field(
+    recordings: Common[Private[str | None]] = Field(
         default=None, description="Folder that recordings of sessions go to; default: recordings in the state folder."
     )
     recording_free: int | None = Field(

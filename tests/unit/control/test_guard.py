@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.control.config import Mode, SafetySettings
 from service.control.guard import Clamping, Guard, Motion
 from service.control.joints import SO100, Joint, JointTable
-from service.control.limits import Asked, LimitsFile, Mode, MotionLimits, Said, motion_limits
+from service.control.limits import LimitsFile, MotionLimits, Said, motion_limits
 
 TABLE = JointTable(SO100)
 HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)
@@ -23,7 +24,7 @@ def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
     for name in TABLE.names:
         numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
         joints[name] = Said(**numbers, origin="f")
-    return motion_limits(TABLE, Asked(mode=mode, file=LimitsFile("f", joints)))
+    return motion_limits(TABLE, SafetySettings(safety=mode), file=LimitsFile("f", joints))
 
 
 def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
@@ -261,7 +262,7 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
 
 def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
     # It may keep a joint to a small part of what its policy rightly asks for.
-    narrow = motion_limits(TABLE, Asked(file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")})))
+    narrow = motion_limits(TABLE, file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")}))
     plan = line(0.0)
     plan[:, 0] = 90.0
     assert guard(narrow).check_shape(plan[None]) is None
@@ -269,9 +270,9 @@ def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
 
 def test_without_any_known_range_nothing_is_unbelievable() -> None:
     table = JointTable([Joint("a", 0), Joint("b", 1)])
-    unlimited = motion_limits(table, Asked())
+    unlimited = motion_limits(table)
     assert Guard(unlimited, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is None
-    of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
+    of_data = motion_limits(table, action_range=([-1.0, 0.0], [1.0, 2.0]))
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is not None
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 2.5, np.float32)) is None
 

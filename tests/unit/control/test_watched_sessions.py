@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from service.control.observers import Tick
-from service.control.watchdog import WatchdogTimeouts
 from service.errors import MoveRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.timed
 
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dark = True
         await until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
@@ -73,7 +72,7 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
 
 
 async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         await until(lambda: len(session.robot_io.controller.queue) > 0)
         rig.is_dark = rig.is_dumb = True
@@ -94,7 +93,7 @@ async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_mov
 
 
 async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dumb = True
         await asyncio.sleep(0.02)
@@ -123,7 +122,7 @@ async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigge
         assert session.stage is Stage.RUNNING
         rig.still = None
         await until(lambda: rig.stats["watch"]["camera_frozen"] == [])
-    async with rigged(patience=WatchdogTimeouts(frozen_after=0.1, frozen_stops=True)) as rig:
+    async with rigged(frozen_after=0.1, frozen_stops=True) as rig:
         await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
         await until(lambda: rig.stats["stop_code"] == "camera_frozen")
@@ -262,7 +261,7 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
 
 
 async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         control = session.robot_io.controller
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
@@ -292,7 +291,7 @@ class Plans:
 
 
 async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[None] = asyncio.Queue()
@@ -340,6 +339,6 @@ async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: fl
 
 
 def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
-    patience = SessionSettings().patience
-    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (0.3, 3.0, 30.0)
-    assert (patience.frozen_after, patience.frozen_stops, patience.bad_inputs) == (2.0, False, 20)
+    safety = SessionSettings().safety
+    assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
+    assert (safety.frozen_after, safety.frozen_stops, safety.bad_inputs) == (2.0, False, 20)
