@@ -129,6 +129,7 @@ def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[f
     Nothing came in during the gap.
     """
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(steps, period))
+    now = 0.0
     for tick in range(round(until * rate) + 1):
         now = tick / rate
         if gap[0] <= now < gap[1]:
