@@ -82,6 +82,8 @@ class Requirements:
         takes_prefix: whether an observation may hold the rest of the plan that is being executed (`PREFIX_ACTIONS`),
             which the new chunk then continues: real-time chunking.
         language: whether an observation must say what to do, in words (`TASK`).
+        observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
+            two on, every feature has a time axis behind the batch's, oldest first.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -98,6 +100,7 @@ class Requirements:
     temporal_ensemble_coeff: float | None = None
     takes_prefix: bool = False
     language: bool = False
+    observation_steps: int = 1
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
 
 

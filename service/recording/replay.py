@@ -1,13 +1,15 @@
 """Open-loop comparison of a recording with a policy; plots."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmodels.types import TASK
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import Facts, RecordingError, Source, Step
@@ -26,6 +28,10 @@ class Needs(Protocol):
     def action_steps(self) -> int: ...
     @property
     def language(self) -> bool: ...
+    @property
+    def rate(self) -> float | None: ...
+    @property
+    def observation_steps(self) -> int: ...
 
 
 class Acting(Protocol):
@@ -157,14 +163,20 @@ def play(
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
+    # What was seen at the policy's own steps before; a recording may have more ticks than those.
+    apart = max(round(source.facts.rate / (needs.rate or source.facts.rate)), 1)
+    seen: deque[dict[str, np.ndarray]] = deque(maxlen=(needs.observation_steps - 1) * apart + 1)
     for step in source.steps():
         if step.episode != episode:
             _close(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
+            seen.clear()
         chunk = None
+        if needs.observation_steps > 1 or len(actions) % stride == 0:
+            seen.append(_observation(step, needs))
         if len(actions) % stride == 0:
             began = time.perf_counter()
-            chunk = policy.act(_observation(step, needs))[0]
+            chunk = policy.act(_with_history(seen, needs, apart))[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
@@ -191,6 +203,20 @@ def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
     if needs.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
     return found | task_input(step.task) if needs.language else found
+
+
+def _with_history(seen: Sequence[dict[str, np.ndarray]], needs: Needs, apart: int) -> dict[str, np.ndarray]:
+    """The newest observation, and for a policy that looks at several those before it, on an axis of time.
+
+    Before an episode's first one there are copies of it, as LeRobot has it.
+    """
+    if needs.observation_steps == 1:
+        return seen[-1]
+    moments = [seen[max(len(seen) - 1 - back * apart, 0)] for back in reversed(range(needs.observation_steps))]
+    return {
+        name: value if name == TASK else np.stack([moment[name] for moment in moments], axis=1)
+        for name, value in seen[-1].items()
+    }
 
 
 WIDTH, ROW = 11.0, 1.7  # inches
