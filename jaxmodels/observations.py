@@ -1,6 +1,7 @@
 """Checks of observations and plan prefixes, and their conversion to arrays for compiled programs."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,9 @@ class Reader:
         )
         text = config.text_encoder
         self._language = None if text is None else (text.length, text.width)
+        self._steps: int = config.observation_steps
+        self._noise: tuple[int, int] | None = config.noise
+        self._noise_steps: int = config.noise_steps
         self._outside = checkpoint.normalization.get_outside_name
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
@@ -115,13 +119,15 @@ class Reader:
             names.append(IMAGES + camera_name(outside))
         return tuple(dict.fromkeys(names))
 
-    def read(self, observation: Mapping[str, np.ndarray]) -> tuple[Observation, Inputs]:
+    def read(
+        self, observation: Mapping[str, np.ndarray], noise: Any = None, step_noise: Any = None
+    ) -> tuple[Observation, Inputs]:
         """The arrays of an observation in the policy's order, and their shapes; without texts (see `Instructions`).
 
         Raises:
-            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
+            ObservationError: a feature, or a noise, is missing, has the wrong shape or dtype, or is not finite.
         """
-        images = tuple(_frames(*self._find(observation, camera)) for camera in self._cameras)
+        images = tuple(_frames(*self._find(observation, camera), self._steps) for camera in self._cameras)
         state = self._vector(observation, self._state)
         environment_state = self._vector(observation, self._environment_state)
         arrays = [array for array in (*images, state, environment_state) if array is not None]
@@ -129,13 +135,32 @@ class Reader:
         if len(batches) != 1:
             sizes = {name: np.shape(observation[name])[:1] for name in observation if name.startswith("observation.")}
             raise ObservationError(f"features have different batch sizes: {sizes}; wanted one for all")
-        frames = tuple((image.shape[1], image.shape[2]) for image in images)
+        frames = tuple((image.shape[-3], image.shape[-2]) for image in images)
         batch = batches.pop()
+        noise, step_noise = self._read_noise(batch, noise, step_noise)
+        inputs = self._inputs(batch, frames)
+        if noise is not None:
+            inputs = replace(inputs, noise=self._noise, noise_steps=self._noise_steps)
+        prefix = None
         if self._prefix is None:
             refuse_prefix(observation)
-            return Observation(images, state, environment_state), self._inputs(batch, frames)
-        prefix = read_prefix(observation, batch, *self._prefix)
-        return Observation(images, state, environment_state, prefix), self._inputs(batch, frames)
+        else:
+            prefix = read_prefix(observation, batch, *self._prefix)
+        return Observation(images, state, environment_state, prefix, noise=noise, step_noise=step_noise), inputs
+
+    def _read_noise(self, batch: int, noise: Any, step_noise: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+        if noise is None and step_noise is None:
+            return None, None
+        if self._noise is None:
+            raise ObservationError("noise is given, but this policy makes its chunks of none that could be given")
+        expected = (batch, *self._noise)
+        if not self._noise_steps and step_noise is not None:
+            raise ObservationError("step_noise is given, but the policy's sampler adds no noise on its way")
+        if noise is None or (self._noise_steps and step_noise is None):
+            missing = "noise" if noise is None else "step_noise"
+            raise ObservationError(f"{missing} is missing; this policy takes both noise and step_noise, or none")
+        of_steps = None if step_noise is None else _numbers("step_noise", step_noise, (self._noise_steps, *expected))
+        return _numbers("noise", noise, expected), of_steps
 
     def inputs(self, batch: int, cameras: Mapping[str, tuple[int, int]] | None) -> Inputs:
         """Shapes of an observation whose frames have these sizes.
@@ -166,6 +191,7 @@ class Reader:
             environment_state=None if self._environment_state is None else self._environment_state.shape[0],
             prefix=self._prefix,
             language=self._language,
+            steps=self._steps,
         )
 
     def _find(self, observation: Mapping[str, np.ndarray], feature: Feature) -> tuple[str, np.ndarray]:
@@ -181,25 +207,41 @@ class Reader:
         if feature is None:
             return None
         name, array = self._find(observation, feature)
-        expected = f"(batch, {feature.shape[0]})"
-        if array.ndim != 2 or array.shape[1] != feature.shape[0] or array.shape[0] < 1:
-            raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}{_batch_hint(array, 1)}")
+        time = () if self._steps == 1 else (self._steps,)
+        expected = f"({', '.join(map(str, ('batch', *time, feature.shape[0])))})"
+        if array.shape[1:] != (*time, feature.shape[0]) or array.shape[0] < 1:
+            hint = _batch_hint(array, 1 + len(time)) or _time_hint(array, 2 + len(time))
+            raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}{hint}")
         if array.dtype == bool or not (
             np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
         ):
             raise ObservationError(f"{name} is {array.dtype}; wanted {expected} float32")
-        array = np.ascontiguousarray(array, np.float32)
-        if not np.isfinite(array).all():
-            where = np.argwhere(~np.isfinite(array))[0].tolist()
-            raise ObservationError(f"{name} holds {array[tuple(where)]} at {where}; wanted finite numbers")
-        return array
+        return _finite(name, array)
 
 
-def _frames(name: str, array: np.ndarray) -> np.ndarray:
-    if array.ndim != 4 or array.shape[3] != 3 or min(array.shape) < 1:
-        channels_first = array.ndim == 4 and array.shape[1] == 3
-        hint = "; move the channels to the end" if channels_first else _batch_hint(array, 3)
-        raise ObservationError(f"{name} has shape {array.shape}; wanted (batch, height, width, 3){hint}")
+def _finite(name: str, array: np.ndarray) -> np.ndarray:
+    array = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(array).all():
+        where = np.argwhere(~np.isfinite(array))[0].tolist()
+        raise ObservationError(f"{name} holds {array[tuple(where)]} at {where}; wanted finite numbers")
+    return array
+
+
+def _numbers(name: str, value: Any, expected: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(value)
+    if array.shape != expected or not np.issubdtype(array.dtype, np.floating):
+        raise ObservationError(f"{name} is {array.dtype}{list(array.shape)}; wanted float32{list(expected)}")
+    return _finite(name, array)
+
+
+def _frames(name: str, array: np.ndarray, steps: int) -> np.ndarray:
+    axes = 4 if steps == 1 else 5
+    if array.ndim != axes or array.shape[-1] != 3 or min(array.shape) < 1 or (axes == 5 and array.shape[1] != steps):
+        time = "" if steps == 1 else f"{steps}, "
+        hint = _batch_hint(array, axes - 1) or _time_hint(array, axes)
+        if array.ndim == axes and array.shape[-3] == 3:
+            hint = "; move the channels to the end"
+        raise ObservationError(f"{name} has shape {array.shape}; wanted (batch, {time}height, width, 3){hint}")
     if array.dtype != np.uint8:
         raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
     return np.ascontiguousarray(array)
@@ -211,3 +253,8 @@ def _is_side(pixels: Any) -> bool:
 
 def _batch_hint(array: np.ndarray, dimensions: int) -> str:
     return "; add a batch axis, array[None]" if array.ndim == dimensions else ""
+
+
+def _time_hint(array: np.ndarray, dimensions: int) -> str:
+    """For a policy with a time axis, whose features have so many axes."""
+    return "; the policy looks at another number of observations, oldest first" if array.ndim == dimensions else ""

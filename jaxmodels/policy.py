@@ -95,6 +95,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None,
+        observation_steps=config.observation_steps,
     )
 
 
@@ -262,7 +263,13 @@ class Policy:
     def checkpoint(self) -> Checkpoint:
         return self._checkpoint
 
-    def act(self, observation: Mapping[str, np.ndarray]) -> Float[np.ndarray, "b t a"]:
+    def act(
+        self,
+        observation: Mapping[str, np.ndarray],
+        *,
+        noise: Float[np.ndarray, "b t2 a2"] | None = None,
+        step_noise: Float[np.ndarray, "n b t2 a2"] | None = None,
+    ) -> Float[np.ndarray, "b t a"]:
         """Compute a chunk of un-normalised actions, float32.
 
         Args:
@@ -270,12 +277,17 @@ class Policy:
                 (b, s) and ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>``
                 (b, h, w, 3) uint8. Frames of another size than the policy's are resized in the program. A batch
                 or frame size that is new compiles first; see `is_compiled`. For a policy that reads language, ``task``:
-                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`.
+                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`. With
+                `Requirements.observation_steps` above one, arrays have a time axis behind the batch's, oldest first.
+            noise: what the chunk is made of, in the model's own shape; None takes the policy's own, always the same.
+                With it another program is compiled.
+            step_noise: what a sampler adds on its way (DDPM: of each step but the last); only beside `noise`.
 
         Raises:
-            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
+            ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite; the policy makes its
+                chunks of no noise, or of noise of another shape.
         """
-        arrays, inputs = self._reader.read(observation)
+        arrays, inputs = self._reader.read(observation, noise, step_noise)
         if self._instructions is not None:
             arrays = arrays._replace(language=self._instructions(read_texts(observation, inputs.batch)))
         program = self._program(inputs)

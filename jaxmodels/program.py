@@ -35,6 +35,9 @@ class Inputs:
         frames: (height, width) of each camera's frames as they arrive.
         prefix: (t, a) of the plan that is continued, for policies that do.
         language: (n, d) of what is made of an instruction, for policies that read one.
+        steps: observations that are looked at together; with one there is no time axis.
+        noise: (t, a) of the noise that a chunk is made of, where it is given.
+        noise_steps: how many noises are given for the sampler's way; 0 for none.
     """
 
     batch: int
@@ -43,21 +46,31 @@ class Inputs:
     environment_state: int | None
     prefix: Size | None = None
     language: Size | None = None
+    steps: int = 1
+    noise: Size | None = None
+    noise_steps: int = 0
 
     def shapes(self, sharding: jax.sharding.Sharding) -> Observation:
         def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.batch, *sizes), dtype, sharding=sharding)
 
+        time = () if self.steps == 1 else (self.steps,)
+        step_noise = None
+        if self.noise is not None and self.noise_steps:
+            sizes = (self.noise_steps, self.batch, *self.noise)
+            step_noise = jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=sharding)
         return Observation(
-            images=tuple(shape(*size, 3, dtype=jnp.uint8) for size in self.frames),
-            state=None if self.state is None else shape(self.state),
-            environment_state=None if self.environment_state is None else shape(self.environment_state),
+            images=tuple(shape(*time, *size, 3, dtype=jnp.uint8) for size in self.frames),
+            state=None if self.state is None else shape(*time, self.state),
+            environment_state=None if self.environment_state is None else shape(*time, self.environment_state),
             prefix=None
             if self.prefix is None
             else Prefix(shape(*self.prefix), shape(dtype=jnp.int32), shape(dtype=jnp.int32)),
             language=None
             if self.language is None
             else Language(shape(*self.language), shape(self.language[0], dtype=jnp.bool_)),
+            noise=None if self.noise is None else shape(*self.noise),
+            step_noise=step_noise,
         )
 
 
@@ -75,12 +88,12 @@ jax.tree_util.register_dataclass(Scales, data_fields=["images", "state", "enviro
 
 
 def prepare_pixels(
-    frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: DTypeLike
-) -> Float[Array, "b h2 w2 3"]:
+    frames: UInt8[Array, "b *t h w 3"], size: Size, scale: Affine, dtype: DTypeLike
+) -> Float[Array, "b *t h2 w2 3"]:
     """Resize frames to the policy's size, stretched where the aspect differs, and normalise them."""
     x = frames.astype(jnp.float32) / 255.0
-    if frames.shape[1:3] != size:
-        x = jax.image.resize(x, (frames.shape[0], *size, 3), "linear")
+    if frames.shape[-3:-1] != size:
+        x = jax.image.resize(x, (*frames.shape[:-3], *size, 3), "linear")
     return scale.normalize(x).astype(dtype)
 
 
@@ -110,6 +123,8 @@ def normalize(
         language=None
         if observation.language is None
         else observation.language._replace(tokens=observation.language.tokens.astype(dtype)),
+        noise=observation.noise,
+        step_noise=observation.step_noise,
     )
 
 

@@ -100,7 +100,10 @@ def read_number_type(declared: Any) -> Number | None:
     if get_origin(declared) is Annotated:
         kind, *notes = get_args(declared)
         number = next((note for note in notes if isinstance(note, Range)), None)
-    count = None
+    count, may_be_none = None, type(None) in get_args(kind)
+    lists = [part for part in get_args(kind) if get_origin(part) is tuple]
+    if may_be_none and len(lists) == 1:
+        kind = lists[0]
     if get_origin(kind) is tuple:
         parts = get_args(kind)
         if Ellipsis in parts or len(set(parts)) != 1:
@@ -109,7 +112,7 @@ def read_number_type(declared: Any) -> Number | None:
     kinds = set(get_args(kind)) or {kind}
     if not kinds & {int, float} or not kinds <= {int, float, type(None)}:
         return None
-    return Number(float not in kinds, type(None) in kinds, count, number)
+    return Number(float not in kinds, may_be_none, count, number)
 
 
 def list_numbers(config: type[Any]) -> Mapping[str, Number]:

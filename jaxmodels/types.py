@@ -52,6 +52,11 @@ class Observation(NamedTuple):
         environment_state: (b, e), or None.
         prefix: the plan to continue; None for a policy that continues none.
         language: what it is told to do; None for a policy that reads no language.
+        noise: (b, t, a) that the chunk is made of; None for a policy's own.
+        step_noise: (n, b, t, a) that the sampler adds on its way; likewise.
+
+    Of a policy that looks at several observations (`Requirements.observation_steps`) images and states have a time axis
+    behind the batch's, oldest first.
 
     No jaxtyping here: JAX also builds trees of shapes and of gradients with this class.
     """
@@ -61,6 +66,8 @@ class Observation(NamedTuple):
     environment_state: Any = None
     prefix: Prefix | None = None
     language: Language | None = None
+    noise: Any = None
+    step_noise: Any = None
 
 
 @dataclass(frozen=True)

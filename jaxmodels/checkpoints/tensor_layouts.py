@@ -40,6 +40,14 @@ CONVOLUTION = Layout(
     lambda a: a[0].transpose(3, 2, 0, 1),
     lambda s: (s[0][3], s[0][2], s[0][0], s[0][1]),
 )
+# torch.nn.Conv1d keeps (out, in, length); ours is (length, in, out)
+TIME_CONVOLUTION = Layout(
+    lambda x: (x.transpose(2, 1, 0),), lambda a: a[0].transpose(2, 1, 0), lambda s: (s[0][2], s[0][1], s[0][0])
+)
+# torch.nn.ConvTranspose1d keeps (in, out, length)
+UPSAMPLE = Layout(
+    lambda x: (x.transpose(2, 0, 1),), lambda a: a[0].transpose(1, 2, 0), lambda s: (s[0][1], s[0][2], s[0][0])
+)
 # a 1x1 convolution is a linear layer over channels
 POINTWISE = Layout(lambda x: (x[:, :, 0, 0].T,), lambda a: a[0].T[:, :, None, None], lambda s: (s[0][1], s[0][0], 1, 1))
 # torch.nn.MultiheadAttention keeps query, key and value under each other

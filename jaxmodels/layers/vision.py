@@ -9,16 +9,17 @@ and the sixteen intermediate planes stay in the processor's cache; accelerators'
 Source: Lavin and Gray, https://arxiv.org/abs/1509.09308.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm
+from jaxmodels.layers.norm import Buffer, FrozenBatchNorm, GroupNorm
 
 # name -> (is a bottleneck, blocks of each stage)
 RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
@@ -94,10 +95,13 @@ def plan_blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
             inputs = outputs
 
 
+Norm: TypeAlias = Callable[[int], nnx.Module]  # of so many channels
+
+
 class Block(nnx.Module):
     """Residual block of a ResNet: two 3x3 convolutions (basic), or 1x1, 3x3 and 1x1 (bottleneck)."""
 
-    def __init__(self, plan: BlockPlan, *, rngs: nnx.Rngs):
+    def __init__(self, plan: BlockPlan, *, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
         widths = [inputs for inputs, *_ in plan.convolutions[1:]] + [plan.outputs]
         self.convolutions = nnx.List(
             [
@@ -105,11 +109,11 @@ class Block(nnx.Module):
                 for (inputs, size, stride, dilation), outputs in zip(plan.convolutions, widths, strict=True)
             ]
         )
-        self.norms = nnx.List([FrozenBatchNorm(width) for width in widths])
+        self.norms = nnx.List([norm(width) for width in widths])
         self.projects = plan.projects
         if plan.projects:
             self.skip = convolution(plan.inputs, plan.outputs, 1, plan.stride, rngs=rngs)
-            self.skip_norm = FrozenBatchNorm(plan.outputs)
+            self.skip_norm = norm(plan.outputs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
         skip = self.skip_norm(self.skip(x)) if self.projects else x
@@ -134,15 +138,16 @@ class ResNet(nnx.Module):
         name: one of `RESNETS`.
         dilate_last: keep the stride of the last stage at 1 and dilate its convolutions instead; bottlenecks only,
             as in torchvision.
+        norm: makes the norm of so many channels that follows each convolution.
     """
 
-    def __init__(self, name: str, *, dilate_last: bool = False, rngs: nnx.Rngs):
+    def __init__(self, name: str, *, dilate_last: bool = False, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
         self.stem = convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
-        self.stem_norm = FrozenBatchNorm(STAGE_WIDTHS[0])
+        self.stem_norm = norm(STAGE_WIDTHS[0])
         plans = list(plan_blocks(name, dilate_last))
         self.stages = nnx.List(
             [
-                nnx.List([Block(plan, rngs=rngs) for plan in plans if plan.stage == stage])
+                nnx.List([Block(plan, norm=norm, rngs=rngs) for plan in plans if plan.stage == stage])
                 for stage in range(len(STAGE_WIDTHS))
             ]
         )
@@ -154,6 +159,26 @@ class ResNet(nnx.Module):
             for block in stage:
                 x = block(x)
         return x
+
+
+class SpatialSoftmax(nnx.Module):
+    """A feature map to the expected places of some keypoints, each a column and a row in [-1, 1].
+
+    Sources: https://arxiv.org/abs/1509.06113; lerobot/policies/diffusion/modeling_diffusion.py.
+
+    Args:
+        size: height and width of the feature map.
+        channels: of the feature map.
+        keypoints: how many maps are made of it, each the weights of one mean.
+    """
+
+    def __init__(self, size: tuple[int, int], channels: int, keypoints: int, *, rngs: nnx.Rngs):
+        self.maps = nnx.Linear(channels, keypoints, rngs=rngs)
+        self.grid = Buffer(jnp.asarray(coordinates(*size)[..., ::-1].reshape(-1, 2)))
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b k 2"]:
+        maps = rearrange(self.maps(x), "b h w k -> b k (h w)").astype(jnp.float32)
+        return (jax.nn.softmax(maps, axis=-1) @ self.grid[...].astype(jnp.float32)).astype(x.dtype)
 
 
 _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)

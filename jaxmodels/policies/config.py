@@ -87,12 +87,13 @@ def _typed(name: str, declared: Any, value: Any) -> Any:
     if number is not None:
         if error := number.describe_error(name, value):
             raise ConfigError(error)
-        if value is None or number.is_integer:
-            return value
-        return float(value) if number.count is None else tuple(float(part) for part in value)
+        if value is None:
+            return None
+        kind = int if number.is_integer else float
+        return kind(value) if number.count is None else tuple(kind(part) for part in value)
     expected = str(declared).removeprefix("<class '").removesuffix("'>")
-    kind = _KINDS.get(expected)
-    if kind is not None and not isinstance(value, kind):
+    kinds = _KINDS.get(expected)
+    if kinds is not None and not isinstance(value, kinds):
         raise ConfigError(f"{name} is {shorten_value(value)}; wanted {expected}")
     return value
 
@@ -130,6 +131,21 @@ class PolicyConfig:
     @property
     def action(self) -> Feature:
         return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
+
+    @property
+    def observation_steps(self) -> int:
+        """Observations that are looked at together, the newest included."""
+        return 1
+
+    @property
+    def noise(self) -> tuple[int, int] | None:
+        """Shape (t, a) of the noise that a chunk is made of; None where there is none, or nobody may give it."""
+        return None
+
+    @property
+    def noise_steps(self) -> int:
+        """How many more such noises the sampler adds on its way."""
+        return 0
 
     def wrong_features(self) -> list[str]:
         """Errors of features that no policy type supports; each type adds its own."""

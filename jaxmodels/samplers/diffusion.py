@@ -291,9 +291,18 @@ def ddpm(
     extras: Any = None,
     known: Known | None = None,
     start: Any = None,
+    noise: Any = None,
 ) -> Float[Array, "..."]:
-    """Sample with DDPM, with new noise in each step; arguments, result and errors as of `ddim`."""
-    return _sample(make_partial(predict), start, key, None, extras, known, shape, schedule, steps, "ddpm")
+    """Sample with DDPM, with new noise in each step; other arguments, result and errors as of `ddim`.
+
+    Args:
+        noise: (steps - 1, *shape), or what broadcasts to it: of each step but the last, instead of drawing it.
+    """
+    if noise is not None and jnp.shape(noise)[:1] != (steps - 1,):
+        raise InputError(
+            f"noise has shape {list(jnp.shape(noise))}; wanted {[steps - 1, *shape]}, of each step but one"
+        )
+    return _sample(make_partial(predict), start, key, None, extras, known, shape, schedule, steps, "ddpm", noise)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))
@@ -308,6 +317,7 @@ def _sample(
     schedule: NoiseSchedule,
     steps: int,
     method: str,
+    noises: Any = None,
 ) -> Float[Array, "..."]:
     first_key, step_key = jax.random.split(key)
     first = first_noise(start, shape, first_key)
@@ -317,18 +327,20 @@ def _sample(
     def with_known(x: Array, alpha: Any) -> Array:
         return x if fixed is None else fixed.put(x, diffuse(fixed.value, first, alpha))
 
-    def step(prediction: Array, state: tuple[Array], row: DiffusionRow) -> tuple[Array]:
-        (x,) = state
+    def step(prediction: Array, state: tuple[Array, Any], row: DiffusionRow) -> tuple[Array, Any]:
+        x, count = state
         check_prediction(prediction, shape, ADVICE)
 
         def fresh() -> Array:
+            if noises is not None:
+                return jnp.broadcast_to(noises[jnp.minimum(count, steps - 2)], shape)  # the last step adds none
             return jax.random.normal(jax.random.fold_in(step_key, row.timestep), shape, jnp.float32)
 
         if method == "ddpm":
             x = ddpm_step(schedule, prediction, x, row, fresh())
         else:
             x = ddim_step(schedule, prediction, x, row, None if eta is None else fresh(), eta)
-        return (with_known(x, row.next_alpha),)
+        return with_known(x, row.next_alpha), count + 1
 
-    (x,) = run_steps(predict, step, (with_known(first, rows.alpha[0]),), rows, extras)
+    x, _ = run_steps(predict, step, (with_known(first, rows.alpha[0]), jnp.int32(0)), rows, extras)
     return x if fixed is None else fixed.put(x, fixed.value)

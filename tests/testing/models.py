@@ -6,7 +6,7 @@ Fixtures of the conftests of `unit/jaxmodels` and `parity`, which import all of 
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 from tests.testing.compiling import PROGRAMS, compiling_quickly, use_programs
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +60,17 @@ def strict_dtypes() -> Iterator[None]:
         yield
 
 
-def seeded_weights(keys: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The rule of tests/golden/lerobot_act/README.md."""
+def seeded_weights(keys: dict[str, Any], io: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """The rule of tests/golden/lerobot_act/README.md; tensors of `io` that are ``fixed`` are taken as they are."""
     weights = {}
     for name, entry in keys["keys"].items():
         shape = tuple(entry["shape"])
         rng = np.random.default_rng([keys["seed"], zlib.crc32(name.encode())])
-        if name in keys["fixed"]:
+        if f"fixed.{name}" in (io or {}):
+            weights[name] = (io or {})[f"fixed.{name}"]
+        elif name.endswith("num_batches_tracked"):
+            weights[name] = np.zeros(shape, np.int64)
+        elif name in keys["fixed"]:
             weights[name] = sinusoidal(*shape[1:])[None]
         elif name.endswith("running_var"):
             weights[name] = np.float32(0.5 + rng.random(shape))
@@ -87,10 +91,12 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     def make(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            for path in (GOLDEN / name).iterdir():
+            for path in (GOLDEN / f"lerobot_{name.partition('_')[0]}" / name).iterdir():
                 (folder / path.name).write_bytes(path.read_bytes())
             if not (folder / "model.safetensors").exists():
-                save_file(seeded_weights(json.loads((folder / "keys.json").read_text())), folder / "model.safetensors")
+                keys = json.loads((folder / "keys.json").read_text())
+                with np.load(folder / "io.npz") as io:
+                    save_file(seeded_weights(keys, io), folder / "model.safetensors")
             made[name] = folder
         return made[name]
 

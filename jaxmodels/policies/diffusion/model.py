@@ -1,0 +1,257 @@
+"""Diffusion Policy's model: what is seen as one condition, and a U-Net over time that it modulates (FiLM)."""
+
+import math
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm
+from jaxmodels.layers.vision import ResNet, SpatialSoftmax
+from jaxmodels.memory import measure_backbone
+from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
+from jaxmodels.types import Observation
+
+TEMPERATURE = 10_000
+
+
+class ImageEncoder(nnx.Module):
+    """A normalised image to a vector: the part in the middle, a ResNet, keypoints, a linear layer."""
+
+    def __init__(self, config: DiffusionConfig, *, rngs: nnx.Rngs):
+        self.config = config
+
+        def group_norm(width: int) -> GroupNorm:
+            return GroupNorm(width, width // CHANNELS_PER_GROUP)
+
+        norm = group_norm if config.use_group_norm else FrozenBatchNorm
+        self.backbone = ResNet(config.vision_backbone, norm=norm, rngs=rngs)
+        count = config.spatial_softmax_num_keypoints
+        rows = measure_backbone(config.vision_backbone).rows(config.seen)
+        self.pool = SpatialSoftmax(rows, self.backbone.width, count, rngs=rngs)
+        self.out = nnx.Linear(2 * count, 2 * count, rngs=rngs)
+
+    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b d"]:
+        keypoints = self.pool(self.backbone(self.look(images)))
+        return jax.nn.relu(self.out(rearrange(keypoints, "b k xy -> b (k xy)")))
+
+    def look(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
+        """Resized (with antialiasing) and cut, as the config says."""
+        size, crop = self.config.resize_shape, self.config.crop
+        if size is not None and images.shape[1:3] != size:
+            images = jax.image.resize(images, (images.shape[0], *size, 3), "linear")
+        if crop is None:
+            return images
+        # As torchvision's CenterCrop: halves go to the even number.
+        top, left = (round((whole - cut) / 2) for whole, cut in zip(images.shape[1:3], crop, strict=True))
+        return images[:, top : top + crop[0], left : left + crop[1]]
+
+
+def shift_time(x: Float[Array, "b t c"], size: int, stride: int = 1) -> Float[Array, "b t2 k_c"]:
+    """What a convolution over time looks at, side by side: ``size`` actions around each, zeros beyond the ends."""
+    pad, steps = size // 2, x.shape[1]
+    x = jnp.pad(x, ((0, 0), (pad, pad), (0, 0)))
+    return jnp.concatenate([x[:, i : i + steps : stride] for i in range(size)], axis=-1)
+
+
+class TimeConvolution(nnx.Module):
+    """A convolution over time, padded so that (but for the stride) the length stays.
+
+    One product with all that each step looks at: few steps and many channels make it a matter of reading the kernel.
+    """
+
+    def __init__(self, inputs: int, outputs: int, size: int, *, stride: int = 1, rngs: nnx.Rngs):
+        self.stride = stride
+        bound = 1 / math.sqrt(inputs * size)  # as torch's
+        self.kernel = nnx.Param(jax.random.uniform(rngs.params(), (size, inputs, outputs), minval=-bound, maxval=bound))
+        self.bias = nnx.Param(jax.random.uniform(rngs.params(), (outputs,), minval=-bound, maxval=bound))
+
+    def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 d"]:
+        size, inputs, outputs = self.kernel.shape
+        seen = shift_time(x, size, self.stride)
+        return seen @ self.kernel[...].reshape(size * inputs, outputs) + self.bias[...]
+
+
+class Upsample(nnx.Module):
+    """A transposed convolution of four steps that makes two of each."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        bound = 1 / math.sqrt(4 * width)
+        self.kernel = nnx.Param(jax.random.uniform(rngs.params(), (4, width, width), minval=-bound, maxval=bound))
+        self.bias = nnx.Param(jax.random.uniform(rngs.params(), (width,), minval=-bound, maxval=bound))
+
+    def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 c"]:
+        kernel = self.kernel[...]
+        around = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
+        before, after = around[:, :-2], around[:, 2:]
+        even = x @ kernel[1] + before @ kernel[3]
+        odd = x @ kernel[2] + after @ kernel[0]
+        return rearrange(jnp.stack((even, odd), axis=2), "b t two c -> b (t two) c") + self.bias[...]
+
+
+class ConvolutionBlock(nnx.Module):
+    """A convolution over time, a group norm and Mish."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, groups: int, *, rngs: nnx.Rngs):
+        self.convolution = TimeConvolution(inputs, outputs, size, rngs=rngs)
+        self.norm = GroupNorm(outputs, groups)
+
+    def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t d"]:
+        return jax.nn.mish(self.norm(self.convolution(x)[:, :, None])[:, :, 0])
+
+
+class ResidualBlock(nnx.Module):
+    """Two convolution blocks around a skip connection; between them the condition scales and shifts each channel."""
+
+    def __init__(self, config: DiffusionConfig, inputs: int, outputs: int, condition: int, *, rngs: nnx.Rngs):
+        self.has_scale = config.use_film_scale_modulation
+        self.first = ConvolutionBlock(inputs, outputs, config.kernel_size, config.n_groups, rngs=rngs)
+        self.film = nnx.Linear(condition, outputs * (2 if self.has_scale else 1), rngs=rngs)
+        self.second = ConvolutionBlock(outputs, outputs, config.kernel_size, config.n_groups, rngs=rngs)
+        self.skip = None if inputs == outputs else TimeConvolution(inputs, outputs, 1, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b t c"], film: Float[Array, "b f"]) -> Float[Array, "b t d"]:
+        """``film``: of the step and the condition, see `UNet.prepare`."""
+        out = self.first(x)
+        if self.has_scale:
+            scale, shift = jnp.split(film[:, None], 2, axis=-1)
+            out = out * scale + shift
+        else:
+            out = out + film[:, None]
+        return self.second(out) + (x if self.skip is None else self.skip(x))
+
+
+class Level(nnx.Module):
+    """Two residual blocks, and what makes the time axis shorter or longer for the next level."""
+
+    def __init__(
+        self,
+        config: DiffusionConfig,
+        inputs: int,
+        outputs: int,
+        condition: int,
+        change: "TimeConvolution | Upsample | None",
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.first = ResidualBlock(config, inputs, outputs, condition, rngs=rngs)
+        self.second = ResidualBlock(config, outputs, outputs, condition, rngs=rngs)
+        self.change = change
+
+    def __call__(self, x: Float[Array, "b t c"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t d"]:
+        return self.second(self.first(x, films[0]), films[1])
+
+
+class UNet(nnx.Module):
+    """A noisy chunk, its timestep and a condition to what the scheduler asks for: the noise, or the clean chunk."""
+
+    def __init__(self, config: DiffusionConfig, condition: int, *, rngs: nnx.Rngs):
+        width, widths, action = config.diffusion_step_embed_dim, config.down_dims, config.action.shape[0]
+        self.step_width = width
+        self.step_up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.step_down = nnx.Linear(4 * width, width, rngs=rngs)
+        together = width + condition
+        down = []
+        for i, (before, after) in enumerate(zip((action, *widths[:-1]), widths, strict=True)):
+            is_last = i == len(widths) - 1
+            change = None if is_last else TimeConvolution(after, after, 3, stride=2, rngs=rngs)
+            down.append(Level(config, before, after, together, change, rngs=rngs))
+        self.down = nnx.List(down)
+        self.middle = nnx.List([ResidualBlock(config, widths[-1], widths[-1], together, rngs=rngs) for _ in range(2)])
+        self.up = nnx.List(
+            [
+                Level(config, 2 * after, before, together, Upsample(before, rngs=rngs), rngs=rngs)
+                for before, after in reversed(list(pairwise(widths)))
+            ]
+        )
+        self.last = ConvolutionBlock(widths[0], widths[0], config.kernel_size, STEP_GROUPS, rngs=rngs)
+        self.out = TimeConvolution(widths[0], action, 1, rngs=rngs)
+
+    @property
+    def blocks(self) -> list[ResidualBlock]:
+        """Residual blocks in the order in which they are passed."""
+        down = [block for level in self.down for block in (level.first, level.second)]
+        up = [block for level in self.up for block in (level.first, level.second)]
+        return [*down, *self.middle, *up]
+
+    def prepare(
+        self, timesteps: Int[Array, " n"], condition: Float[Array, "b c"]
+    ) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
+        """What each block adds of a step and of the condition, for all steps at once: their sum is its FiLM.
+
+        Mish goes over each number of both, so that the product with the one and with the other can be taken apart.
+        """
+        half = self.step_width // 2
+        frequencies = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(TEMPERATURE) / (half - 1)))
+        angle = timesteps[:, None].astype(jnp.float32) * frequencies
+        waves = jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), axis=-1).astype(condition.dtype)
+        steps = jax.nn.mish(self.step_down(jax.nn.mish(self.step_up(waves))))
+        seen, width = jax.nn.mish(condition), self.step_width
+        of_steps, of_condition = [], []
+        for block in self.blocks:
+            kernel, bias = block.film.kernel[...], block.film.bias
+            assert bias is not None
+            of_steps.append(steps @ kernel[:width] + bias[...])
+            of_condition.append(seen @ kernel[width:])
+        return of_steps, of_condition
+
+    def __call__(self, x: Float[Array, "b t a"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t a"]:
+        """``films``: of each block, as `prepare` says."""
+        left, skips = iter(films), []
+        for level in self.down:
+            x = level(x, [next(left), next(left)])
+            skips.append(x)
+            x = x if level.change is None else level.change(x)
+        for block in self.middle:
+            x = block(x, next(left))
+        for level in self.up:
+            x = level(jnp.concatenate((x, skips.pop()), axis=-1), [next(left), next(left)])
+            x = level.change(x)
+        return self.out(self.last(x))
+
+
+class DiffusionPolicyModel(nnx.Module):
+    """Noise (or the chunk itself) in a noisy chunk, for a normalised observation."""
+
+    def __init__(self, config: DiffusionConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        del dtype  # of the weights that it is assembled over
+        self.config = config
+        cameras = len(config.cameras)
+        if cameras and config.use_separate_rgb_encoder_per_camera:
+            self.encoders = nnx.List([ImageEncoder(config, rngs=rngs) for _ in range(cameras)])
+        elif cameras:
+            self.encoder = ImageEncoder(config, rngs=rngs)
+        self.unet = UNet(config, condition_width(config), rngs=rngs)
+
+    def condition(self, observation: Observation) -> Float[Array, "b c"]:
+        """All that is seen as one vector: of each observation step the state, the cameras, the environment's state."""
+
+        def with_time(x: Array) -> Array:
+            return x[:, None] if self.config.n_obs_steps == 1 else x
+
+        parts = [with_time(observation.state), *self._images([with_time(image) for image in observation.images])]
+        if observation.environment_state is not None:
+            parts.append(with_time(observation.environment_state))
+        return rearrange(jnp.concatenate(parts, axis=-1), "b o c -> b (o c)")
+
+    def _images(self, images: list[Float[Array, "b o h w 3"]]) -> list[Float[Array, "b o d"]]:
+        if not images:
+            return []
+        batch, steps = images[0].shape[:2]
+        if self.config.use_separate_rgb_encoder_per_camera:
+            flat = [rearrange(image, "b o h w c -> (b o) h w c") for image in images]
+            vectors = [encoder(image) for encoder, image in zip(self.encoders, flat, strict=True)]
+            return [rearrange(vector, "(b o) d -> b o d", b=batch) for vector in vectors]
+        together = rearrange(jnp.stack(images), "n b o h w c -> (n b o) h w c")
+        return list(rearrange(self.encoder(together), "(n b o) d -> n b o d", b=batch, o=steps))
+
+
+def condition_width(config: DiffusionConfig) -> int:
+    """Numbers of the condition."""
+    vectors = [part.shape[0] for part in (config.state, config.environment_state) if part is not None]
+    return config.n_obs_steps * (sum(vectors) + 2 * config.spatial_softmax_num_keypoints * len(config.cameras))
