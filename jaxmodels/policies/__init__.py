@@ -43,6 +43,15 @@ class PolicyType:
     small: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Served from checkpoints of LeRobot, and not trained here yet.
+SERVED_ONLY = frozenset({"diffusion"})
+
+
+def trained_types() -> tuple[str, ...]:
+    """Policy types that can be trained here."""
+    return tuple(name for name in policy_types() if name not in SERVED_ONLY)
+
+
 def policy_types() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")))
 

@@ -9,7 +9,7 @@ from jaxmodels._lazy import lazy_names
 
 if TYPE_CHECKING:
     from jaxmodels.devices import join
-    from jaxmodels.policies import policy_types
+    from jaxmodels.policies import policy_types, trained_types
     from jaxmodels.training.augmentation import ImageTransforms, Transform, parse_transforms
     from jaxmodels.training.config import TrainingConfig
     from jaxmodels.training.initial_policy import Start, new_policy, policy_fields, trained_policy
@@ -35,6 +35,7 @@ __all__ = [
     "scheduler_preset",
     "train",
     "trained_policy",
+    "trained_types",
 ]
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "parse_transforms": "jaxmodels.training.augmentation",
     "policy_fields": "jaxmodels.training.initial_policy",
     "policy_types": "jaxmodels.policies",
+    "trained_types": "jaxmodels.policies",
     "scheduler_preset": "jaxmodels.training.optimizers",
     "train": "jaxmodels.training.loop",
     "trained_policy": "jaxmodels.training.initial_policy",

@@ -12,7 +12,7 @@ from jaxmodels.checkpoints.backbones import Backbone, read_backbone
 from jaxmodels.data import Dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.hub import fetch
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
 from jaxmodels.text import TextConfig
 from jaxmodels.text.clip import read_clip_text
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
@@ -87,6 +87,11 @@ def new_policy(
         CheckpointError: weights of a trained part cannot be read.
         HubError: they cannot be fetched.
     """
+    if kind in SERVED_ONLY:
+        raise ConfigError(
+            f"policy type {kind!r} is served and not trained here; train it with LeRobot, or train "
+            f"{', '.join(trained_types())}"
+        )
     chosen = get_policy_type(kind)
     if preset not in (None, *PRESETS):
         raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")

@@ -109,11 +109,11 @@ def _check_fields(flags: ParsedFlags) -> None:
     """Before anything is missed: what is missing may be there, misspelt. And before a dataset is fetched."""
     if not flags.policy:
         return
-    from jaxmodels.training import policy_fields, policy_types
+    from jaxmodels.training import policy_fields, trained_types
 
     # A policy to go on with says its type itself, later; without one that there is, any may be meant.
     kind = flags.values.get("policy.type")
-    known = [kind] if kind in policy_types() else policy_types()
+    known = [kind] if kind in trained_types() else trained_types()
     fields = [name for each in known for name in policy_fields(each)]
     check_fields(flags.policy, fields, kind if kind in known else None)
 
@@ -142,9 +142,9 @@ def _unknown_type(kind: str | None) -> list[str]:
     """Said before a dataset is fetched."""
     if kind is None:
         return []
-    from jaxmodels.training import policy_types
+    from jaxmodels.training import trained_types
 
-    types = policy_types()
+    types = trained_types()
     return [] if kind in types else [f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}"]
 
 

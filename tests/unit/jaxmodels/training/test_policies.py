@@ -11,7 +11,7 @@ import pytest
 import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError
-from jaxmodels.policies import lerobot_folder, policy_types
+from jaxmodels.policies import lerobot_folder, trained_types
 from jaxmodels.text.clip import read_clip_text
 from jaxmodels.training import Start, TrainingConfig, new_policy, policy_fields, train
 from jaxmodels.training.train_state import read_instructions
@@ -33,7 +33,7 @@ def start_of(kind: str, dataset: Dataset, **text: Any) -> Start:
     return new_policy(dataset, kind, values={**TINY[kind], **reads})
 
 
-@pytest.mark.parametrize("kind", policy_types())
+@pytest.mark.parametrize("kind", trained_types())
 def test_every_policy_type_is_trained_and_can_be_used(
     kind: str, told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_dataset_that_says_nothing_cannot_train_a_policy_that_is_told_somethin
 
 
 def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(dataset: Dataset) -> None:
-    for kind in policy_types():
+    for kind in trained_types():
         policy = new_policy(dataset, kind, preset="small", image_size=(48, 32), values={"n_action_steps": 3}).policy
         assert policy.cameras[0].shape == (3, 48, 32)
         assert policy.action.shape == (2,)
