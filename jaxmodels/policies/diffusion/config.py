@@ -144,8 +144,8 @@ class DiffusionConfig(PolicyConfig):
         if len(self.down_dims) in levels and is_right:
             return []
         return [
-            f"down_dims is {shorten_value(list(self.down_dims))}; wanted 1 to {levels.most:g} integers of 1 or more, "
-            f"at most {widths.most:g}"
+            f"down_dims is {shorten_value(list(self.down_dims))}; wanted 1 to {levels.maximum:g} integers of 1 or more, "
+            f"at most {widths.maximum:g}"
         ]
 
     def _wrong_numbers(self) -> list[str]:

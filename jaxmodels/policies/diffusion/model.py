@@ -211,6 +211,7 @@ class UNet(nnx.Module):
             x = block(x, next(left))
         for level in self.up:
             x = level(jnp.concatenate((x, skips.pop()), axis=-1), [next(left), next(left)])
+            assert level.change is not None  # every level upwards has one
             x = level.change(x)
         return self.out(self.last(x))
 
