@@ -100,7 +100,7 @@ async def measure() -> dict[str, object]:
             if process is not None:
                 process.kill()
                 process.wait()
-        made, missed = app.ctx.live.pictures.made, control.missed_ticks
+        made, missed = app.ctx.live.pictures.encoded, control.missed_ticks
         moving.cancel()
     p50, p99 = np.percentile(took, (50, 99)) * 1e6
     return {

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, AsyncExitStack
 
 import jaxmodels
 from service.api.context import App, Context
-from service.control.limits import Asked, read_limits
+from service.control.limits import LimitsRequest, read_limits
 from service.control.watchdog import WatchdogTimeouts
 from service.engine_source import EngineSource
 from service.http.array_limits import ArrayLimits
@@ -45,7 +45,7 @@ def session_settings(settings: Settings) -> SessionSettings:
         input_timeout=settings.input_timeout,
         joint_ranges=settings.joint_ranges,
         patience=_watchdog_timeouts(settings),
-        motion=Asked(
+        motion=LimitsRequest(
             mode=settings.safety,
             setting=settings.max_relative_target,
             file=None if settings.limits is None else read_limits(settings.limits),
@@ -116,7 +116,7 @@ def register_lifespan(
                 load=load,
                 engine=engine,
                 settings=of_sessions,
-                tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
+                tell=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
                 admit=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )

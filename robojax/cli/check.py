@@ -84,16 +84,16 @@ def check(
 def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from robojax.cli.serve import settings_or_end
-    from service.control.joints import table_for
-    from service.control.limits import Asked, motion_limits, read_limits
+    from service.control.joints import create_joint_table
+    from service.control.limits import LimitsRequest, create_motion_limits, read_limits
     from service.errors import ServiceError
 
     settings = settings_or_end({"limits": file})
     read = None if settings.limits is None else read_limits(settings.limits)
     try:
-        table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
-        asked = Asked(settings.safety, setting=settings.max_relative_target, file=read)
-        found = motion_limits(table, asked, requirements.action_range)
+        table = create_joint_table(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
+        asked = LimitsRequest(settings.safety, setting=settings.max_relative_target, file=read)
+        found = create_motion_limits(table, asked, requirements.action_range)
         return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
     except ServiceError as error:
         then = "docs/robots/safety.md says where limits come from"

@@ -11,7 +11,7 @@ from service.transport.address import Address
 _PORTS = {"http": 80, "https": 443}
 
 
-class Holder(Protocol):
+class LeaseHolder(Protocol):
     """Who commands a robot: a session."""
 
     @property
@@ -19,7 +19,7 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True)
-class Robot:
+class RobotAddress:
     """The room that a robot takes its commands from, written in one way however it was asked for.
 
     Attributes:
@@ -33,7 +33,7 @@ class Robot:
     room: str
 
 
-def robot_of(url: str, workspace: str, room: str) -> Robot:
+def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
     """The robot behind a room of a transport server.
 
     ``/api`` at the end is left out, as servers of this kind answer at both; all names of this machine are one. An
@@ -42,21 +42,21 @@ def robot_of(url: str, workspace: str, room: str) -> Robot:
     try:
         base = Address.parse(url).base
     except InvalidRequest:
-        return Robot(url, workspace, room)
+        return RobotAddress(url, workspace, room)
     parts = urlsplit(base)
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS[parts.scheme]
     path = parts.path.rstrip("/").removesuffix("/api")
-    return Robot(f"{'loopback' if _is_loopback(host) else host}:{port}{path}", workspace, room)
+    return RobotAddress(f"{'loopback' if _is_loopback(host) else host}:{port}{path}", workspace, room)
 
 
 class Leases:
     """Which session commands which robot; of one process."""
 
     def __init__(self) -> None:
-        self._holders: dict[Robot, Holder] = {}
+        self._holders: dict[RobotAddress, LeaseHolder] = {}
 
-    def take(self, robot: Robot, holder: Holder) -> None:
+    def take(self, robot: RobotAddress, holder: LeaseHolder) -> None:
         """Let a session, and nobody else, command this robot until it is given back.
 
         One of the same id takes it over: the one before was deleted, and its link hangs and cannot send.
@@ -73,12 +73,12 @@ class Leases:
             )
         self._holders[robot] = holder
 
-    def release(self, robot: Robot, holder: Holder) -> None:
+    def release(self, robot: RobotAddress, holder: LeaseHolder) -> None:
         """Give it back; of one that somebody else holds nothing changes."""
         if self._holders.get(robot) is holder:
             del self._holders[robot]
 
-    def holder(self, robot: Robot) -> Holder | None:
+    def holder(self, robot: RobotAddress) -> LeaseHolder | None:
         """Who commands it."""
         return self._holders.get(robot)
 

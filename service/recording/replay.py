@@ -10,10 +10,10 @@ import numpy as np
 
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
-from service.recording.steps import Facts, RecordingError, Source, Step
+from service.recording.steps import SourceInfo, RecordingError, StepSource, Step
 
 
-class Needs(Protocol):
+class PolicyRequirements(Protocol):
     """What is asked of a policy's requirements."""
 
     @property
@@ -28,7 +28,7 @@ class Needs(Protocol):
     def language(self) -> bool: ...
 
 
-class Acting(Protocol):
+class ReplayPolicy(Protocol):
     """A policy that answers a chunk (1, t, a) to an observation."""
 
     @property
@@ -36,12 +36,12 @@ class Acting(Protocol):
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
 
 
-class Misfit(Exception):
+class PolicyMismatch(Exception):
     """The policy needs what the recording does not have; the text lists all of it."""
 
 
 @dataclass
-class Episode:
+class ReplayEpisode:
     """One episode, with what the policy would have done.
 
     Attributes:
@@ -52,7 +52,7 @@ class Episode:
 
     recorded: np.ndarray
     predicted: np.ndarray
-    asked: list[int]
+    queried: list[int]
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class JointError:
 
 
 @dataclass
-class Report:
+class ReplayReport:
     """What was found.
 
     Attributes:
         seconds: of each inference.
     """
 
-    facts: Facts
-    episodes: list[Episode] = field(default_factory=list)
+    info: SourceInfo
+    episodes: list[ReplayEpisode] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -83,17 +83,17 @@ class Report:
         """Ticks that were compared."""
         return sum(int(np.isfinite(episode.predicted).all(1).sum()) for episode in self.episodes)
 
-    def joints(self) -> list[JointError]:
+    def joint_errors(self) -> list[JointError]:
         """The error of each joint over all episodes."""
         errors = np.concatenate([np.abs(episode.predicted - episode.recorded) for episode in self.episodes])
         mean, largest = np.nanmean(errors, 0), np.nanmax(errors, 0)
-        span = np.asarray(self.facts.high, float) - np.asarray(self.facts.low, float)
+        span = np.asarray(self.info.high, float) - np.asarray(self.info.low, float)
         if not np.isfinite(span).all():
             done = np.concatenate([episode.recorded for episode in self.episodes])
             # The next best: as far as the joint went in this recording.
             span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
         found = []
-        for name, one, most, width in zip(self.facts.joints, mean, largest, span, strict=True):
+        for name, one, most, width in zip(self.info.joints, mean, largest, span, strict=True):
             share = 100 / width if width > 0 else None
             found.append(
                 JointError(
@@ -109,37 +109,37 @@ class Report:
     @property
     def mean_percent(self) -> float | None:
         """The mean over all joints that have a range."""
-        known = [joint.mean_percent for joint in self.joints() if joint.mean_percent is not None]
+        known = [joint.mean_percent for joint in self.joint_errors() if joint.mean_percent is not None]
         return sum(known) / len(known) if known else None
 
 
-def check(facts: Facts, needs: Needs) -> None:
+def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
     """Whether the policy can be asked about this recording at all.
 
     Raises:
         Misfit: it cannot; lists every reason.
     """
-    wrong = []
-    if needs.action != len(facts.joints):
-        wrong.append(f"its actions have {needs.action} values, the recording's {len(facts.joints)}")
-    if needs.state not in (None, len(facts.joints)):
-        wrong.append(f"it reads a state of {needs.state} values, the recording has {len(facts.joints)}")
-    if missing := sorted(set(needs.cameras) - set(facts.cameras)):
-        have = ", ".join(facts.cameras) or "none"
-        wrong.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
-    if needs.language and not facts.task.strip():
-        wrong.append("it does what it is told, and the recording does not say what that was")
-    if wrong:
-        raise Misfit("; ".join(wrong))
+    problems = []
+    if requirements.action != len(info.joints):
+        problems.append(f"its actions have {requirements.action} values, the recording's {len(info.joints)}")
+    if requirements.state not in (None, len(info.joints)):
+        problems.append(f"it reads a state of {requirements.state} values, the recording has {len(info.joints)}")
+    if missing := sorted(set(requirements.cameras) - set(info.cameras)):
+        have = ", ".join(info.cameras) or "none"
+        problems.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
+    if requirements.language and not info.task.strip():
+        problems.append("it does what it is told, and the recording does not say what that was")
+    if problems:
+        raise PolicyMismatch("; ".join(problems))
 
 
-def play(
-    source: Source,
-    policy: Acting,
+def replay_recording(
+    source: StepSource,
+    policy: ReplayPolicy,
     *,
     every: int | None = None,
     on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
-) -> Report:
+) -> ReplayReport:
     """Ask the policy every so many ticks, and hold its chunk against what was done in the ticks that follow.
 
     Args:
@@ -150,32 +150,32 @@ def play(
         Misfit: the policy does not fit the recording.
         RecordingError: the recording cannot be read, or there is nothing in it.
     """
-    needs = policy.requirements
-    check(source.facts, needs)
-    stride = every or needs.action_steps
-    report = Report(source.facts)
+    requirements = policy.requirements
+    check_policy(source.info, requirements)
+    stride = every or requirements.action_steps
+    report = ReplayReport(source.info)
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
     for step in source.steps():
         if step.episode != episode:
-            _close(report, actions, chunks, stride)
+            _finish_episode(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
         chunk = None
         if len(actions) % stride == 0:
             began = time.perf_counter()
-            chunk = policy.act(_observation(step, needs))[0]
+            chunk = policy.act(_build_observation(step, requirements))[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
         on_step(step, chunk)
-    _close(report, actions, chunks, stride)
+    _finish_episode(report, actions, chunks, stride)
     if not report.episodes:
         raise RecordingError("there is nothing to play: the robot was never sent anywhere with all cameras in sight")
     return report
 
 
-def _close(report: Report, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int) -> None:
+def _finish_episode(report: ReplayReport, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int) -> None:
     if not actions:
         return
     recorded = np.stack(actions).astype(np.float64)
@@ -183,20 +183,20 @@ def _close(report: Report, actions: list[np.ndarray], chunks: Mapping[int, np.nd
     for start, chunk in chunks.items():
         part = chunk[: min(stride, len(actions) - start)]
         predicted[start : start + len(part)] = part
-    report.episodes.append(Episode(recorded, predicted, sorted(chunks)))
+    report.episodes.append(ReplayEpisode(recorded, predicted, sorted(chunks)))
 
 
-def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
-    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in needs.cameras}
-    if needs.state is not None:
+def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str, np.ndarray]:
+    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in requirements.cameras}
+    if requirements.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
-    return found | task_input(step.task) if needs.language else found
+    return found | task_input(step.task) if requirements.language else found
 
 
-WIDTH, ROW = 11.0, 1.7  # inches
+WIDTH, ROW_HEIGHT = 11.0, 1.7  # inches
 
 
-def save_plot(path: Path, report: Report, title: str) -> None:
+def save_plot(path: Path, report: ReplayReport, title: str) -> None:
     """Draw it; the file's ending says the format.
 
     Raises:
@@ -207,8 +207,8 @@ def save_plot(path: Path, report: Report, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    joints, rate = report.joints(), report.facts.rate
-    figure = Figure(figsize=(WIDTH, ROW * len(joints) + 1), layout="constrained")
+    joints, rate = report.joint_errors(), report.info.rate
+    figure = Figure(figsize=(WIDTH, ROW_HEIGHT * len(joints) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(joints), 1, sharex=True, squeeze=False)[:, 0]
     ends = np.cumsum([len(episode.recorded) for episode in report.episodes])
@@ -219,7 +219,7 @@ def save_plot(path: Path, report: Report, title: str) -> None:
             is_first = start == 0
             axis.plot(seconds, episode.recorded[:, number], color="C0", label="recorded" if is_first else None)
             axis.plot(seconds, episode.predicted[:, number], color="C1", lw=1, label="policy" if is_first else None)
-            axis.plot(seconds[episode.asked], episode.predicted[episode.asked, number], ".", color="C1", ms=3)
+            axis.plot(seconds[episode.queried], episode.predicted[episode.queried, number], ".", color="C1", ms=3)
             if end != ends[-1]:
                 axis.axvline(end / rate, color="0.7", lw=0.8, ls="--")
             start = int(end)
@@ -236,10 +236,10 @@ def save_plot(path: Path, report: Report, title: str) -> None:
 INSTALL = "pip install 'robojax[rerun]'"
 
 
-class Viewer:
+class RerunViewer:
     """Shows steps as they are played."""
 
-    def __init__(self, facts: Facts, save: Path | None):
+    def __init__(self, facts: SourceInfo, save: Path | None):
         """Open a viewer, or write a file that it opens.
 
         Raises:

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, GetPydanticSchema
 from pydantic_core import PydanticCustomError, core_schema
 
-from service.control.aggregation import LARGEST_COEFFICIENT, OVERLAP, OVERLAPS
-from service.control.limits import Asked
+from service.control.aggregation import MAX_COEFFICIENT, AGGREGATIONS_TEXT, AGGREGATIONS
+from service.control.limits import LimitsRequest
 from service.control.watchdog import WatchdogTimeouts
 from service.errors import InvalidRequest
 from service.inference.policy_sources import PolicyPlaces
@@ -83,7 +83,7 @@ CameraNames = Annotated[
 JointNames = Annotated[tuple[JointName, ...], _LIST, Field(max_length=256), AfterValidator(tuple)]
 Rate = Annotated[float, Field(ge=0.1, le=1000)]
 # Exactly the names of the table.
-Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(OVERLAPS)))]
+Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(AGGREGATIONS)))]
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class SessionRequest:
     overlap: Annotated[
         Overlap | None,
         Field(
-            description=f"How a new chunk joins what is left of the plan: {OVERLAP}. "
+            description=f"How a new chunk joins what is left of the plan: {AGGREGATIONS_TEXT}. "
             "Null: ensemble where the checkpoint says so, else the default."
         ),
     ] = None
     temporal_ensemble_coeff: Annotated[
-        Annotated[float, Field(ge=-LARGEST_COEFFICIENT, le=LARGEST_COEFFICIENT)] | None,
+        Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] | None,
         Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
     ] = None
     ask_ahead: Annotated[
@@ -246,7 +246,7 @@ class SessionSettings:
     close_within: float = 3.0
     joint_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     samples: int = 2048
-    motion: Asked = field(default_factory=Asked)
+    motion: LimitsRequest = field(default_factory=LimitsRequest)
     on_hold: Literal["hold", "ramp"] = "hold"
     patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
 

@@ -216,7 +216,7 @@ class Latched:
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
         """Nobody gets so far."""
-        return self.stranger()
+        return self.refuse_stranger()
 
 
 def _is_of_another(room: str | None, session: str | None) -> bool:

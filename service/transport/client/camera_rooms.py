@@ -30,8 +30,8 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
-# Offers answered, a second and at once. A robot offers once in OFFER_AGAIN seconds; each costs 10 ms of the event loop
-# and a few sockets.
+# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each costs 10 ms of the event
+# loop and a few sockets.
 ANSWER_RATE = (1.0, 5)
 PEER_CHECK_INTERVAL = 0.5  # seconds between looks at whether the peer is of use
 

@@ -46,7 +46,7 @@ async def refuse_redirects(
     it.
 
     Raises:
-        Redirected: it points elsewhere.
+        RedirectRefused: it points elsewhere.
     """
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):

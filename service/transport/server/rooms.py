@@ -261,15 +261,15 @@ class RoomTable:
         del self.rooms[path]
         if self.is_odd:
             return []
-        participants = [seat for seat in self._participants.values() if seat.path == path]
-        for seat in participants:
-            del self._participants[seat.connection]
-            del self._by_id[self._key(seat)]
+        participants = [participant for participant in self._participants.values() if participant.path == path]
+        for participant in participants:
+            del self._participants[participant.connection]
+            del self._by_id[self._key(participant)]
         return [Close(_connections(participants), "room deleted")] if participants else []
 
     def remove_idle(self, now: float, idle: float, kind: Kind | None = None) -> list[RoomPath]:
         """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
-        occupied = {seat.path for seat in self._by_id.values()}
+        occupied = {participant.path for participant in self._by_id.values()}
         gone = [
             place
             for place, room in self.rooms.items()
@@ -281,11 +281,11 @@ class RoomTable:
 
     def is_occupied(self, path: RoomPath) -> bool:
         """Whether anybody is connected to this room."""
-        return any(seat.path == path for seat in self._by_id.values())
+        return any(participant.path == path for participant in self._by_id.values())
 
     def connections(self, kind: Kind) -> int:
         """Count the participants of one service."""
-        return sum(seat.path.kind is kind for seat in self._by_id.values())
+        return sum(participant.path.kind is kind for participant in self._by_id.values())
 
     # Who commands.
 
@@ -471,7 +471,7 @@ class RoomTable:
         if room is None:
             return []
         found = (self.find(room.path, Role.CONSUMER, name) for name in room.consumers)
-        return [seat for seat in found if seat is not None]
+        return [participant for participant in found if participant is not None]
 
     def participants(self, room: Room | None) -> list[Participant]:
         """Return the producer, then the consumers."""
@@ -480,7 +480,7 @@ class RoomTable:
 
     def others(self, room: Room | None, excluded: Participant) -> list[Participant]:
         """Return everybody in a room but one."""
-        return [seat for seat in self.participants(room) if (seat.role, seat.id) != (excluded.role, excluded.id)]
+        return [one for one in self.participants(room) if (one.role, one.id) != (excluded.role, excluded.id)]
 
     def reply(self, participant: Participant, message: Message) -> Effects:
         """Answer the sender; being odd, whoever holds the sender's id now."""
@@ -513,7 +513,7 @@ def _latched_stop(connection: Connection, room: Room, commander: Commander | Non
 
 
 def _connections(participants: Iterable[Participant]) -> tuple[Connection, ...]:
-    return tuple(seat.connection for seat in participants)
+    return tuple(participant.connection for participant in participants)
 
 
 def _join_refusal(kind: Kind) -> Message:

@@ -367,9 +367,8 @@ def _unknown_type(kind: str | None) -> protocol.Error:
     return protocol.Error(f"Unknown message type: {kind}")
 
 
-MAX_IMMEDIATE_WRITES = (
-    32  # participants to whom a message is written in one turn of the loop, 8 us each; the others follow
-)
+# Participants to whom a message is written in one turn of the loop, 8 us each; the others follow.
+MAX_IMMEDIATE_WRITES = 32
 KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether a socket's key still counts
 
 
@@ -497,7 +496,7 @@ def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json)
 
     Raises:
         UnknownRoom: there is no such room.
-        BrokenSignal: no ``type``, or no ``sdp`` or ``candidate`` where one has to be passed on.
+        InvalidSignal: no ``type``, or no ``sdp`` or ``candidate`` where one has to be passed on.
     """
     table.get(path)
     if "type" not in signal:

@@ -130,10 +130,9 @@ class _BitReader:
         return self.read_bits(zeros + 1) - 1
 
 
-LOSS_TIMEOUT = (
-    0.2  # seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms
-)
-# Pictures given out at one packet: what comes in LOSS_TIMEOUT at 60 fps. The next ones come with the packets that follow.
+# Seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms.
+LOSS_TIMEOUT = 0.2
+# Pictures given out at one packet: what comes in LOSS_TIMEOUT at 60 fps. The next come with the packets after it.
 # 511 of a packet each may wait for the one before them, and each is looked at for up to 1 ms, on the event loop.
 MAX_FRAMES_PER_PACKET = 12
 NACK_INTERVAL = 0.005  # seconds between reports of missing packets
@@ -243,9 +242,8 @@ class EagerJitterBuffer(JitterBuffer):
         for index in range(self._contiguous, self._capacity):
             packet = self._slot(index)
             if packet is None or first is None:
-                self._contiguous = (
-                    index  # the next packet need not look at these again: a picture may be 512 packets long
-                )
+                # The next packet need not look at these again: a picture may be 512 packets long.
+                self._contiguous = index
                 return None
             if packet.timestamp != first.timestamp:
                 return index

@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.dashboard.live import BadMessage, Drawn, LiveSettings, Look, Part, Stop, pack, parse_message
+from service.dashboard.live import BadMessage, DrawnAck, LiveSettings, ViewSession, BinaryPart, StopAll, pack_message, parse_message
 from tests.testing.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
@@ -213,21 +213,21 @@ async def test_a_session_that_comes_goes_and_comes_again_is_looked_at_each_time(
 
 
 def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
-    parts = [Part({"kind": "picture"}, b"12345"), Part({"kind": "plan"}, bytes(8))]
-    raw = pack({"number": 1, "text": "é"}, parts)
+    parts = [BinaryPart({"kind": "picture"}, b"12345"), BinaryPart({"kind": "plan"}, bytes(8))]
+    raw = pack_message({"number": 1, "text": "é"}, parts)
     assert len(raw) % 4 == 0
     assert [part["content"] for part in unpack(raw)["parts"]] == [b"12345", bytes(8)]
     with pytest.raises(ValueError, match="JSON"):
-        pack({"number": float("nan")})
+        pack_message({"number": float("nan")})
 
 
 @pytest.mark.parametrize(
     ("said", "word"),
     [
-        ('{"type":"seen","number":3}', Drawn(3)),
-        ('{"type":"look","session":null}', Look(None, False)),
-        ('{"type":"look","session":"arm","pictures":true}', Look("arm", True)),
-        ('{"type":"stop","number":true,"reason":["x"]}', Stop(0, "asked for on the page")),
+        ('{"type":"seen","number":3}', DrawnAck(3)),
+        ('{"type":"look","session":null}', ViewSession(None, False)),
+        ('{"type":"look","session":"arm","pictures":true}', ViewSession("arm", True)),
+        ('{"type":"stop","number":true,"reason":["x"]}', StopAll(0, "asked for on the page")),
     ],
 )
 def test_what_a_page_says_is_read(said, word):

@@ -131,7 +131,7 @@ async def test_several_consumers_see_one_camera(join_robot, connect, server, see
 def test_it_works_under_uvloop(quick):
     async def main():
         frames, events = [], []
-        inbox = namedtuple("Inbox", "frame joints event")(
+        inbox = namedtuple("Inbox", "on_frame on_joints on_event")(
             lambda camera, image, at: frames.append((camera, image, at)), lambda values, at: None, events.append
         )
         async with (

@@ -129,7 +129,7 @@ async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server)
 
 
 async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
-    monkeypatch.setattr(websocket, "LOOK", 0.01)
+    monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
         assert socket is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.control.lease import Leases, robot_of
+from service.control.lease import Leases, find_robot
 from service.control.observers import Tick
 from service.errors import RobotTaken
 from service.sessions.request import NewSession
@@ -153,7 +153,7 @@ def _session(rig, leases: Leases, name: str) -> Session:
 
 async def test_a_robot_is_commanded_by_one_session_and_given_back_however_that_ends(rig) -> None:
     leases = Leases()
-    robot = robot_of("memory://", "w", "one-joint-output")
+    robot = find_robot("memory://", "w", "one-joint-output")
     blocker = _session(rig, leases, "two")
     await blocker.ready()
     leases.take(robot, blocker)

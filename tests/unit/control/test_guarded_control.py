@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.hold import Ramp
 from service.control.joints import SO100, JointTable
-from service.control.limits import Asked, LimitsFile, Said, motion_limits
+from service.control.limits import LimitsRequest, LimitsFile, FileLimits, create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from service.stage import Move
@@ -41,7 +41,7 @@ class Arm:
     """A robot that is at once where it is sent, a camera, and a policy that answers at once."""
 
     policy: Callable[[Snapshot], np.ndarray]
-    asked: Asked = field(default_factory=Asked)
+    asked: LimitsRequest = field(default_factory=LimitsRequest)
     pace: ControlConfig = PACE
     sees: bool = True
     is_choked: bool = False
@@ -51,7 +51,7 @@ class Arm:
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], TABLE)
-        self.control = Controller(self.buffer, self.pace, motion_limits(TABLE, self.asked))
+        self.control = Controller(self.buffer, self.pace, create_motion_limits(TABLE, self.asked))
         self.move(np.array([0, 0, 0, 0, 0, 50.0]))
         self.control.begin(self.now)
 
@@ -84,14 +84,14 @@ class Arm:
         return np.abs(np.diff(np.array(self.sent), axis=0))
 
 
-def asked(mode: Any = "clamp", requested: float | None = None, **said: float) -> Asked:
+def asked(mode: Any = "clamp", requested: float | None = None, **said: float) -> LimitsRequest:
     numbers: dict[str, Any] = dict(said)
-    joints = {name: Said(**numbers, origin="f") for name in TABLE.names}
-    return Asked(mode, requested, file=LimitsFile("f", joints) if said else None)
+    joints = {name: FileLimits(**numbers, origin="f") for name in TABLE.names}
+    return LimitsRequest(mode, requested, file=LimitsFile("f", joints) if said else None)
 
 
 async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
-    async with rigged(motion=Asked(setting=9.0)) as rig:
+    async with rigged(motion=LimitsRequest(setting=9.0)) as rig:
         with pytest.raises(InvalidRequest, match="'knee'"):
             await rig.running(max_relative_target={"knee": 1.0})
         await rig.running(max_relative_target={"gripper": 0.05})
@@ -147,14 +147,14 @@ def test_a_policy_is_judged_by_what_it_wanted_not_by_what_it_was_let_do() -> Non
 
 
 def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
-    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(), action_steps=1)):
+    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=EnsembleAggregation(), action_steps=1)):
         arm = Arm(towards(1.0), pace=pace).tick(20)
         assert arm.control.guard.clamped.total == 0, pace
         assert arm.steps.max() <= max(20 / pace.rate, 1.0) * 1.2
 
 
 @pytest.mark.parametrize(
-    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
+    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=EnsembleAggregation(0.1), action_steps=1)]
 )
 def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: ControlConfig) -> None:
     random = np.random.default_rng(3)
@@ -283,7 +283,7 @@ def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
 
 
 def test_a_ramp_ends_in_half_a_second_at_its_range_and_of_an_arm_that_stands_at_once() -> None:
-    limits = motion_limits(TABLE, asked(acceleration=1.0))
+    limits = create_motion_limits(TABLE, asked(acceleration=1.0))
     ramp = Ramp(limits, np.full(6, 99.0), np.full(6, 200.0), 50)
     commands = []
     while (command := ramp.next()) is not None:
