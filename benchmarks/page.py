@@ -60,7 +60,7 @@ def spread(lateness: list[float]) -> dict[str, float]:
 
 async def measure() -> dict[str, object]:
     took: list[float] = []
-    message = live.Viewer._message
+    message = live.Viewer._build_message
 
     def timed(self, now: float) -> bytes:
         began = time.thread_time()
@@ -68,9 +68,9 @@ async def measure() -> dict[str, object]:
         took.append(time.thread_time() - began)
         return made
 
-    live.Viewer._message = timed
+    live.Viewer._build_message = timed
     transport = MemoryTransport()
-    app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
+    app = create_app(Settings.from_values(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
         from service.sessions.request import NewSession

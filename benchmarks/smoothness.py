@@ -26,7 +26,7 @@ import numpy as np
 import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
-from service.control.aggregation import DEFAULT_AGGREGATION, AGGREGATIONS
+from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
 from service.control.chunk_scheduler import PolicyRequest
 from service.control.controller import Controller, PolicyAnswer
 from service.control.observation_buffer import ObservationBuffer
@@ -203,7 +203,9 @@ def main() -> None:
     """Measure, or only draw what was measured."""
     asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asking.add_argument("--policy", default=str(SHIPPED))
-    asking.add_argument("--overlap", action="append", choices=list(AGGREGATIONS), help="default: all that fit the policy")
+    asking.add_argument(
+        "--overlap", action="append", choices=list(AGGREGATIONS), help="default: all that fit the policy"
+    )
     asking.add_argument("--delay", action="append", type=int, help="milliseconds; default: 0 100 200 300 400")
     asking.add_argument("--jitter", type=int, default=0, help="milliseconds at most")
     asking.add_argument("--episodes", type=int, default=len(SEEDS))

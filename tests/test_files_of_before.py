@@ -14,6 +14,7 @@ import jaxmodels
 from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
 from service.testing import SO100_REQUIREMENTS
+from tests.testing.compiling import process_environment
 from tests.testing.rig import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"
@@ -29,7 +30,8 @@ def files(tmp_path: Path) -> Path:
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "robojax.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    quick = process_environment(quick=True)
+    done = subprocess.run(command, env=quick, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

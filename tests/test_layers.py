@@ -15,7 +15,7 @@ from tools import house
 ROOT = Path(__file__).parent.parent
 OURS = ("jaxmodels", "service", "hooks", "robojax")
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "safetensors"}
-SERVER = {"sanic", "pydantic", "pydantic_settings", "asyncio", "aiohttp", "aiortc", "uvloop", "typer", "rich"}
+SERVER = {"sanic", "pydantic", "asyncio", "aiohttp", "aiortc", "uvloop", "typer", "rich"}
 
 # package -> modules it must not import (a prefix match on the dotted name)
 FORBIDDEN: dict[str, set[str]] = {

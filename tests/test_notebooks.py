@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +33,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBERED = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
 # They train, and compile what a user's second run reads from the disk; a busy machine takes its time.
 PATIENCE = 600
-WORTH_COMPILING_WELL = 500  # steps of training
+SHORTER = 20  # nothing in a notebook depends on how well it has learned
 # Whether a machine can draw is known by trying, in a process of its own: OpenGL may end it.
 DRAWING = "import robojax.sim, mujoco; mujoco.GLContext(8, 8)"
 
@@ -55,11 +54,12 @@ def text(path: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells(path, "markdown"))
 
 
-def compilation(source: str) -> AbstractContextManager[None]:
-    """Quick, but for a training so long that a program which was compiled well makes up for it (18 s of 51, once)."""
-    steps = [int(count) for count in re.findall(r"\bsteps=(\d+)", source)]
-    is_long = "train(" in source and max(steps, default=0) >= WORTH_COMPILING_WELL
-    return nullcontext() if is_long else compiling_quickly()
+def shortened(source: str) -> str:
+    """A cell whose trainings go a twentieth of their way, and save and stop as early."""
+    counts = r"\b(steps=|log_freq=|save_freq=|progress\.step == )(\d+)"
+    if "TrainingConfig(" not in source:
+        return source
+    return re.sub(counts, lambda found: f"{found[1]}{max(1, int(found[2]) // SHORTER)}", source)
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +90,9 @@ def test_it_runs_from_top_to_bottom(
     monkeypatch.setenv("MPLBACKEND", "agg")
     names: dict = {"__name__": "__main__"}
     try:
-        for number, cell in enumerate(code_cells(path), 1):
-            source = "".join(cell["source"])
-            with compilation(source):
+        with compiling_quickly():
+            for number, cell in enumerate(code_cells(path), 1):
+                source = shortened("".join(cell["source"]))
                 exec(compile(source, f"{path.name}, code cell {number}", "exec"), names)
     finally:
         if "matplotlib.pyplot" in sys.modules:

@@ -114,8 +114,8 @@ FAULTS = (
     Fault(
         "a session ticks faster than the server allows",
         "service/sessions/compatibility.py",
-        "rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)",
-        "rate = new.rate or requirements.rate or settings.rate",
+        "rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)",
+        "rate = new.rate or requirements.rate or settings.control.rate",
         _tests("unit/sessions/test_sessions.py", k="rate"),
     ),
     Fault(
@@ -214,9 +214,9 @@ FAULTS = (
     ),
     Fault(
         "what folders the server has is told",
-        "service/api/operations.py",
-        '    "recordings",\n',
-        "",
+        "service/recording/recorder.py",
+        "recordings: Common[Private[str | None]]",
+        "recordings: Common[str | None]",
         _tests("integration/http/test_routes_debug.py"),
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "a forward pass too many has a place",
         "service/inference/model_server.py",
-        "if self._places >= self.limits.places:",
-        "if self._places > self.limits.places:",
+        "if self._places >= self.settings.max_forwards:",
+        "if self._places > self.settings.max_forwards:",
         _tests("unit/inference/test_forwards.py"),
     ),
     Fault(

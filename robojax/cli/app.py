@@ -128,6 +128,11 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: Any) -> Any:
+        """Typer's, which suggests names for one that is unknown; it looks for them in ``commands``, and calls none."""
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+        return super().resolve_command(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The overview, without importing any command."""
         self._is_listing = True

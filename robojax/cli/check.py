@@ -85,15 +85,16 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from robojax.cli.serve import settings_or_end
     from service.control.joints import create_joint_table
-    from service.control.limits import LimitsRequest, create_motion_limits, read_limits
+    from service.control.limits import create_motion_limits, read_limits
     from service.errors import ServiceError
 
     settings = settings_or_end({"limits": file})
-    read = None if settings.limits is None else read_limits(settings.limits)
+    read = None if settings.safety.limits is None else read_limits(settings.safety.limits)
     try:
-        table = create_joint_table(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
-        asked = LimitsRequest(settings.safety, setting=settings.max_relative_target, file=read)
-        found = create_motion_limits(table, asked, requirements.action_range)
+        table = create_joint_table(
+            requirements.action, checkpoint=requirements.joint_names, ranges=settings.control.joint_ranges
+        )
+        found = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
         return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
     except ServiceError as error:
         then = "docs/robots/safety.md says where limits come from"

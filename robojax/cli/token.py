@@ -133,15 +133,16 @@ def jwt(
     """Sign a bearer token. It cannot be revoked by itself; the secret's file is made the first time."""
     import time
 
+    from robojax.cli.serve import settings_or_end
     from service.auth.caller import Role as Roles
     from service.auth.config import secret_path
     from service.auth.tokens import BadToken, SecretFile
 
-    settings = _settings(port, state, {"jwt_secret_file": secret_file})
-    path = secret_path(settings, settings.state)
+    settings = settings_or_end({"port": port, "state": state, "jwt_secret_file": secret_file}).with_state()
+    path = secret_path(settings.access, settings.webhooks.state)
     if path is None:
         _nowhere("no token was signed", "--jwt-secret-file")
-    file = SecretFile(path, settings.jwt_hours * 3600)
+    file = SecretFile(path, settings.access.jwt_hours * 3600)
     with _trouble("no token was signed"):
         try:
             typer.echo(file.create().sign(name, Roles.parse(role), hours * 3600, time.time(), owner))
@@ -150,22 +151,15 @@ def jwt(
 
 
 def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
+    from robojax.cli.serve import settings_or_end
     from service.auth.config import keys_path
     from service.auth.keys import KeyFile
 
-    settings = _settings(port, state, {"keys_file": keys_file})
-    path = keys_path(settings, settings.state)
+    settings = settings_or_end({"port": port, "state": state, "keys_file": keys_file}).with_state()
+    path = keys_path(settings.access, settings.webhooks.state)
     if path is None:
         _nowhere("there is no place for keys", "--keys-file")
     return KeyFile(path)
-
-
-def _settings(port: int | None, state: str | None, more: dict[str, str | None]) -> Any:
-    from robojax.cli.serve import settings_or_end
-    from service.state import default_state
-
-    settings = settings_or_end({"port": port, "state": state, **more})
-    return settings if settings.state else settings.model_copy(update={"state": default_state(settings.port)})
 
 
 def _nowhere(what: str, flag: str) -> NoReturn:

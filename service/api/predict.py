@@ -41,17 +41,23 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             wanted = choose_answer_format(request.headers.get("accept"), form)
             held.enter_context(models.forwards.place())
             if form.is_small:
-                body = await read_streamed_body(request, settings.max_body, "max_body; npz and msgpack may have more")
+                body = await read_streamed_body(
+                    request, settings.limits.max_body, "max_body; npz and msgpack may have more"
+                )
             else:
-                body = await read_streamed_body(request, settings.max_forward_bytes, "max_forward_bytes")
+                body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
             held.close()
-            await discard_body(request, 2 * settings.max_forward_bytes)
+            await discard_body(request, 2 * settings.models.max_forward_bytes)
             raise
         forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
         timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
         return await send_response(
-            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, timeout=settings.answer_deadline
+            request,
+            forwarded.pieces,
+            wanted.content_type,
+            {"server-timing": timing},
+            timeout=settings.limits.answer_deadline,
         )
 
 

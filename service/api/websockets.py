@@ -31,7 +31,7 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
             return
         client = Stream(
             socket,
-            doors.consult(session),
+            doors.create_inference(session),
             caller_of(request),
             silence_timeout=doors.settings.silence,
             max_bytes=doors.settings.socket.bytes,
@@ -65,9 +65,9 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
 def openpi_app(app: App) -> App:
     """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
-    origins, session_id = Origins(settings.origins), settings.openpi_session
+    origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
-        f"openpi-{secrets.token_hex(4)}", config=configuration(settings), ctx=app.ctx, configure_logging=False
+        f"openpi-{secrets.token_hex(4)}", config=configuration(settings.limits), ctx=app.ctx, configure_logging=False
     )
     beside.config.CONNECTIONS = app.config.CONNECTIONS
     watch(beside)
@@ -98,14 +98,16 @@ def openpi_app(app: App) -> App:
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
             doors = request.app.ctx.doors
-            _prepare(request, session_of(request, session_id) if session_id else doors.find_only_session(caller_of(request)))
+            _prepare(
+                request, session_of(request, session_id) if session_id else doors.find_only_session(caller_of(request))
+            )
 
     return beside
 
 
 def _prepare(request: Request, session: Listed) -> None:
     """Before the upgrade, so that whatever forbids it is an answer that clients can read."""
-    request.app.ctx.doors.consult(session).link()
+    request.app.ctx.doors.create_inference(session).get_link()
     request.ctx.session = session
 
 
@@ -115,7 +117,7 @@ async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> N
         socket = StreamSocket.take_over(websocket, doors.settings.socket)
     except SocketClosed:
         return
-    client = OpenpiProtocol(socket, doors.consult(request.ctx.session), request.ctx.is_still_authorized)
+    client = OpenpiProtocol(socket, doors.create_inference(request.ctx.session), request.ctx.is_still_authorized)
     await _attend(request, socket, client.serve)
 
 

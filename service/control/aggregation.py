@@ -24,7 +24,7 @@ ALL_ACTIONS = 1 << 30
 
 
 class Aggregation(Protocol):
-    """One way to join."""
+    """Strategy that joins a new chunk with the remaining plan."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Aggregation(Protocol):
         ...
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
-        """The weight (n,) in 0..1 of each new action that something is planned for.
+        """Return the weight (n,) in 0..1 of each new action that something is planned for.
 
         Args:
             counts: (n,) of how many predictions the planned one is made.
@@ -51,7 +51,7 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True)
 class WeightedAggregation:
-    """A new action weighs the same, however many went before.
+    """Weighted average in which a new action always weighs the same.
 
     Attributes:
         weight: of the new one; 1 replaces the plan.
@@ -63,17 +63,17 @@ class WeightedAggregation:
 
     @property
     def lasting_actions(self) -> int:
-        """All, unless it is replaced."""
+        """All actions, unless the plan is replaced."""
         return ALL_ACTIONS if self.weight < 1 else 0
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> float:
-        """The weight, of whatever."""
+        """Return the weight, whatever the counts are."""
         return self.weight
 
 
 @dataclass(frozen=True)
 class EnsembleAggregation:
-    """Of the predictions for one moment the oldest weighs 1 and the k-th weighs exp(-coefficient * k)."""
+    """Temporal ensemble: of the predictions for one moment the oldest weighs 1 and the k-th exp(-coefficient * k)."""
 
     coefficient: float = DEFAULT_COEFFICIENT
     name: str = "ensemble"
@@ -88,7 +88,7 @@ class EnsembleAggregation:
             )
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The last weight of so many and one, by the sum of all: a geometric series."""
+        """Return the weight of the newest of so many and one predictions, by the sum of all: a geometric series."""
         c = self.coefficient
         if abs(c) < 1e-9:
             return 1.0 / (counts + 1.0)
@@ -102,7 +102,8 @@ class EnsembleAggregation:
 
 @dataclass(frozen=True)
 class CrossfadeAggregation:
-    """The plan leads over into the new chunk: the first actions weigh little, after ``steps`` of them it is all new.
+    """Crossfade from the plan into the new chunk: the first actions weigh little, after ``steps`` of them it is all
+    new.
 
     Where less is left of the plan, it leads over as fast as that lasts. Real-time chunking with ``sends_plan``: the
     chunk begins with what will be over, and what follows differs the less from the plan, the nearer it is.
@@ -114,11 +115,11 @@ class CrossfadeAggregation:
 
     @property
     def lasting_actions(self) -> int:
-        """As long as it leads over."""
+        """Actions as long as the crossfade."""
         return self.steps
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Growing evenly."""
+        """Return evenly growing weights."""
         steps = min(self.steps, int(after[-1])) if len(after) else self.steps
         return np.clip(after / (max(steps, 0) + 1.0), 0.0, 1.0)
 
@@ -155,10 +156,10 @@ AGGREGATIONS_TEXT = (
 def choose_aggregation(
     requirements: Requirements, name: str | None = None, coefficient: float | None = None, *, action_rate: float = 25.0
 ) -> Aggregation:
-    """How chunks of this policy are joined.
+    """Choose how chunks of this policy are joined.
 
     Args:
-        name: one of ``OVERLAPS``; when None, as the checkpoint says, else the default.
+        name: one of ``AGGREGATIONS``; when None, as the checkpoint says, else the default.
         coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
         action_rate: actions per second.
 
@@ -185,7 +186,11 @@ def choose_aggregation(
             f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
         )
     found = AGGREGATIONS[name]
-    return replace(found, steps=max(round(CROSSFADE_SECONDS * action_rate), 1)) if isinstance(found, CrossfadeAggregation) else found
+    return (
+        replace(found, steps=max(round(CROSSFADE_SECONDS * action_rate), 1))
+        if isinstance(found, CrossfadeAggregation)
+        else found
+    )
 
 
 def _join_names(names: list[str]) -> str:

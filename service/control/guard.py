@@ -18,7 +18,7 @@ UNLIMITED = 1e30
 
 
 class ChunkClamp:
-    """Limits per action, ready for the loop over a chunk.
+    """Clamps chunks to limits per action.
 
     Position, step and velocity always hold in what comes out. Acceleration holds as long as the motion before left
     room for it: a joint is slowed down in time to come to rest at the end of its range. Jerk is brought as near as
@@ -37,8 +37,10 @@ class ChunkClamp:
         widest = np.where(self.speed < UNLIMITED, self.speed, np.minimum(self.high - self.low, 1e6))
         self._brake = np.minimum(self.acceleration, 1e3 * widest)
 
-    def clamp_chunk(self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray) -> np.ndarray:
-        """(t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
+    def clamp_chunk(
+        self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
+    ) -> np.ndarray:
+        """Return (t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
         targets = np.clip(chunk, self.low, self.high)
         if self.is_smooth:
             return self._smooth(targets, position, speed, acceleration)
@@ -94,7 +96,7 @@ _FLOAT32_MAX = np.finfo(np.float32).max  # what is sent is float32
 
 @dataclass(frozen=True)
 class Motion:
-    """What a chunk follows.
+    """Motion that a chunk follows.
 
     Attributes:
         position: (a,) the last command; the measured pose when the robot stands.
@@ -111,7 +113,7 @@ class Motion:
 
 @dataclass(frozen=True)
 class ChunkVerdict:
-    """What became of a chunk.
+    """Result of judging a chunk: its actions inside the limits, or why it is refused.
 
     Attributes:
         actions: (t, a) float32, inside the limits; the chunk itself when it was inside. None when it is refused.
@@ -127,7 +129,7 @@ class ChunkVerdict:
 
 
 class Guard:
-    """One robot's.
+    """Guard of one robot: judges whole chunks and limits every command.
 
     Attributes:
         limits: what it holds commands to.
@@ -157,7 +159,10 @@ class Guard:
         # What is inside needs no more than to be compared with these, row by row as numpy is quickest at it.
         believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
         rows = np.ones((chunk, 1))
-        self._believable = rows * np.maximum(believable[0], -_FLOAT32_MAX), rows * np.minimum(believable[1], _FLOAT32_MAX)
+        self._believable = (
+            rows * np.maximum(believable[0], -_FLOAT32_MAX),
+            rows * np.minimum(believable[1], _FLOAT32_MAX),
+        )
         self._believable_float32 = _round_inside_float32(*self._believable)
         self._ends = rows * (self._clamping.low - self._tolerance), rows * (self._clamping.high + self._tolerance)
         self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE_TOLERANCE) + self._tolerance)
@@ -173,7 +178,9 @@ class Guard:
         self._limits_as_json = limits.as_json()
 
     def check_shape(self, answer: object) -> tuple[str, str] | None:
-        """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
+        """Return code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is
+        one.
+        """
         reason = text = None
         if not isinstance(answer, np.ndarray):
             reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
@@ -236,7 +243,7 @@ class Guard:
         return ChunkVerdict(actions, clamped=tuple(outside))
 
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """The command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+        """Limit the command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
 
         A robot that is outside of its range is led back step by step.
         """
@@ -254,7 +261,7 @@ class Guard:
         return wanted
 
     def stats(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the guard's figures; JSON-ready."""
         return {
             "mode": self.limits.mode,
             "clamped": self.clamped.by_reason(),
@@ -266,14 +273,14 @@ class Guard:
         }
 
     def _per_action(self, before: Motion) -> tuple[np.ndarray, np.ndarray]:
-        """Speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
+        """Return speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
         speed = before.velocity / self._action_rate
         if before.acceleration is None:
             return speed, np.zeros_like(speed)
         return speed, before.acceleration / self._action_rate**2
 
     def _is_plainly_inside(self, chunk: np.ndarray, place: np.ndarray) -> bool:
-        """Whether ``_outside`` would find nothing; False too where that takes a closer look."""
+        """Whether ``_find_violations`` would find nothing; False too where that takes a closer look."""
         count = len(chunk)
         if 2 * count != len(self._lowest) or self._clamping.is_smooth:
             return False
@@ -285,7 +292,7 @@ class Guard:
         return not np.count_nonzero((both < self._lowest) | (both > self._highest))
 
     def _find_violations(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
-        """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
+        """Return reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
         found: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
         low, high = (_repeat_rows(end, len(whole)) for end in self._ends)
@@ -323,8 +330,11 @@ class Guard:
                 found["jerk"] = hard
         return found
 
-    def _find_refusable(self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Of what is outside, what is no matter of a little overshoot, or of leading a robot away from where it stands.
+    def _find_refusable(
+        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the violations that are no matter of a little overshoot, or of leading a robot away from where it
+        stands.
 
         Refusing judges all of a chunk, also what is over: it says what the policy is worth.
         """
@@ -371,7 +381,7 @@ class Guard:
 
 
 def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest float32 inside of these ends: for float32 the same bound, and compared in a third of the time."""
+    """Round these ends to float32 inside of them: for float32 the same bound, and compared in a third of the time."""
     lows, highs = low.astype(np.float32), high.astype(np.float32)
     far = np.float32(np.inf)
     return (
@@ -381,5 +391,5 @@ def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
 
 
 def _repeat_rows(limits: np.ndarray, count: int) -> np.ndarray:
-    """So many of (t, a) equal rows; one for all, where there are fewer."""
+    """Return so many of (t, a) equal rows; one for all, where there are fewer."""
     return limits[:count] if count <= len(limits) else limits[:1]

@@ -20,7 +20,7 @@ _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Joint:
-    """One joint.
+    """One joint of a robot.
 
     Attributes:
         name: on the wire.
@@ -41,7 +41,7 @@ class Joint:
 
     @property
     def is_gripper(self) -> bool:
-        """Whether it holds things, by its name."""
+        """Whether the joint holds things, by its name."""
         return _GRIPPER.search(self.name) is not None
 
 
@@ -59,13 +59,13 @@ _SO100_BY_NAME = {name: joint for joint in SO100 for name in (joint.name, joint.
 
 @dataclass(frozen=True)
 class ReadJoints:
-    """What is usable of one joint update.
+    """Usable values of one joint update.
 
     Attributes:
         values: joint position in the table to value, within range.
         dropped: reason to count of what was not usable.
         clamped: how many values were outside their range.
-        odd: joint position in the table to value as it came, where that is so far outside that it may be no value of
+        out_of_range: joint position in the table to value as it came, where that is so far outside that it may be no value of
             this unit at all.
     """
 
@@ -96,7 +96,7 @@ class JointTable:
 
     @property
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """(a,) float32 each: where the ranges begin and end; infinite for joints of which nobody knows."""
+        """Lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows."""
         return self._low, self._high
 
     @property
@@ -110,7 +110,7 @@ class JointTable:
         return self._names
 
     def read_update(self, values: Mapping[str, object]) -> ReadJoints:
-        """Sort one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
+        """Read one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
         clamped = 0
@@ -147,7 +147,7 @@ class JointTable:
         return None, position, value
 
     def to_commands(self, values: np.ndarray) -> tuple[JointValue, ...]:
-        """(a,) in the table's order -> wire values, clamped to each joint's range.
+        """Convert (a,) in the table's order to wire values, clamped to each joint's range.
 
         Raises:
             ValueError: another shape, or a value that is not finite. Nothing of it may be sent then.
@@ -170,7 +170,7 @@ def create_joint_table(
     requested: Sequence[str] | None = None,
     ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> JointTable:
-    """The joints of a policy with actions of this width.
+    """Create the joint table of a policy with actions of this width.
 
     Names come from the checkpoint, else from the request; else six joints are an SO-100 and others
     are ``joint_1``, ``joint_2``, ... Joints of an SO-100 get its wire names and ranges whichever way they are
@@ -185,7 +185,9 @@ def create_joint_table(
         _check_names(requested, width, InvalidRequest, "joint_names of the request")
     if checkpoint is not None:
         _check_names(checkpoint, width, PolicyError, "joint names of the checkpoint")
-        if requested is not None and [strip_feature_name(name) for name in requested] != [strip_feature_name(name) for name in checkpoint]:
+        if requested is not None and [strip_feature_name(name) for name in requested] != [
+            strip_feature_name(name) for name in checkpoint
+        ]:
             raise InvalidRequest(
                 f"joint_names {list(requested)} differ from the checkpoint's {list(checkpoint)}; leave joint_names out",
                 ("body", "joint_names"),
@@ -205,7 +207,9 @@ def create_joint_table(
 
 
 def strip_feature_name(name: str) -> str:
-    """LeRobot's feature names say ``shoulder_pan.pos``, its older datasets ``main_shoulder_pan``."""
+    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, in its older datasets
+    ``main_shoulder_pan``.
+    """
     return name.removesuffix(".pos").removeprefix("main_")
 
 

@@ -1,18 +1,18 @@
 """One controlling session per robot."""
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from service.errors import InvalidRequest, RobotTaken
-from service.transport.address import Address
+from service.http.origins import is_loopback
+from service.transport.address import Address, is_localhost
 
 _PORTS = {"http": 80, "https": 443}
 
 
 class LeaseHolder(Protocol):
-    """Who commands a robot: a session."""
+    """Whoever commands a robot: a session."""
 
     @property
     def id(self) -> str: ...
@@ -20,7 +20,7 @@ class LeaseHolder(Protocol):
 
 @dataclass(frozen=True)
 class RobotAddress:
-    """The room that a robot takes its commands from, written in one way however it was asked for.
+    """Address of a robot: the room it takes its commands from, written in one way however it was asked for.
 
     Attributes:
         server: scheme, host, port and path of the transport server.
@@ -34,7 +34,7 @@ class RobotAddress:
 
 
 def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
-    """The robot behind a room of a transport server.
+    """Return the address of the robot behind a room of a transport server.
 
     ``/api`` at the end is left out, as servers of this kind answer at both; all names of this machine are one. An
     address that is none of the wire's own (a double's, in tests) stands for itself.
@@ -47,17 +47,19 @@ def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS[parts.scheme]
     path = parts.path.rstrip("/").removesuffix("/api")
-    return RobotAddress(f"{'loopback' if _is_loopback(host) else host}:{port}{path}", workspace, room)
+    return RobotAddress(
+        f"{'loopback' if is_localhost(host) or is_loopback(host) else host}:{port}{path}", workspace, room
+    )
 
 
 class Leases:
-    """Which session commands which robot; of one process."""
+    """Leases of robots: which session commands which robot, in one process."""
 
     def __init__(self) -> None:
         self._holders: dict[RobotAddress, LeaseHolder] = {}
 
     def take(self, robot: RobotAddress, holder: LeaseHolder) -> None:
-        """Let a session, and nobody else, command this robot until it is given back.
+        """Lease a robot to a session, and to nobody else, until it is released.
 
         One of the same id takes it over: the one before was deleted, and its link hangs and cannot send.
 
@@ -74,19 +76,10 @@ class Leases:
         self._holders[robot] = holder
 
     def release(self, robot: RobotAddress, holder: LeaseHolder) -> None:
-        """Give it back; of one that somebody else holds nothing changes."""
+        """Release a robot; nothing changes when somebody else holds it."""
         if self._holders.get(robot) is holder:
             del self._holders[robot]
 
     def holder(self, robot: RobotAddress) -> LeaseHolder | None:
-        """Who commands it."""
+        """Return who commands a robot."""
         return self._holders.get(robot)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from service.control.config import Mode, SafetySettings
 from service.control.joints import SO100, Joint, JointTable, strip_feature_name
 from service.errors import InvalidRequest
 
@@ -27,7 +28,7 @@ class LimitsError(ValueError):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """What a file says of one joint, in the joint's unit on the wire and seconds; None is nothing.
+    """Limits that a file gives for one joint, in the joint's unit on the wire and seconds; None where it gives none.
 
     Attributes:
         origin: name of the file.
@@ -46,7 +47,7 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class LimitsFile:
-    """A limits file, read.
+    """Content of a limits file.
 
     Attributes:
         name: of the file, without its folder.
@@ -62,7 +63,7 @@ _URDF_KEYS = ("urdf", "scale", "offset")
 
 
 def read_limits(path: str | Path) -> LimitsFile:
-    """A TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
+    """Read a TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
 
     Raises:
         LimitsError: it cannot be read or used; lists everything that is wrong.
@@ -70,7 +71,9 @@ def read_limits(path: str | Path) -> LimitsFile:
     path = Path(path).expanduser()
     if path.suffix.lower() in (".urdf", ".xml"):
         wrong: list[str] = []
-        joints = {name: _limits_from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()}
+        joints = {
+            name: _limits_from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()
+        }
         return _check_file(path, joints, wrong)
     return _read_toml(path)
 
@@ -78,7 +81,9 @@ def read_limits(path: str | Path) -> LimitsFile:
 def _read_toml(path: Path) -> LimitsFile:
     text = _read_text(path)
     if (longest := max(map(len, text.splitlines()), default=0)) > _MAX_LINE:
-        raise LimitsError(f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_MAX_LINE}")
+        raise LimitsError(
+            f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_MAX_LINE}"
+        )
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -146,7 +151,7 @@ def _read_number(value: object, what: str, wrong: list[str]) -> float | None:
 
 
 def _merge_limits(said: FileLimits, base: FileLimits) -> FileLimits:
-    """What the TOML says, and of the rest what the URDF says."""
+    """Merge what the TOML gives, and for the rest what the URDF gives."""
     given: dict[str, Any] = {key: getattr(said, key) for key in _LIMIT_KEYS if getattr(said, key) is not None}
     unscaled = base.is_unscaled_urdf and not {"low", "high"} <= set(given)
     return replace(base, **given, is_unscaled_urdf=unscaled)
@@ -192,7 +197,7 @@ def _check_file(path: Path, joints: Mapping[str, FileLimits], wrong: list[str]) 
 
 
 def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
-    """Joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
+    """Read joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
 
     Expat alone, with no document type and no entity let through: what cannot be declared cannot expand or be fetched.
     """
@@ -253,14 +258,15 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE + 1)
         if len(raw) > MAX_FILE:
-            raise LimitsError(f"limits file {path.name!r}: more than {MAX_FILE >> 20} MiB; wanted the limits of a robot")
+            raise LimitsError(
+                f"limits file {path.name!r}: more than {MAX_FILE >> 20} MiB; wanted the limits of a robot"
+            )
         return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
         raise LimitsError(f"limits file {str(path)!r}: {reason}; wanted a readable TOML file or URDF") from None
 
 
-Mode = Literal["clamp", "refuse"]
 _ROUNDING = 1e-6
 
 # Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
@@ -277,7 +283,8 @@ REFUSAL_SLACK = 0.05
 
 @dataclass(frozen=True)
 class MotionLimits:
-    """Of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody knows.
+    """Motion limits of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody
+    knows.
 
     Attributes:
         names: wire names of the joints.
@@ -329,7 +336,7 @@ class MotionLimits:
         return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
 
     def as_json(self) -> dict[str, dict[str, object]]:
-        """Joint to its limits, JSON-ready: None where nobody knows."""
+        """Return joint to its limits, JSON-ready: None where nobody knows."""
         kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
         columns = {kind: getattr(self, kind).tolist() for kind in kinds}
         limits: dict[str, dict[str, object]] = {}
@@ -339,45 +346,33 @@ class MotionLimits:
         return limits
 
 
-@dataclass(frozen=True)
-class LimitsRequest:
-    """What the settings and the request say; the tighter of two steps counts.
-
-    Attributes:
-        mode: see `MotionLimits`.
-        requested: ``max_relative_target`` of the request, for all joints or by name.
-        setting: the same of the settings; no request goes above it.
-        file: the limits file of the settings.
-    """
-
-    mode: Mode = "clamp"
-    requested: float | Mapping[str, float] | None = None
-    setting: float | Mapping[str, float] | None = None
-    file: LimitsFile | None = None
-
-
 def create_motion_limits(
     table: JointTable,
-    request: LimitsRequest | None = None,
+    safety: SafetySettings | None = None,
+    *,
+    file: LimitsFile | None = None,
+    requested: float | Mapping[str, float] | None = None,
     action_range: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> MotionLimits:
-    """All limits of a session.
+    """Combine all limits of a session.
 
     Args:
+        file: the settings' file of limits, read.
+        requested: ``max_relative_target`` of the request, for all joints or by name; none goes above the settings'.
         action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
 
     Raises:
         InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
     """
-    request = request or LimitsRequest()
+    safety = safety or SafetySettings()
     joints = table.joints
-    requested = _by_joint(request.requested, joints, "max_relative_target of the request", is_strict=True)
-    setting = _by_joint(request.setting, joints, "max_relative_target of the settings", is_strict=False)
-    filed, unmatched = _match_file(request.file, joints)
+    wanted = _by_joint(requested, joints, "max_relative_target of the request", is_strict=True)
+    allowed = _by_joint(safety.max_relative_target, joints, "max_relative_target of the settings", is_strict=False)
+    filed, unmatched = _match_file(file, joints)
     data = _data_ranges(action_range, len(joints))
     rows, origin = [], {}
     for place, joint in enumerate(joints):
-        row, sources = _combine_limits(joint, requested[place], setting[place], filed[place], data[place])
+        row, sources = _combine_limits(joint, wanted[place], allowed[place], filed[place], data[place])
         rows.append(row)
         origin[joint.name] = ", ".join(sources) or "none"
     low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
@@ -389,7 +384,7 @@ def create_motion_limits(
         velocity,
         acceleration,
         jerk,
-        request.mode,
+        safety.safety,
         origin,
         tuple(unmatched),
         _believable_range(joints, data),
@@ -477,7 +472,9 @@ def _check_step(step: float | None, what: str) -> None:
         raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
 
 
-def _match_file(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
+def _match_file(
+    file: LimitsFile | None, joints: Sequence[Joint]
+) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
     found: list[tuple[FileLimits, str] | None] = [None] * len(joints)
     unmatched = []
     for name, said in (file.joints if file else {}).items():

@@ -30,10 +30,10 @@ class Tick:
 
 
 class SessionObserver(Protocol):
-    """Called on the event loop between two ticks: quick, never waiting, never raising."""
+    """Observer of a session, called on the event loop between two ticks: quick, never waiting, never raising."""
 
     def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """A usable frame came: uint8 (h, w, 3), RGB; nobody changes the array any more."""
+        """A usable frame arrived: uint8 (h, w, 3), RGB; nobody changes the array any more."""
         ...
 
     def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
@@ -46,7 +46,7 @@ class SessionObserver(Protocol):
 
 
 class SessionObservers:
-    """All who look on at one session; a tap that raises is taken off, the robot's control goes on."""
+    """All observers of one session; one that raises is detached, the robot's control goes on."""
 
     def __init__(self) -> None:
         self._observers: tuple[SessionObserver, ...] = ()
@@ -55,23 +55,23 @@ class SessionObservers:
         return bool(self._observers)
 
     def attach(self, observer: SessionObserver) -> Callable[[], None]:
-        """Let it look on until what is returned is called; calling that twice is no error."""
+        """Attach an observer; the returned function detaches it, and may be called twice."""
         # A new tuple each time: a tap may be attached or taken off while the others are being told.
         self._observers = (*self._observers, observer)
         return lambda: self._detach(observer)
 
     def notify_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """Tell all of a frame."""
+        """Notify all observers of a frame."""
         for observer in self._observers:
             self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, seen_at))
 
     def notify_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        """Tell all of a chunk."""
+        """Notify all observers of a chunk."""
         for tap in self._observers:
             self._notify(tap, lambda tap=tap: tap.on_chunk(chunk, seen_at, at))
 
     def notify_tick(self, tick: Tick) -> None:
-        """Tell all of a tick."""
+        """Notify all observers of a tick."""
         for tap in self._observers:
             self._notify(tap, lambda tap=tap: tap.on_tick(tick))
 
@@ -79,7 +79,7 @@ class SessionObservers:
         try:
             call()
         except Exception:
-            logger.exception("%s failed and looks on no more", type(observer).__name__)
+            logger.exception("observer %s failed and is detached", type(observer).__name__)
             self._detach(observer)
 
     def _detach(self, observer: SessionObserver) -> None:

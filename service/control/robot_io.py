@@ -33,7 +33,8 @@ async def sleep_until(deadline: float) -> None:
 
 
 class RobotIO:
-    """The shell around a controller: the only part that sleeps, sends and starts tasks. It is a link's inbox.
+    """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
+    link's inbox.
 
     Whoever made it reads what happened to the robot with ``take_events``; nobody is called back.
 
@@ -173,7 +174,7 @@ class RobotIO:
             self.wake()
 
     def _send(self, values: np.ndarray, *, is_overtaken: bool) -> bool:
-        """The one way out: every command to the robot, a hold too, passes here."""
+        """Send a command: every command to the robot, a hold too, passes here."""
         commands = self.table.to_commands(values)
         if self.is_dry:
             self.commands_withheld += 1
@@ -251,13 +252,15 @@ class RobotIO:
         self._is_latched = True
 
     def announce_latch(self, reason: str | None) -> None:
-        """Tell the robot's room of an emergency stop that is latched now, or that there is none (any more)."""
+        """Announce a latched emergency stop to the robot's room; None: there is none any more."""
         self._is_latched = reason is not None
         if self._link is not None:
             self._link.latch(reason)
 
     def take_events(self) -> Iterator[ControlEvent]:
-        """What happened to the robot by itself since the last call, oldest first; the robot has been stopped for it."""
+        """Take what happened to the robot by itself since the last call, oldest first; the robot has been stopped
+        for it.
+        """
         self._has_events.clear()
         while self._events:
             yield self._events.popleft()
@@ -296,11 +299,11 @@ class RobotIO:
     # What it says of itself.
 
     def link_health(self) -> Mapping[str, object]:
-        """The link's own counters."""
+        """Return the link's own counters."""
         return {} if self._link is None else self._link.health()
 
     def get_watchdog_stats(self, now: float) -> dict[str, object]:
-        """What the watchdog looks at; JSON-ready."""
+        """Return what the watchdog looks at; JSON-ready."""
 
         def age(since: float | None) -> float | None:
             return None if since is None else round((now - since) * 1e3, 1)
@@ -318,7 +321,7 @@ class RobotIO:
         }
 
     def get_warnings(self, now: float) -> dict[str, str]:
-        """Code to text of what is unusual and holds nothing."""
+        """Return code to text of what is unusual and holds nothing."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         found = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}

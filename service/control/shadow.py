@@ -27,7 +27,7 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """One session's shadow. Whatever goes wrong with it is said in its figures and nowhere else.
+    """Shadow policy of one session. Whatever goes wrong with it is said in its figures and nowhere else.
 
     Attributes:
         compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
@@ -51,7 +51,7 @@ class Shadow:
         self._task: asyncio.Task[None] | None = None
 
     def compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
-        """What the first policy saw, and its answer (1, t, a); left alone while the shadow is still busy."""
+        """Compare the first policy's answer (1, t, a) with the shadow's; left out while the shadow is still busy."""
         if self._is_off:
             return
         if self._task is not None and not self._task.done():
@@ -60,7 +60,7 @@ class Shadow:
         self._task = asyncio.create_task(self._compare(observation, chunk), name=f"shadow {self.path}")
 
     def get_stats(self) -> dict[str, object]:
-        """JSON-ready; differences in the units of the joints."""
+        """Return the shadow's figures, JSON-ready; differences in the units of the joints."""
         mean = self._total / max(self.compared, 1)
         return {
             "policy_path": self.path,
@@ -79,7 +79,7 @@ class Shadow:
         }
 
     async def close(self) -> None:
-        """Nothing is compared any more."""
+        """End the comparison."""
         self._is_off = True
         if self._task is not None:
             self._task.cancel()
@@ -139,7 +139,7 @@ async def load_shadow(
     load: LoadPolicy,
     notify: Callable[[str], None],
 ) -> AsyncIterator[Shadow | None]:
-    """The shadow policy of this path and revision, loaded, or None where there is no path.
+    """Load the shadow policy of this path and revision; None where there is no path.
 
     Raises:
         ShadowRefused: it cannot be loaded.
@@ -162,7 +162,7 @@ async def load_shadow(
 
 
 def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
-    """Why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
+    """Return why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
     wrong = []
     if set(shadow.cameras) != set(first.cameras):
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")

@@ -1,4 +1,4 @@
-"""Dashboard files, and the socket that updates open pages."""
+"""Dashboard: its static files, and the socket that updates open pages."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _HISTOGRAM_BINS = np.array((0.0, *HISTOGRAM_EDGES, np.inf))
 
 
 def summarize_session(session: Listed) -> dict[str, Any]:
-    """One session in the list. Cheap: no percentile is taken of a session that is driven."""
+    """Summarize one session for the list. Cheap: no percentile is taken of a session that is driven."""
     robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
         "id": session.id,
@@ -52,7 +52,7 @@ def summarize_session(session: Listed) -> dict[str, Any]:
 
 
 def describe_session(session: Listed) -> dict[str, Any]:
-    """Everything of one session: its status as the API tells it, its joints, and how times are spread."""
+    """Describe one session: its status as the API tells it, its joints, and histograms of times."""
     robot_io = session.robot_io
     detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": HISTOGRAM_EDGES, "spread": {}}
     if robot_io is not None:
@@ -64,7 +64,9 @@ def describe_session(session: Listed) -> dict[str, Any]:
             "inference": robot_io.runner.seconds["total"].samples,
             "lateness": robot_io.controller.lateness.samples,
         }
-        detail["spread"] = {name: np.histogram(samples * 1e3, _HISTOGRAM_BINS)[0].tolist() for name, samples in histograms.items()}
+        detail["spread"] = {
+            name: np.histogram(samples * 1e3, _HISTOGRAM_BINS)[0].tolist() for name, samples in histograms.items()
+        }
     return detail
 
 
@@ -77,14 +79,14 @@ MAX_MESSAGE = 4096  # characters of what a page may say
 
 @dataclass(frozen=True)
 class BinaryPart:
-    """Bytes behind the JSON, and what is said about them there (``size`` is added)."""
+    """Bytes behind the JSON of a message, and the fields that describe them there (``size`` is added)."""
 
     fields: Mapping[str, Any]
     content: bytes
 
 
 def pack_message(head: Mapping[str, Any], parts: Sequence[BinaryPart] = ()) -> bytes:
-    """Length of the JSON (4 bytes, little endian), the JSON, each part; all aligned to 4 bytes.
+    """Pack a message: length of the JSON (4 bytes, little endian), the JSON, each part; all aligned to 4 bytes.
 
     Raises:
         ValueError: a number that JSON does not have.
@@ -98,12 +100,12 @@ def pack_message(head: Mapping[str, Any], parts: Sequence[BinaryPart] = ()) -> b
 
 
 class BadMessage(Exception):
-    """What a page said cannot be understood; the text says why."""
+    """A message of a page cannot be understood; the text says why."""
 
 
 @dataclass(frozen=True)
 class ViewSession:
-    """Show this session from now on (None: none), with pictures or without."""
+    """Request of a page: show this session from now on (None: none), with pictures or without."""
 
     session: str | None
     pictures: bool
@@ -118,14 +120,14 @@ class DrawnAck:
 
 @dataclass(frozen=True)
 class StopAll:
-    """Stop every robot. ``number`` comes back in the answer."""
+    """Request of a page: stop every robot. ``number`` comes back in the answer."""
 
     number: int
     reason: str
 
 
 def parse_message(raw: str | bytes) -> ViewSession | DrawnAck | StopAll:
-    """What a page said.
+    """Parse a message of a page.
 
     Raises:
         BadMessage: it is none of the three.
@@ -157,7 +159,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """How much viewers get; times in seconds.
+    """Limits and intervals of viewers; times in seconds.
 
     Attributes:
         viewers: sockets at a time.
@@ -179,7 +181,7 @@ class LiveSettings:
 
 
 class Live:
-    """All viewers of one server.
+    """All viewers of one server's dashboard.
 
     Attributes:
         viewers: who looks on.
@@ -219,7 +221,7 @@ class Live:
             writer.cancel()
 
     def _evict_page(self, caller: Caller) -> bool:
-        """Let the oldest page of whoever has the most go, if the newcomer has fewer still: nobody keeps others out."""
+        """Close the oldest page of whoever has the most, if the newcomer has fewer still: nobody keeps others out."""
         pages = Counter(viewer.caller.owner for viewer in self.viewers)
         most, count = pages.most_common(1)[0]
         if count <= pages[caller.owner] + 1:
@@ -235,7 +237,7 @@ class Live:
         viewer.abort()
 
     async def stop_all(self, reason: str, caller: Caller) -> dict[str, Any]:
-        """Stop every robot, whoever asks; how many there are, and the ids of those that the caller sees."""
+        """Stop every robot, whoever asks; returns how many there are, and the ids of those that the caller sees."""
         sessions = self._sessions()
         stopped = await sessions.emergency_stop(reason)
         logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
@@ -243,25 +245,30 @@ class Live:
         return {"count": len(stopped), "stopped": [one for one in stopped if one in own], **sessions.caveat()}
 
     def visible_sessions(self, caller: Caller) -> Iterable[Listed]:
-        """Sessions that are there for this caller."""
+        """Return the sessions that this caller sees."""
         return (session for session in self._sessions().list() if caller.sees(session.new.owner))
 
     def summaries_for(self, caller: Caller, now: float) -> list[dict[str, Any]]:
-        """A line of each session; made once for all viewers."""
+        """Return a summary of each session that the caller sees; made once for all viewers."""
         if now - self._summaries[0] >= self.settings.period / 2:
-            self._summaries = (now, [(session.new.owner, summarize_session(session)) for session in self._sessions().list()])
+            self._summaries = (
+                now,
+                [(session.new.owner, summarize_session(session)) for session in self._sessions().list()],
+            )
         return [line for owner, line in self._summaries[1] if caller.sees(owner)]
 
     def get_detail(self, session: Listed, now: float) -> tuple[float, BinaryPart]:
-        """When it was made, and everything of this session; made once for all viewers, as it takes a millisecond."""
+        """Return everything of this session, and when it was made; made once for all viewers, as it takes a
+        millisecond.
+        """
         known = self._details.get(session.id)
         if known is None or known[1] is not session or now - known[0] >= self.settings.detail_period:
             text = json.dumps(describe_session(session), allow_nan=False, separators=(",", ":"))
             known = self._details[session.id] = (now, session, BinaryPart({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def view(self, session: Listed, caller: Caller) -> LiveView:
-        """The one of this session, which is taken up and let go of by each viewer."""
+    def open_view(self, session: Listed, caller: Caller) -> LiveView:
+        """Open the view of this session, which its viewers share."""
         view = self._views.get(session.id)
         if view is None or view.session is not session:
             view = self._views[session.id] = LiveView(session)
@@ -269,7 +276,7 @@ class Live:
         return view
 
     def release_view(self, view: LiveView) -> None:
-        """One viewer less."""
+        """Release a view; the last viewer closes it."""
         view.viewers -= 1
         if view.viewers:
             return
@@ -280,11 +287,11 @@ class Live:
 
 
 class Viewer:
-    """One page that is open somewhere.
+    """One open page of the dashboard.
 
     Attributes:
         caller: whose sessions it sees.
-        since: when it came.
+        connected_at: when it came.
         sent: messages sent to it.
     """
 
@@ -311,7 +318,7 @@ class Viewer:
     # What it says.
 
     async def read(self) -> None:
-        """Hear the page until its socket ends.
+        """Handle the page's messages until its socket ends.
 
         Raises:
             BadMessage: it says what makes no sense, or too much.
@@ -347,7 +354,7 @@ class Viewer:
     # What it gets.
 
     async def write(self) -> None:
-        """Tell the page what happens, at most once per period, and only as long as it keeps up."""
+        """Send the page what happens, at most once per period, and only as long as it keeps up."""
         settings = self._live.settings
         try:
             while True:
@@ -378,10 +385,10 @@ class Viewer:
             self._socket.io_proto.transport.abort()
 
     def view_session(self, session: Listed | None) -> None:
-        """Look at another session, or at none."""
+        """View another session, or none."""
         if self._view is not None:
             self._live.release_view(self._view)
-        self._view = None if session is None else self._live.onlooker(session, self.caller)
+        self._view = None if session is None else self._live.open_view(session, self.caller)
         self._sent_ticks = self._sent_plan = 0
         self._detail_at = 0.0
         self._sent_pictures = {}
@@ -459,14 +466,14 @@ CONTENT_SECURITY_POLICY = (
 
 @dataclass(frozen=True)
 class StaticFile:
-    """One file as it is answered."""
+    """One static file as it is answered."""
 
     content: bytes
     type: str
 
 
 def read_static_files() -> Mapping[str, StaticFile]:
-    """File name to file, of all that the page is made of."""
+    """Read all files of the page, by name."""
     found = {}
     for path in files("service.dashboard").joinpath("static").iterdir():
         kind = path.name.rpartition(".")[2]

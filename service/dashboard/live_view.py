@@ -1,4 +1,4 @@
-"""Pictures and plots of a session while somebody looks."""
+"""View of one session for the dashboard: its newest pictures, ticks and plan."""
 
 import asyncio
 import io
@@ -48,11 +48,11 @@ class NewestFrame:
 
 
 class LiveView:
-    """A tap that several viewers share.
+    """Observer of a session that several viewers share.
 
     Attributes:
         viewers: how many look through it.
-        ticked_in_all: ticks seen, those that are not kept any more too.
+        tick_count: ticks seen, those that are not kept any more too.
         plan: the newest.
         frames: camera to its newest frame.
     """
@@ -85,7 +85,7 @@ class LiveView:
         self.tick_count += 1
 
     def ticks_since(self, count: int, now: float, width: int) -> np.ndarray:
-        """(n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
+        """Return (n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
 
         Columns: seconds from ``now`` (below 0), whether it was sent, whether the robot was held, the command (a),
         the measured pose (a); what there was none of is NaN.
@@ -100,7 +100,7 @@ class LiveView:
         return rows
 
     def close(self) -> None:
-        """Look on no more."""
+        """Stop observing the session."""
         self._detach()
         self.frames.clear()
 
@@ -112,7 +112,7 @@ NICENESS = 10
 
 @dataclass(frozen=True)
 class Picture:
-    """A JPEG, and when what it shows was seen (monotonic)."""
+    """JPEG of a frame, and when the frame was seen (monotonic)."""
 
     jpeg: bytes
     seen_at: float
@@ -120,7 +120,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PictureSettings:
-    """How good and how many.
+    """Size, quality and rate of pictures.
 
     Attributes:
         width: pixels; wider frames are made smaller.
@@ -136,10 +136,10 @@ class PictureSettings:
 
 
 class PictureEncoder:
-    """The newest pictures of sessions that somebody looks at.
+    """Encodes the newest pictures of sessions that somebody looks at.
 
     Attributes:
-        made: pictures made in all.
+        encoded: pictures made in all.
         seconds: processor time that they took.
     """
 
@@ -153,11 +153,11 @@ class PictureEncoder:
         self._encoding: asyncio.Task[None] | None = None
 
     def get_newest(self, view: LiveView) -> dict[str, Picture]:
-        """Camera to the newest picture that is made."""
+        """Return camera to its newest picture."""
         return self._newest.get(view, {})
 
     def request(self, view: LiveView, now: float) -> None:
-        """Somebody would see newer ones: they are made, unless it is too early for that."""
+        """Encode newer pictures of a view, unless it is too early for that."""
         if self._encoding is not None or now < max(self._not_before, self._due.get(view, 0.0)):
             return
         known = self.get_newest(view)
@@ -171,7 +171,7 @@ class PictureEncoder:
             self._encoding = asyncio.create_task(self._encode_frames(view, wanted), name="pictures of the page")
 
     async def close(self) -> None:
-        """Wait for the one under way."""
+        """Wait for the pictures under way."""
         if self._encoding is not None:
             await asyncio.gather(self._encoding, return_exceptions=True)
 

@@ -143,7 +143,9 @@ def _refuse_constant(literal: str) -> NoReturn:
 def _decode(raw: bytes) -> Any:
     try:
         # Not brackets: as many of them as there can be take 5 ms.
-        return loads(raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names)
+        return loads(
+            raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names
+        )
     except TooManyValues as error:
         raise _invalid_body_error("too_long", f"Body should have at most {MAX_VALUES} values") from error
     except RepeatedName as error:

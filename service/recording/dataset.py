@@ -1,4 +1,4 @@
-"""Steps from and to a LeRobotDataset."""
+"""Reads and writes recorded steps as a LeRobotDataset."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.errors import DatasetError
 from service.control.joints import SO100
-from service.recording.steps import SourceInfo, RecordingError, Step
+from service.recording.steps import RecordingError, SourceInfo, Step
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
 
 
 class DatasetFrame:
-    """A camera's frame at a row, decoded when somebody looks.
+    """A camera's frame at a row of a dataset, decoded when somebody looks.
 
     Raises:
         RecordingError: when it is looked at and cannot be decoded.
@@ -40,12 +40,12 @@ class DatasetFrame:
 
 
 class DatasetSource:
-    """The steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
+    """Steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
 
     damage: str | None = None
 
     def __init__(self, folder: Path):
-        """Read what it is about.
+        """Open the dataset and read its description.
 
         Raises:
             RecordingError: something of it is missing or cannot be read, or it has no state as wide as its actions.
@@ -73,7 +73,7 @@ class DatasetSource:
         )
 
     def steps(self) -> Iterator[Step]:
-        """All steps, episode after episode.
+        """Yield all steps, episode after episode.
 
         Raises:
             RecordingError: a file of it is missing or cannot be read.
@@ -97,7 +97,7 @@ UNNAMED_TASK = "unnamed"
 def write_dataset(
     folder: Path, info: SourceInfo, steps: Iterable[Step], on_step: Callable[[], object] = lambda: None
 ) -> DatasetWriter:
-    """A new dataset folder of all these steps; what it holds, counted.
+    """Write all these steps as a new dataset folder; returns the writer, which counts what it holds.
 
     Args:
         on_step: told of every step that was written.

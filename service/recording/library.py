@@ -1,4 +1,4 @@
-"""Recordings and datasets by name or path; export process."""
+"""Recordings and datasets of a folder, by name or path; the process that exports one."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from service.recording.dataset import DatasetSource, write_dataset
-from service.recording.mcap_files import McapSource, read_outcome, read_header
+from service.recording.mcap_files import McapSource, read_header, read_outcome
 from service.recording.steps import RecordingError, StepSource
 
 SUFFIX = ".mcap"
@@ -22,7 +22,7 @@ _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 @dataclass(frozen=True)
 class RecordingEntry:
-    """A recording.
+    """Description of one recording in a folder.
 
     Attributes:
         session_id: None when the file cannot be read.
@@ -51,29 +51,29 @@ class RecordingLibrary:
         self.folder = folder
 
     def new_path(self, session_id: str) -> Path:
-        """A file that is not there yet."""
+        """Return the path of a new file."""
         stamp = datetime.fromtimestamp(time.time(), UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         return self.folder / f"{session_id}-{stamp}{SUFFIX}"
 
     def find_file(self, name: str) -> Path | None:
-        """The file of this recording; None when there is none, or it is no name."""
+        """Return the file of this recording; None when there is none, or it is no name."""
         if not _NAME.fullmatch(name):
             return None
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
     def dataset_folder(self, name: str) -> Path:
-        """Where the dataset of this recording is, or would be."""
+        """Return where the dataset of this recording is, or would be."""
         return self.folder / name
 
     def list_entries(self) -> list[RecordingEntry]:
-        """All of them, newest first. Reads the head and the end of each file: not on the event loop."""
+        """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
         paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
         found = [entry for path in paths if (entry := self.read_entry(path)) is not None]
         return sorted(found, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
 
     def read_entry(self, path: Path) -> RecordingEntry | None:
-        """One of them; None when it is gone."""
+        """Describe one recording; None when it is gone."""
         name = path.stem
         has_dataset = (self.dataset_folder(name) / DATASET_FILE).is_file()
         try:
@@ -112,7 +112,7 @@ class RecordingLibrary:
 
 
 def open_source(path: Path) -> StepSource:
-    """The steps of a recording (.mcap) or of a LeRobotDataset folder, v3.0 or v2.1.
+    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1.
 
     Raises:
         RecordingError: it is neither, or cannot be read.
@@ -123,14 +123,14 @@ def open_source(path: Path) -> StepSource:
 
 
 def lower_to_idle() -> None:
-    """Let everybody else go first."""
+    """Lower this process to idle priority."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
 
 
 def main(file: str, folder: str) -> int:
-    """What ``python -m service.recording.library FILE FOLDER`` does; 0 when the dataset is there."""
+    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
     # The folder that is not finished is removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     lower_to_idle()

@@ -1,4 +1,4 @@
-"""MCAP writer and reader, tolerant of truncated files.
+"""MCAP files of recordings: writer and reader, tolerant of truncated files.
 
 Files come from strangers, too: whatever one claims to hold, no more memory is taken than the limits below allow.
 """
@@ -35,7 +35,7 @@ from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import END_METADATA, HEADER_METADATA, RecordingHeader
-from service.recording.steps import EncodedImage, SourceInfo, LazyImage, RecordingError, Step
+from service.recording.steps import EncodedImage, LazyImage, RecordingError, SourceInfo, Step
 
 # Bytes of a record, and of a chunk when it is decompressed; ours have 1 MiB and one picture at most.
 MAX_RECORD = 32 << 20
@@ -84,7 +84,7 @@ class RecordingOutcome:
 
 
 class McapSource:
-    """The steps of one recording.
+    """Steps of one recording in an MCAP file.
 
     A tick that was skipped is filled with the step before: what was commanded then was in force still.
 
@@ -93,7 +93,7 @@ class McapSource:
     """
 
     def __init__(self, path: Path):
-        """Read what it is about.
+        """Open the file and read its header.
 
         Raises:
             RecordingError: it cannot be read, or is no recording of a session.
@@ -118,13 +118,13 @@ class McapSource:
         self.damage: str | None = None
 
     def events(self) -> Iterator[tuple[int, str, str]]:
-        """Nanoseconds since 1970, code and text of everything that happened."""
+        """Yield nanoseconds since 1970, code and text of everything that happened."""
         for topic, at, found in self.messages():
             if topic == mcap_format.EVENTS:
                 yield at, str(found.get("name", "")), str(found.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
+        """Yield topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
 
         Raises:
             RecordingError: it cannot be opened, or holds more than is allowed.
@@ -142,7 +142,9 @@ class McapSource:
                             yield topics[record.channel_id], record.log_time, found
             except _Truncated:
                 # Whoever was killed leaves this; a file that has its end has lost something in the middle.
-                self.damage = None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
+                self.damage = (
+                    None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
+                )
             except OSError as error:
                 self.damage = self._describe_damage(file, error.strerror or type(error).__name__)
             except _READ_ERRORS as error:
@@ -152,7 +154,7 @@ class McapSource:
         return f"{self.path.name} is damaged before byte {file.tell()} ({what}) and is read as far as there"
 
     def steps(self) -> Iterator[Step]:
-        """All steps; an episode begins at its first command with a frame of every camera before it.
+        """Yield all steps; an episode begins at its first command with a frame of every camera before it.
 
         Another one begins where the robot was told to do something else, so that each has one task.
 
@@ -205,7 +207,7 @@ class McapSource:
             raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
 
     def _read_position(self, found: Mapping[str, Any]) -> np.ndarray:
-        """Of the joints, in their order."""
+        """Return the positions of the joints, in their order."""
         try:
             values = np.array([found["position"][name] for name in self.header.joints], np.float32)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
@@ -219,7 +221,8 @@ class McapSource:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to be read; what is none (a pipe, a device) is refused, without waiting for somebody to write to it.
+    """Open a file for reading; what is no regular file (a pipe, a device) is refused, without waiting for somebody to
+    write to it.
 
     Raises:
         RecordingError: it is not there, may not be read, or is no regular file.
@@ -238,7 +241,7 @@ _EXPECTED = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset 
 
 
 def read_header(path: Path) -> RecordingHeader:
-    """What a recording is about.
+    """Read a recording's header: its session, robot and policy.
 
     Raises:
         RecordingError: it cannot be read, or is no recording of a session.
@@ -246,7 +249,9 @@ def read_header(path: Path) -> RecordingHeader:
     with open_regular(path) as file:
         try:
             _check_magic(file)
-            for record in _read_records(file, path.name, _HEADER_READERS, last=_AFTER_HEADER, most=_MAX_HEADER_RECORDS):
+            for record in _read_records(
+                file, path.name, _HEADER_READERS, before=_AFTER_HEADER, max_records=_MAX_HEADER_RECORDS
+            ):
                 if isinstance(record, Metadata) and record.name == HEADER_METADATA:
                     return RecordingHeader.from_metadata(record.metadata)
         except OSError as error:
@@ -259,7 +264,7 @@ def read_header(path: Path) -> RecordingHeader:
 
 
 def read_outcome(path: Path) -> RecordingOutcome:
-    """How a recording ended, from its end alone.
+    """Read how a recording ended, from its end alone.
 
     Raises:
         RecordingError: it cannot be opened, or its end holds more than is allowed.
@@ -298,7 +303,7 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     if index is None:
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     file.seek(index.offset)
-    metadata = next(_read_records(file, name, _HEADER_READERS, last=_AFTER_HEADER, most=1), None)
+    metadata = next(_read_records(file, name, _HEADER_READERS, before=_AFTER_HEADER, max_records=1), None)
     if metadata is None:
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     found = {key: json.loads(value) for key, value in metadata.metadata.items()}
@@ -350,14 +355,14 @@ def _check_magic(file: BinaryIO) -> None:
 def _read_records(
     file: BinaryIO, name: str, readers: Readers, *, before: Collection[int] = (), max_records: int | None = None
 ) -> Iterator[Any]:
-    """Records of the kinds that there are readers for, until the file's footer; others are passed over unread.
+    """Yield records of the kinds that there are readers for, until the file's footer; others are passed over unread.
 
     Args:
         last: it ends before one of these kinds.
         most: it ends after so many of any kind.
 
     Raises:
-        _Cut: the file ends before that.
+        _Truncated: the file ends before that.
         RecordingError: one is larger than allowed.
     """
     end = _size(file)
@@ -387,7 +392,7 @@ def _read_records(
 
 
 def _unpack_records(file: BinaryIO, name: str) -> Iterator[Any]:
-    """Channels and messages of a whole file, those in chunks too; raises as `_records`."""
+    """Yield channels and messages of a whole file, those in chunks too; raises as `_read_records`."""
     _check_magic(file)
     allowed = MIN_EXPANDED + MAX_EXPANSION * _size(file)
     for record in _read_records(file, name, _DATA_READERS):
@@ -405,7 +410,7 @@ def _unpack_records(file: BinaryIO, name: str) -> Iterator[Any]:
 
 
 def _decompress(chunk: Chunk) -> bytes:
-    """What is in a chunk: as many bytes as it claims, or an error."""
+    """Decompress a chunk: to as many bytes as it claims, or an error."""
     size = chunk.uncompressed_size
     if chunk.compression == "zstd":
         limited = zstandard.ZstdDecompressor(max_window_size=MAX_RECORD)
@@ -434,7 +439,7 @@ def _parse_chunk(data: bytes) -> Iterator[Any]:
 
 
 def _parse_content(data: bytes, name: str) -> Any:
-    """A message's JSON."""
+    """Parse a message's JSON."""
     if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MAX_VALUES:
         raise RecordingError(f"{name}: a message of {values} values; allowed are {MAX_VALUES}")
     return json.loads(data)
@@ -446,7 +451,7 @@ _LAMBDA = 118
 
 
 class JpegEncoder:
-    """Encodes frames of one size."""
+    """JPEG encoder of frames of one size."""
 
     def __init__(self, height: int, width: int, quality: int = QUALITY):
         self.size = (height, width)
@@ -466,7 +471,7 @@ class JpegEncoder:
         self._context, self._reformatter = context, VideoReformatter()
 
     def encode(self, image: np.ndarray) -> bytes:
-        """uint8 (h, w, 3), RGB -> JPEG."""
+        """Encode uint8 (h, w, 3), RGB as a JPEG."""
         # Without a copy: copying would hold the lock for about a millisecond per VGA frame.
         frame = av.VideoFrame.from_numpy_buffer(np.ascontiguousarray(image), "rgb24")
         frame = self._reformatter.reformat(frame, format="yuvj420p")
@@ -479,11 +484,11 @@ CHUNK_BYTES = 1 << 20
 
 
 class McapSink:
-    """An unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
+    """Unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
 
     Attributes:
         position: bytes written.
-        good: how many of them end with a whole record.
+        whole_records: how many of them end with a whole record.
     """
 
     def __init__(self, file: BinaryIO):
@@ -491,7 +496,7 @@ class McapSink:
         self._file = file
 
     def write(self, data: bytes) -> int:
-        """Write all of it.
+        """Write all of the data.
 
         Raises:
             OSError: the disk does not take it.
@@ -508,14 +513,14 @@ class McapSink:
         return len(data)
 
     def tell(self) -> int:
-        """Where the next byte goes."""
+        """Return where the next byte goes."""
         return self.position
 
     def flush(self) -> None:
-        """Nothing is kept back here."""
+        """Do nothing: no byte is kept back here."""
 
     def truncate(self) -> None:
-        """Take off what is not whole and end the file as a reader wants it, as far as the disk lets us.
+        """Cut off an incomplete record and end the file as a reader wants it, as far as the disk lets us.
 
         Raises:
             OSError: the disk does not.
@@ -530,7 +535,7 @@ class McapSink:
 
 
 class McapWriter:
-    """Writes what a tap is told; times are those of the control loop's clock, in seconds.
+    """Writer of one recording; times are those of the control loop's clock, in seconds.
 
     Attributes:
         holds: how often the robot came to be held.
@@ -571,7 +576,7 @@ class McapWriter:
         return found
 
     def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """A picture of a camera: uint8 (h, w, 3), RGB."""
+        """Write a picture of a camera: uint8 (h, w, 3), RGB."""
         size = (image.shape[0], image.shape[1])
         encoder = self._encoders.get(camera)
         if encoder is None or encoder.size != size:
@@ -580,12 +585,12 @@ class McapWriter:
         self._add(mcap_format.camera_topic(camera), at, mcap_format.build_image(at, camera, encoder.encode(image)))
 
     def chunk(self, actions: np.ndarray, seen_at: float, at: float) -> None:
-        """A chunk (t, a) of the policy."""
+        """Write a chunk (t, a) of the policy."""
         now = self._nanoseconds(at)
         self._add(mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(seen_at), actions.tolist()))
 
     def tick(self, tick: Tick) -> None:
-        """One tick: where the joints are, what was sent, when, and why not."""
+        """Write one tick: where the joints are, what was sent, when, and why not."""
         at, names = self._nanoseconds(tick.at), self._header.joints
         if tick.hold != self._hold:
             self._hold = tick.hold
@@ -604,13 +609,13 @@ class McapWriter:
         self.seconds = tick.at - self._first_tick
 
     def event(self, at: float, level: int, code: str, text: str) -> None:
-        """Something happened; ``start`` and ``stop`` bound an episode."""
+        """Write an event; ``start`` and ``stop`` bound an episode."""
         self.episodes += code == "start"
         now = self._nanoseconds(at)
         self._add(mcap_format.EVENTS, now, mcap_format.build_event(now, level, code, text))
 
     def flush(self) -> None:
-        """From here on a reader finds everything until now, whatever happens."""
+        """Flush: a reader finds everything until now, whatever happens."""
         self._writer.flush()
 
     def finish(self, state: str, dropped: int) -> None:

@@ -24,7 +24,7 @@ MAX_NAMES, MAX_NAME = 1000, 200
 
 @dataclass(frozen=True)
 class RecordingHeader:
-    """The session, its robot and its policy.
+    """Header of a recording: the session, its robot and its policy.
 
     Attributes:
         rate: control ticks per second.
@@ -59,12 +59,12 @@ class RecordingHeader:
     limits: Mapping[str, object] | None = None
 
     def to_metadata(self) -> dict[str, str]:
-        """Text for every field, as an MCAP metadata record holds it."""
+        """Return text for every field, as an MCAP metadata record holds it."""
         return {"format": FORMAT, **{name: json.dumps(value) for name, value in asdict(self).items()}}
 
     @classmethod
     def from_metadata(cls, found: Mapping[str, str]) -> "RecordingHeader":
-        """The inverse.
+        """Parse the fields of an MCAP metadata record.
 
         Raises:
             ValueError: another format, or a field is missing or garbled.
@@ -132,14 +132,14 @@ _FIELD_CHECKS: Mapping[str, Callable[[object], bool]] = {
 
 
 def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:
-    """LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
+    """Return LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
     if tuple(joints) == SO100:
         return tuple(f"{joint.alias}.pos" for joint in joints), SO100_ROBOT
     return tuple(joint.name if "." in joint.name else f"{joint.name}.pos" for joint in joints), None
 
 
 def replace_infinite(values: Sequence[float]) -> tuple[float | None, ...]:
-    """The same, with None for what is infinite: JSON has no such number."""
+    """Replace infinite values by None: JSON has no such number."""
     return tuple(value if math.isfinite(value) else None for value in values)
 
 
@@ -200,39 +200,39 @@ SCHEMAS: Mapping[str, Json] = {
 
 
 def camera_topic(camera: str) -> str:
-    """Where the pictures of this camera are."""
+    """Return the topic of this camera's pictures."""
     return f"{CAMERAS}{camera}"
 
 
 def camera_of(topic: str) -> str | None:
-    """The inverse; None for the topic of something else."""
+    """Return the camera of a topic; None for the topic of something else."""
     return topic.removeprefix(CAMERAS) if topic.startswith(CAMERAS) else None
 
 
 def build_image(at: int, camera: str, jpeg: bytes) -> bytes:
-    """One frame; ``at`` is nanoseconds since 1970, here and below."""
+    """Build the message of one frame; ``at`` is nanoseconds since 1970, here and below."""
     # Written by hand: encoding its text character by character would take longer than the picture itself.
     head = json.dumps({"timestamp": _build_time(at), "frame_id": camera, "format": "jpeg"}, separators=(",", ":"))
     return b"".join((head[:-1].encode(), b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
 
 
 def build_position(at: int, names: Sequence[str], values: Sequence[float], **more: object) -> bytes:
-    """Where joints are, or are sent."""
+    """Build the message of where joints are, or are sent."""
     return _build_message(at, position=dict(zip(names, values, strict=True)), **more)
 
 
 def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
-    """That there was a tick."""
+    """Build the message of a tick."""
     return _build_message(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
 
 
 def build_chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
-    """A chunk that was taken."""
+    """Build the message of a chunk that was taken."""
     return _build_message(at, seen_at=_build_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
 
 
 def build_event(at: int, level: int, code: str, text: str) -> bytes:
-    """Something that happened: a stable code, and a text for people."""
+    """Build the message of an event: a stable code, and a text for people."""
     return _build_message(at, level=level, message=text, name=code, file="", line=0)
 
 

@@ -1,4 +1,4 @@
-"""Records one session through a bounded queue and a thread."""
+"""Recorder of one session: a bounded queue, and a thread that writes the file."""
 
 import errno
 import logging
@@ -17,7 +17,7 @@ from pydantic import Field
 from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import RecordingHeader
-from service.setting_types import Group
+from service.setting_types import Common, Group, Private
 from service.threads import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ QueueItem = tuple[Callable[..., None], tuple[Any, ...], int]
 
 
 def open_new_file(path: Path) -> BinaryIO:
-    """A new file for writing, without a buffer: an error belongs to the write that caused it."""
+    """Open a new file for writing, without a buffer: an error belongs to the write that caused it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return cast(BinaryIO, path.open("xb", buffering=0))
 
 
 @dataclass(frozen=True)
 class RecorderLimits:
-    """What a recording may take.
+    """Limits of one recording.
 
     Attributes:
         free: bytes that stay free on the disk; None for 1 GiB, or 5 % of a disk that is smaller than 20 GiB.
@@ -59,7 +59,8 @@ class RecorderLimits:
 
 
 class Recorder:
-    """A tap whose calls take microseconds and never wait. Whatever happens to the file, the control goes on.
+    """Observer that records a session; its calls take microseconds and never wait. Whatever happens to the file, the
+    control goes on.
 
     Attributes:
         name: of the recording.
@@ -80,14 +81,14 @@ class Recorder:
         get_task: Callable[[], str | None] | None = None,
         on_closed: "Callable[[Recorder], None]" = lambda recorder: None,
     ):
-        """Begin; the file is opened in the thread.
+        """Begin recording; the file is opened in the thread.
 
         Args:
             open_file: a new, unbuffered file; OSError when there is none.
-            disk: bytes in all, used and free, of the disk that a folder is on.
-            commit: which policy runs now, asked on the event loop.
-            followed: which instruction the newest chunk follows, likewise; always the subject's when None.
-            ended: told in the thread when the file is closed.
+            disk_usage: bytes in all, used and free, of the disk that a folder is on.
+            get_commit: which policy runs now, asked on the event loop.
+            get_task: which instruction the newest chunk follows, likewise; always the subject's when None.
+            on_closed: told in the thread when the file is closed.
         """
         self.name = path.stem
         self.header = header
@@ -109,13 +110,13 @@ class Recorder:
     # On the event loop.
 
     def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """A frame came; between two episodes only the newest is kept, since the next one begins with it."""
+        """Record a frame; between two episodes only the newest is kept, since the next one begins with it."""
         self._newest_frames[camera] = (image, seen_at)
         if self._is_running:
             self._enqueue("frame", camera, image, seen_at, size=image.nbytes)
 
     def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        """A chunk was taken."""
+        """Record a chunk that was taken."""
         if (commit := self._get_commit()) != self._commit:
             self._commit = commit
             self.note_event("policy", f"another policy: {commit}")
@@ -123,11 +124,11 @@ class Recorder:
         self._enqueue("chunk", chunk, seen_at, at, size=chunk.nbytes)
 
     def on_tick(self, tick: Tick) -> None:
-        """A tick was done."""
+        """Record a tick."""
         self._enqueue("tick", tick)
 
     def begin_episode(self, text: str) -> None:
-        """The robot may move: an episode begins (the one before ends)."""
+        """Begin an episode, as the robot may move; the one before ends."""
         if self._is_running:
             self.end_episode("started anew")
         self._note_task()
@@ -137,7 +138,7 @@ class Recorder:
             self._enqueue("frame", camera, image, seen_at, size=image.nbytes)
 
     def end_episode(self, text: str) -> None:
-        """The robot was stopped: the episode ends."""
+        """End the episode, as the robot was stopped."""
         if self._is_running:
             self._is_running = False
             self._enqueue("event", time.monotonic(), mcap_format.INFO, "stop", text)
@@ -148,26 +149,26 @@ class Recorder:
             self.note_event(mcap_format.TASK, task)
 
     def note_event(self, code: str, text: str, level: int = mcap_format.INFO) -> None:
-        """Something else happened."""
+        """Record that something else happened."""
         self._enqueue("event", time.monotonic(), level, code, text)
 
     @property
     def is_closing(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether the recording was asked to end."""
         return self._is_closing.is_set()
 
     @property
     def is_writing(self) -> bool:
-        """Whether its file is open still."""
+        """Whether the file is still open."""
         return self._thread.is_alive()
 
     def close(self, text: str = "the recording was ended") -> None:
-        """End it; the rest is written in the background."""
+        """End the recording; the rest is written in the background."""
         self.end_episode(text)
         self._is_closing.set()
 
     def get_stats(self) -> dict[str, object]:
-        """What the session's stats say of it."""
+        """Return what the session's stats say of the recording."""
         return {
             "state": OFF if self.state == ON and self.is_closing else self.state,
             "file": f"{self.name}.mcap",
@@ -178,7 +179,7 @@ class Recorder:
         }
 
     def join(self, timeout: float) -> bool:
-        """Wait until its file is closed; whether it was in time (seconds)."""
+        """Wait until the file is closed; returns whether it was in time (seconds)."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -186,7 +187,9 @@ class Recorder:
         if self.state != ON:
             return
         limits = self._limits
-        if len(self._queue) >= limits.queue_items or (size and self._queued_bytes - self._written_bytes + size > limits.queue_bytes):
+        if len(self._queue) >= limits.queue_items or (
+            size and self._queued_bytes - self._written_bytes + size > limits.queue_bytes
+        ):
             self.dropped += 1
             return
         self._queued_bytes += size
@@ -262,7 +265,9 @@ class Recorder:
         whole, _, free = self._disk_usage(folder)
         keep = min(_DEFAULT_FREE, whole // 20) if self._limits.free is None else self._limits.free
         if free < keep:
-            self._end_with_error(DISK_FULL, f"{free >> 20} MiB are free on the disk, and {keep >> 20} MiB are to stay free")
+            self._end_with_error(
+                DISK_FULL, f"{free >> 20} MiB are free on the disk, and {keep >> 20} MiB are to stay free"
+            )
 
     def _end_with_error(self, state: str, reason: str) -> None:
         self.state, self.reason = state, reason
@@ -271,7 +276,7 @@ class Recorder:
 class RecordingSettings(Group):
     """Recordings"""
 
-    recordings: str | None = Field(
+    recordings: Common[Private[str | None]] = Field(
         default=None, description="Folder that recordings of sessions go to; default: recordings in the state folder."
     )
     recording_free: int | None = Field(

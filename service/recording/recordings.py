@@ -1,4 +1,4 @@
-"""All recordings of a server: start, stop, list, convert, delete."""
+"""Recordings of a server: start, stop, list, convert, delete."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ import numpy as np
 
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
 from service.logging import sanitize_text
-from service.recording.mcap_format import RecordingHeader, replace_infinite, feature_names
+from service.recording.mcap_format import RecordingHeader, feature_names, replace_infinite
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
 from service.sessions.session import Session
@@ -45,7 +45,7 @@ CLOSE_TIMEOUT = 2.0
 
 
 def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | None:
-    """Where recordings go, or None: the server keeps nothing."""
+    """Return the folder of recordings, or None: the server keeps nothing."""
     if settings.recordings is not None:
         return Path(settings.recordings).expanduser()
     folder = state_folder(state)
@@ -56,10 +56,10 @@ class Recordings:
     """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
 
     def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], Listed]):
-        """It begins when it ``hears`` of sessions.
+        """Recordings begin with the events that ``wrap_notify`` passes on.
 
         Args:
-            session_of: the session of an id; raises UnknownSession.
+            get_session: the session of an id; raises UnknownSession.
         """
         self._get_session = get_session
         self._limits = RecorderLimits(free=settings.recording_free, bytes=settings.recording_limit)
@@ -123,7 +123,7 @@ class Recordings:
         return self.get_stats(session.id)
 
     def get_stats(self, session_id: str) -> Mapping[str, object]:
-        """What the stats of a session say of its recording."""
+        """Return what the stats of a session say of its recording."""
         recorder = self._recorders.get(session_id)
         if recorder is not None and (recorder.state != OFF or session_id not in self._enabled):
             return recorder.get_stats()
@@ -131,7 +131,7 @@ class Recordings:
         return {**NOT_RECORDING, "state": ON} if session_id in self._enabled else NOT_RECORDING
 
     async def list(self, can_see: CanSee) -> "list[dict[str, object]]":
-        """All recordings of those who are seen, newest first; JSON-ready."""
+        """List all recordings that the caller may see, newest first; JSON-ready."""
         if self._refusal is not None:
             return []
         running = {recorder.name: recorder for recorder in self._recorders.values() if recorder.state == ON}
@@ -176,7 +176,9 @@ class Recordings:
     # What happens to sessions.
 
     def wrap_notify(self, notify: Notify) -> Notify:
-        """The same, for somebody else to hear of it too; whatever goes wrong here, the session goes on."""
+        """Return a function that follows a session's events here, and then passes them to ``notify``; whatever goes
+        wrong here, the session goes on.
+        """
 
         def notify_both(event: str, about: dict[str, object]) -> None:
             try:
@@ -217,7 +219,7 @@ class Recordings:
             self._close_recorder(session_id, reason)
 
     def _is_stuck(self) -> bool:
-        """Whether too many that have ended are still being written."""
+        """Whether too many recordings that have ended are still being written."""
         return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MAX_UNFINISHED
 
     def _begin_recording(self, session: Session) -> Recorder:
@@ -319,7 +321,7 @@ class Recordings:
 
 
 async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
-    """A process's exit code and what it complained of; it is ended when this is cancelled.
+    """Run a process; returns its exit code and standard error. It is ended when this is cancelled.
 
     Begun in a thread: uvloop forks on the event loop, which then stands still for 10 ms and more while the pages of
     this process are marked, and every tick with it.

@@ -10,11 +10,11 @@ import numpy as np
 
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
-from service.recording.steps import SourceInfo, RecordingError, StepSource, Step
+from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
 
 
 class PolicyRequirements(Protocol):
-    """What is asked of a policy's requirements."""
+    """Requirements of a policy, as far as a replay needs them."""
 
     @property
     def cameras(self) -> Mapping[str, tuple[int, int]]: ...
@@ -29,7 +29,7 @@ class PolicyRequirements(Protocol):
 
 
 class ReplayPolicy(Protocol):
-    """A policy that answers a chunk (1, t, a) to an observation."""
+    """Policy that answers a chunk (1, t, a) to an observation."""
 
     @property
     def requirements(self) -> Any: ...
@@ -47,7 +47,7 @@ class ReplayEpisode:
     Attributes:
         recorded: (n, a) what was done.
         predicted: (n, a) what the policy answered for the same tick, NaN where it was not asked.
-        asked: the ticks at which it was asked.
+        queried: the ticks at which it was asked.
     """
 
     recorded: np.ndarray
@@ -57,7 +57,7 @@ class ReplayEpisode:
 
 @dataclass(frozen=True)
 class JointError:
-    """How far off one joint is, in its own units and in % of its range (None where nobody knows the range)."""
+    """Error of one joint, in its own units and in % of its range (None where nobody knows the range)."""
 
     name: str
     mean: float
@@ -68,7 +68,7 @@ class JointError:
 
 @dataclass
 class ReplayReport:
-    """What was found.
+    """Comparison of a recording with a policy.
 
     Attributes:
         seconds: of each inference.
@@ -80,11 +80,11 @@ class ReplayReport:
 
     @property
     def steps(self) -> int:
-        """Ticks that were compared."""
+        """Number of ticks that were compared."""
         return sum(int(np.isfinite(episode.predicted).all(1).sum()) for episode in self.episodes)
 
     def joint_errors(self) -> list[JointError]:
-        """The error of each joint over all episodes."""
+        """Return the error of each joint over all episodes."""
         errors = np.concatenate([np.abs(episode.predicted - episode.recorded) for episode in self.episodes])
         mean, largest = np.nanmean(errors, 0), np.nanmax(errors, 0)
         span = np.asarray(self.info.high, float) - np.asarray(self.info.low, float)
@@ -108,13 +108,13 @@ class ReplayReport:
 
     @property
     def mean_percent(self) -> float | None:
-        """The mean over all joints that have a range."""
+        """Mean error over all joints that have a range, in % of it."""
         known = [joint.mean_percent for joint in self.joint_errors() if joint.mean_percent is not None]
         return sum(known) / len(known) if known else None
 
 
 def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
-    """Whether the policy can be asked about this recording at all.
+    """Check that the policy can be asked about this recording.
 
     Raises:
         Misfit: it cannot; lists every reason.
@@ -140,7 +140,7 @@ def replay_recording(
     every: int | None = None,
     on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
 ) -> ReplayReport:
-    """Ask the policy every so many ticks, and hold its chunk against what was done in the ticks that follow.
+    """Ask the policy every so many ticks, and compare its chunk with what was done in the ticks that follow.
 
     Args:
         every: ticks from one question to the next; as many as the policy wants to be executed when None.
@@ -175,7 +175,9 @@ def replay_recording(
     return report
 
 
-def _finish_episode(report: ReplayReport, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int) -> None:
+def _finish_episode(
+    report: ReplayReport, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int
+) -> None:
     if not actions:
         return
     recorded = np.stack(actions).astype(np.float64)
@@ -197,7 +199,7 @@ WIDTH, ROW_HEIGHT = 11.0, 1.7  # inches
 
 
 def save_plot(path: Path, report: ReplayReport, title: str) -> None:
-    """Draw it; the file's ending says the format.
+    """Plot recorded and predicted actions; the file's ending says the format.
 
     Raises:
         OSError: it cannot be written.
@@ -237,7 +239,7 @@ INSTALL = "pip install 'robojax[rerun]'"
 
 
 class RerunViewer:
-    """Shows steps as they are played."""
+    """Rerun viewer that shows steps as they are replayed."""
 
     def __init__(self, facts: SourceInfo, save: Path | None):
         """Open a viewer, or write a file that it opens.
@@ -256,7 +258,7 @@ class RerunViewer:
             rerun.save(save)
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
-        """One step, and the policy's answer where it was asked."""
+        """Show one step, and the policy's answer where it was asked."""
         rerun, rate = self._rerun, self._facts.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():

@@ -26,7 +26,7 @@ class LazyImage(Protocol):
 
 
 class EncodedImage:
-    """A JPEG or PNG of a file.
+    """JPEG or PNG of a file, decoded when somebody looks.
 
     Raises:
         RecordingError: when it is looked at and is none, or too large.
@@ -57,7 +57,7 @@ class EncodedImage:
 
 @dataclass(frozen=True)
 class Step:
-    """One tick.
+    """Observation and action of one tick.
 
     Attributes:
         episode, index: counted from 0; the index starts anew in each episode.
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """What is known of all steps.
+    """Description that all steps of a source share.
 
     Attributes:
         rate: steps per second.
@@ -105,7 +105,7 @@ class SourceInfo:
 
 
 class StepSource(Protocol):
-    """Where steps come from.
+    """Source of recorded steps: a recording or a dataset.
 
     Attributes:
         damage: where and why reading ended before the end of a damaged file; known when all was read.
@@ -115,5 +115,5 @@ class StepSource(Protocol):
     damage: str | None
 
     def steps(self) -> Iterator[Step]:
-        """All steps, episode after episode."""
+        """Yield all steps, episode after episode."""
         ...

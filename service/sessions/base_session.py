@@ -191,7 +191,9 @@ def joining_of(robot_io: RobotIO) -> dict[str, object]:
     config = robot_io.controller.config
     return {
         "overlap": config.overlap.name,
-        "temporal_ensemble_coeff": config.overlap.coefficient if isinstance(config.overlap, EnsembleAggregation) else None,
+        "temporal_ensemble_coeff": config.overlap.coefficient
+        if isinstance(config.overlap, EnsembleAggregation)
+        else None,
         "ask_ahead": config.ask_ahead,
         "action_steps": config.action_steps,
     }

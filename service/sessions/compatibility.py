@@ -38,9 +38,9 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         requirements.action,
         checkpoint=requirements.joint_names,
         requested=new.joint_names,
-        ranges=settings.joint_ranges,
+        ranges=settings.control.joint_ranges,
     )
-    rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
+    rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
     overlap = _overlap(requirements, new, action_rate)
     config = ControlConfig(
@@ -51,11 +51,9 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         width=requirements.action,
         overlap=overlap,
         ask_ahead=new.ask_ahead,
-        hold_repeats=settings.hold_repeats,
-        on_hold=settings.on_hold,
-        starved_after=settings.starved_after,
-        failures_allowed=settings.failures_allowed,
         samples=settings.samples,
+        control=settings.control,
+        safety=settings.safety,
     )
     return table, config
 
@@ -88,8 +86,13 @@ def limits_of(
     Raises:
         InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
     """
-    asked = replace(settings.motion, requested=new.max_relative_target)
-    return create_motion_limits(table, asked, requirements.action_range)
+    return create_motion_limits(
+        table,
+        settings.safety,
+        file=settings.limits_file,
+        requested=new.max_relative_target,
+        action_range=requirements.action_range,
+    )
 
 
 def misfits(requirements: Requirements, new: NewSession) -> list[str]:

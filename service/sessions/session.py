@@ -335,10 +335,9 @@ class Session(BaseSession):
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
-                    frame_age_limit=self._settings.frame_age_limit,
+                    frame_age_limit=self._settings.control.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
                 )
-                timeouts = self._settings.patience.for_frames(self._settings.frame_age_limit)
                 runner = PolicyRunner(
                     loaded,
                     engine=self._engine,
@@ -348,7 +347,7 @@ class Session(BaseSession):
                 )
                 robot_io = RobotIO(
                     table,
-                    Controller(buffer, config, limits, timeouts),
+                    Controller(buffer, config, limits),
                     runner,
                     observers=self._observers,
                     is_dry=new.dry_run,
@@ -392,7 +391,7 @@ class Session(BaseSession):
             table.names,
             engine=self._engine,
             load=self._load,
-            tell=lambda stage: self.progress.tell("loading the shadow policy"),
+            notify=lambda stage: self.progress.tell("loading the shadow policy"),
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
@@ -428,7 +427,7 @@ class Session(BaseSession):
                 raise result
 
     async def _watch_input(self, robot_io: RobotIO) -> None:
-        patience = self._settings.input_timeout
+        patience = self._settings.control.input_timeout
         while True:
             last = max(self._active_since, robot_io.buffer.last_input_at or self._active_since)
             left = last + patience - time.monotonic()

@@ -1,4 +1,4 @@
-"""Who may stream to which session, and shared limits."""
+"""Clients that stream to sessions without rooms: who may, and how many."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from service.streaming.websocket import SocketLimits
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Of all doors; times in seconds.
+    """Settings of all streams; times in seconds.
 
     Attributes:
         sockets: at a time, of everybody.
@@ -33,7 +33,7 @@ class StreamSettings:
 
 
 class StreamClients:
-    """Of one server.
+    """Streaming clients of one server.
 
     Attributes:
         direct: the links of its sessions without rooms.
@@ -48,7 +48,7 @@ class StreamClients:
         self._socket_owners: list[str | None] = []
 
     def create_inference(self, session: Listed) -> DirectInference:
-        """For a client that just came, with a socket."""
+        """Create the inference of a client that just connected a socket."""
         return self._create_inference(session, self.settings.compile_patience)
 
     def _create_inference(self, session: Listed, patience: float) -> DirectInference:
@@ -56,7 +56,7 @@ class StreamClients:
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
     def get_inference(self, session: Listed, caller: Caller) -> DirectInference:
-        """For a caller who acts by single requests: the same one each time."""
+        """Return the inference of a caller who acts by single requests: the same one each time."""
         key = (session.id, caller.name)
         known = self._inferences.get(key)
         if known is None or known.session is not session:
@@ -66,7 +66,7 @@ class StreamClients:
         return known
 
     def count_socket(self, caller: Caller) -> Callable[[], None]:
-        """Count a socket; what is returned is called when it ends.
+        """Count a socket; the returned function uncounts it.
 
         Raises:
             TooManyRequests: there are too many.
@@ -79,7 +79,7 @@ class StreamClients:
         return lambda: self._socket_owners.remove(owner)
 
     def find_only_session(self, caller: Caller) -> Listed:
-        """The direct session of a client that can name none.
+        """Return the direct session of a client that can name none.
 
         Raises:
             MoveRefused: the caller has none, or several.

@@ -46,7 +46,7 @@ _OPENPI_SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
 
 
 def unpack(body: bytes | memoryview) -> Any:
-    """What msgpack holds; arrays are read-only views of ``body`` in this machine's byte order.
+    """Unpack msgpack; arrays are read-only views of ``body`` in this machine's byte order.
 
     Raises:
         InvalidRequest: it is malformed, or an array of it is.
@@ -66,7 +66,7 @@ class Unpacker:
     and only the arrays are looked at anew: a tenth of the time.
 
     Attributes:
-        layout: what the newest message holds, with an ``ArrayPlace`` for each array; None when another one cannot be
+        layout: what the newest message holds, with an ``ArrayLocation`` for each array; None when another one cannot be
             like it.
     """
 
@@ -81,7 +81,7 @@ class Unpacker:
         return len(body) == self._length and all(bytes(body[start:end]) == same for start, end, same in self._unchanged)
 
     def unpack(self, body: memoryview) -> Any:
-        """As ``unpack``."""
+        """Unpack a message as ``unpack`` does."""
         if self.has_same_layout(body):
             return _fill_layout(self.layout, body)
         self._length, self.layout = -1, None
@@ -98,19 +98,21 @@ class Unpacker:
 
 
 class ArrayLocation(NamedTuple):
-    """Where an array's data lies in a message."""
+    """Location of an array's data in a message."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int
 
     def array(self, body: memoryview) -> np.ndarray:
-        """A view of it in this message."""
+        """Return a view of the array in this message."""
         return np.ndarray(self.shape, self.dtype, body, self.offset)
 
 
 def _find_layout(found: Any, base: int, length: int, spans: list[tuple[int, int]]) -> Any:
-    """What was found, with places for arrays; None when something of it is neither plain nor a view of the message."""
+    """Return the message with a location for each array; None when something of it is neither plain nor a view of
+    the message.
+    """
     if isinstance(found, np.ndarray):
         offset = found.__array_interface__["data"][0] - base
         if not 0 <= offset <= length - found.nbytes or not found.nbytes:
@@ -130,7 +132,7 @@ def _fill_layout(layout: Any, body: memoryview) -> Any:
 
 
 def unpack_json(text: str | bytes) -> Any:
-    """What JSON holds.
+    """Unpack JSON.
 
     Raises:
         InvalidRequest: it is malformed, holds NaN or Infinity, or a name twice in one object.
@@ -153,14 +155,14 @@ def unpack_json(text: str | bytes) -> Any:
 
 
 async def read_json(text: str | bytes) -> Any:
-    """As ``unpack_json``, without keeping the loop: a text of pictures is read in a thread."""
+    """Unpack JSON without blocking the loop: a text of pictures is read in a thread."""
     if len(text) <= _MAX_ON_LOOP:
         return unpack_json(text)
     return await call_in_thread(partial(unpack_json, text), "json", _NICENESS)
 
 
 def _check_cost(text: str) -> None:
-    """Whether a long text is one of pictures.
+    """Check that a long text is one of pictures.
 
     Raises:
         TooLarge: it would take too long to read.
@@ -170,21 +172,23 @@ def _check_cost(text: str) -> None:
     # Of each string two quotes are left, and it has no more strings than values and names.
     plain = text.replace("\\\\", "").replace('\\"', "")
     if plain.count('"') > 4 * _MAX_JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _MAX_BARE:
-        raise TooLarge(f"JSON with more than {_MAX_BARE} characters beside its strings; send shorter numbers, or msgpack")
+        raise TooLarge(
+            f"JSON with more than {_MAX_BARE} characters beside its strings; send shorter numbers, or msgpack"
+        )
 
 
 def pack(message: Mapping[Any, Any]) -> bytes:
-    """As msgpack, arrays in our form."""
+    """Pack a message as msgpack, arrays in our form."""
     return bytes(msgpack.packb(message, default=_encode_array) or b"")
 
 
 def pack_openpi(message: Mapping[Any, Any]) -> bytes:
-    """As msgpack, arrays in openpi's form."""
+    """Pack a message as msgpack, arrays in openpi's form."""
     return bytes(msgpack.packb(message, default=_encode_openpi_array) or b"")
 
 
 def pack_json(message: Mapping[Any, Any]) -> str:
-    """As JSON, arrays as nested lists.
+    """Pack a message as JSON, arrays as nested lists.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON does not have.
@@ -202,7 +206,11 @@ def _convert_map(key: object, found: dict[Any, Any]) -> Any:
 
 
 def _read_array(
-    key: object, found: dict[Any, Any], keys: set[Any], dtypes: Mapping[object, np.dtype], get_part: Callable[[str], Any]
+    key: object,
+    found: dict[Any, Any],
+    keys: set[Any],
+    dtypes: Mapping[object, np.dtype],
+    get_part: Callable[[str], Any],
 ) -> np.ndarray:
     if found.keys() != keys:
         raise _array_error(key, "is no array; wanted dtype, shape and data, each once")

@@ -1,4 +1,4 @@
-"""Observation in, judged chunk or action out, without rooms."""
+"""Inference for clients without rooms: observation in, judged chunk or action out."""
 
 import asyncio
 import math
@@ -33,14 +33,14 @@ _NO_ACTIONS = np.zeros((0, 0), np.float32)
 
 
 class InferenceTrace(NamedTuple):
-    """A chunk that may be done.
+    """Result of one inference: a chunk that may be done, and what it took.
 
     Attributes:
         actions: (t, a) float32, inside the limits.
         clamped: why the guard changed something.
         inference: what it took.
-        decode: seconds that pictures took.
-        odd: joints whose measured values are far outside of their ranges.
+        decode_seconds: seconds that pictures took.
+        out_of_range: joints whose measured values are far outside of their ranges.
     """
 
     actions: np.ndarray
@@ -50,20 +50,22 @@ class InferenceTrace(NamedTuple):
     out_of_range: list[str]
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds by stage."""
+        """Return milliseconds by stage."""
         stages = {stage: getattr(self.inference, stage) for stage in STAGES}
         return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode_seconds} | stages).items()}
 
 
 class DirectInference:
-    """One client's, with what it was told last.
+    """Inference of one client, with the plan and the actions that the client got last.
 
     Args:
-        pixels: of one picture, at most.
-        patience: seconds that a compile for pictures of a new size is waited for.
+        max_pixels: of one picture, at most.
+        compile_timeout: seconds that a compile for pictures of a new size is waited for.
     """
 
-    def __init__(self, session: Listed, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float):
+    def __init__(
+        self, session: Listed, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float
+    ):
         self.session = session
         self._transport = transport
         self._engine = engine
@@ -79,7 +81,7 @@ class DirectInference:
         self._executed = _NO_ACTIONS
 
     def observation_spec(self) -> ObservationSpec:
-        """What its observations hold.
+        """Return what the client's observations have to hold.
 
         Raises:
             MoveRefused: the session cannot be asked.
@@ -93,7 +95,7 @@ class DirectInference:
         return spec
 
     def get_link(self) -> tuple[DirectLink, RobotIO]:
-        """The session's link and live parts.
+        """Return the session's link and its robot.
 
         Raises:
             MoveRefused: it has none.
@@ -112,7 +114,7 @@ class DirectInference:
         return link, session.robot_io
 
     def check_available(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse where no client may control by itself now.
+        """Refuse when no client may control by itself now.
 
         Raises:
             MoveRefused: says why, and what to do.
@@ -135,7 +137,7 @@ class DirectInference:
         return link, robot_io
 
     def check_not_stopped(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse where this client may not control by itself now: a stop is for whoever controlled until then.
+        """Refuse when this client may not control by itself now: a stop is for whoever controlled until then.
 
         Raises:
             MoveRefused: says why, and what to do.
@@ -149,7 +151,7 @@ class DirectInference:
         return found
 
     def reset(self) -> None:
-        """This client takes the robot up, again after a stop; nothing of before counts.
+        """Let this client control the robot, again after a stop; its plan and history are dropped.
 
         Raises:
             MoveRefused: nobody may now.
@@ -162,7 +164,7 @@ class DirectInference:
         self._plan, self._next_action, self._executed = None, 0, _NO_ACTIONS
 
     async def infer(self, observed: Observation, executed: int | None = None) -> InferenceTrace:
-        """What to do about this observation (with every camera and joint).
+        """Run the policy on a complete observation.
 
         Args:
             executed: how many actions of the last chunk will have been done.
@@ -176,7 +178,9 @@ class DirectInference:
         """
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
-            raise TooManyRequests(f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts under way; ask again when one is done")
+            raise TooManyRequests(
+                f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts under way; ask again when one is done"
+            )
         executed_actions = self._list_executed(executed, robot_io)
         link.pending_acts += 1
         try:
@@ -188,7 +192,9 @@ class DirectInference:
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
         return trace
 
-    async def _infer(self, link: DirectLink, robot_io: RobotIO, observed: Observation, executed_actions: np.ndarray) -> InferenceTrace:
+    async def _infer(
+        self, link: DirectLink, robot_io: RobotIO, observed: Observation, executed_actions: np.ndarray
+    ) -> InferenceTrace:
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
@@ -231,7 +237,7 @@ class DirectInference:
         at: float,
         is_published: bool,
     ) -> None:
-        """What came of an inference: for the figures, a policy that is tried out, a shadow, a recording."""
+        """Record an inference: in the figures, for a policy on probation, a shadow and a recording."""
         runner = robot_io.runner
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
@@ -244,8 +250,10 @@ class DirectInference:
             runner.shadow.compare(all_features, inference.chunk)
         robot_io.observers.notify_chunk(inference.chunk[0], seen_at, at)
 
-    def _publish_observation(self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: Observation, now: float) -> None:
-        """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks (``_SHOWN``)."""
+    def _publish_observation(
+        self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: Observation, now: float
+    ) -> None:
+        """Show the observation to the dashboard, a recording and the figures, at most once in ``_PUBLISH_INTERVAL``."""
         for camera, image in frames.items():
             if robot_io.buffer.put_frame(camera, image, now):
                 robot_io.observers.notify_frame(camera, image, now)
@@ -271,7 +279,7 @@ class DirectInference:
         raise PolicyFailed(problem[1])
 
     def _list_executed(self, executed: int | None, robot_io: RobotIO) -> np.ndarray:
-        """The newest actions (n, a) that the next chunk follows; none of them when the arm is at rest."""
+        """Return the newest actions (n, a) that the next chunk follows; none when the arm is at rest."""
         if robot_io.controller.ticks != self._ticks:
             self._forget_plan()  # the session's own loop drove the robot meanwhile
         if executed is None:
@@ -286,10 +294,11 @@ class DirectInference:
         return np.concatenate(parts)[-3:] if parts else _NO_ACTIONS
 
     async def next_action(self, observed: Observation) -> tuple[np.ndarray, int, InferenceTrace | None]:
-        """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
+        """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
+        one.
 
         Raises:
-            As ``think``.
+            As ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
         now, trace = time.monotonic(), None
@@ -311,7 +320,7 @@ class DirectInference:
         return action, min(steps, len(self._plan)) - self._next_action, trace
 
     async def resolve_instruction(self, observed: Observation, robot_io: RobotIO) -> str | None:
-        """What is to be done about this: what the client says, else what it or somebody else said last.
+        """Return the instruction: what the client says, else what was said last.
 
         It is the session's instruction from now on, and what recordings call it.
 
@@ -328,7 +337,7 @@ class DirectInference:
         return prompt
 
     def describe(self) -> Mapping[str, object]:
-        """What a client has to know of the session: shapes, names, rates.
+        """Describe the session for a client: shapes, names, rates.
 
         Raises:
             MoveRefused: it has no live parts.
@@ -356,7 +365,7 @@ class DirectInference:
 
 
 def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motion:
-    """What a chunk follows: these actions, or a pose at rest."""
+    """Create the motion that a chunk follows: of these actions, or of a pose at rest."""
     if not len(executed):
         rest = np.zeros(len(pose))
         return Motion(pose, rest, rest)
@@ -374,11 +383,11 @@ _INTEGER_LIMIT = 1 << 63
 
 
 async def answer_act(inference: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to an act; ``docs/robots/direct.md`` has the fields.
+    """Answer an act; ``docs/robots/direct.md`` has the fields.
 
     Raises:
         InvalidRequest: something of it cannot be used.
-        ServiceError: as ``DirectInference.think``.
+        ServiceError: as ``DirectInference.infer``.
     """
     is_new = message.get("reset", False)
     if not isinstance(is_new, bool):
@@ -416,7 +425,7 @@ async def answer_act(inference: DirectInference, message: Mapping[str, Any]) -> 
 
 
 def read_integer(message: Mapping[str, Any], name: str) -> int | None:
-    """An integer of a message, if it has one of this name.
+    """Read an integer of a message; None when it has none of this name.
 
     Raises:
         InvalidRequest: it is something else.

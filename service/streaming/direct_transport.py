@@ -18,11 +18,11 @@ class Driver(Protocol):
 
     @property
     def last_message_at(self) -> float:
-        """Monotonic time at which it was last heard of."""
+        """Monotonic time of the client's newest message."""
         ...
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
-        """Send it a command without waiting; False when it is not taken."""
+        """Send a command without waiting; False when it is not taken."""
         ...
 
     def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
@@ -31,15 +31,15 @@ class Driver(Protocol):
 
 
 class DirectLink:
-    """A ``Link`` whose other end is whoever is at the doors.
+    """``Link`` to the clients that stream to a session.
 
     Attributes:
         inbox: where what they show goes.
         driver: who is commanded, or None.
-        watchers: all who are told what happens, the driver among them.
-        acts_under_way: acts that are not answered yet.
-        acts: those that were answered.
-        shown_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
+        listeners: all who are told what happens, the driver among them.
+        pending_acts: acts that are not answered yet.
+        answered_acts: those that were answered.
+        published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
     """
 
     def __init__(self, rooms: Rooms, inbox: Inbox):
@@ -53,17 +53,17 @@ class DirectLink:
         self._connected = self._sent = self._refused = 0
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Command whoever is connected."""
+        """Send a command to the client in control."""
         is_taken = self.driver is not None and self.driver.send_command(joints)
         self._sent += is_taken
         self._refused += not is_taken
         return is_taken
 
     def latch(self, reason: str | None) -> None:
-        """Nothing to do: whoever is at a door is told of stops as of all that happens to the session."""
+        """Do nothing: clients are told of stops as of all that happens to the session."""
 
     def health(self) -> Mapping[str, object]:
-        """Plain counters."""
+        """Return plain counters."""
         return {
             "connected": self.driver is not None,
             "reconnects": max(self._connected - 1, 0),
@@ -74,7 +74,7 @@ class DirectLink:
         }
 
     def take_control(self, driver: Driver, silence_timeout: float) -> bool:
-        """Let a client be the one that is commanded; False while another one is, and is heard of.
+        """Let a client be commanded; False while another one is, and sends messages.
 
         Args:
             silence: seconds after which one that is not heard of is gone.
@@ -91,7 +91,7 @@ class DirectLink:
         return True
 
     def release_control(self, driver: Driver, reason: str) -> None:
-        """A client is gone; of one that is not commanded nothing changes."""
+        """Take control from a client that is gone; nothing changes for one without control."""
         if self.driver is driver:
             self.driver = None
             self.inbox.on_event(LinkDown(STREAM_ROOM, reason))
@@ -99,7 +99,7 @@ class DirectLink:
 
 
 class DirectTransport:
-    """Makes ``DirectLink``s.
+    """``Transport`` of sessions whose clients stream to the server.
 
     Attributes:
         links: session id to its link, while it lasts.
@@ -119,7 +119,7 @@ class DirectTransport:
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[DirectLink]:
-        """A link that is down until a client comes."""
+        """Open a link that is down until a client connects."""
         link = self.links[session_id] = DirectLink(Rooms(workspace_id or ""), inbox)
         inbox.on_event(LinkDown(STREAM_ROOM, "no client is connected to the session's stream"))
         try:
@@ -133,11 +133,11 @@ class DirectTransport:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """There is nothing to remove."""
+        """Do nothing: there are no rooms."""
         return ()
 
     def wrap_notify(self, notify: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
-        """``tell``, and those at the doors hear it too."""
+        """Return a function that passes events to the clients of a session, and then to ``notify``."""
 
         def notify_all(event: str, about: dict[str, object]) -> None:
             link = self.links.get(str(about.get("session_id")))
@@ -149,7 +149,7 @@ class DirectTransport:
 
 
 class TransportByUrl:
-    """A ``Transport``: direct for sessions that say so, another one for the rest."""
+    """``Transport`` that chooses by the URL: direct for sessions that say so, rooms for the rest."""
 
     def __init__(self, direct: DirectTransport, rooms: Transport):
         self._direct = direct
@@ -165,7 +165,7 @@ class TransportByUrl:
         inbox: Inbox,
         created_rooms: CreatedRooms | None = None,
     ) -> AbstractAsyncContextManager[Link]:
-        """Of the one that the URL asks for."""
+        """Connect with the transport that the URL asks for."""
         return self._choose(url).connect(
             url,
             session_id=session_id,
@@ -178,7 +178,7 @@ class TransportByUrl:
     async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Likewise."""
+        """Remove rooms with the transport that the URL asks for."""
         return await self._choose(url).remove_empty_rooms(
             url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim
         )

@@ -1,4 +1,4 @@
-"""Observations parsed from messages; all mistakes reported together."""
+"""Observations of messages: parsing, decoding and checks; all mistakes are reported together."""
 
 import asyncio
 import base64
@@ -30,10 +30,10 @@ _BASE64_PIECE = 1 << 18  # characters of base64, a multiple of 4: Python's lock 
 
 
 def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
-    """A picture (h, w, 3) uint8 that came as an array.
+    """Check a picture (h, w, 3) uint8 that came as an array.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or has more than ``most`` pixels.
+        InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise InvalidRequest(
@@ -45,10 +45,10 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
 
 
 def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -> np.ndarray:
-    """A JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
+    """Decode a JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or says to have more than ``most`` pixels (before any is decoded).
+        InvalidRequest, TooLarge: it is none, or says to have more than ``max_pixels`` pixels (before any is decoded).
     """
     if isinstance(file, str):
         file = decode_base64(camera, file)
@@ -69,7 +69,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
 
 
 def decode_base64(camera: str, text: str) -> bytes:
-    """The file that stands in JSON.
+    """Decode a file that stands in JSON.
 
     Raises:
         InvalidRequest: it is no base64.
@@ -85,7 +85,7 @@ def decode_base64(camera: str, text: str) -> bytes:
 
 
 def _check_parts(file: bytes | memoryview) -> None:
-    """Whether a file is made of as few parts as cameras make it of.
+    """Check that a file has as few parts as cameras make.
 
     Pillow looks for them byte by byte in Python: 3 MB of markers take it 4 s. And each scan of a JPEG, of which 16 MB
     may have a million, is a walk over the whole picture.
@@ -152,12 +152,12 @@ _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What a session's observations hold.
+    """What a session's observations have to hold.
 
     Attributes:
         cameras: names.
         joints: in order.
-        pixels: of one picture, at most.
+        max_pixels: of one picture, at most.
     """
 
     cameras: Sequence[str]
@@ -166,13 +166,13 @@ class ObservationSpec:
 
     @cached_property
     def features(self) -> Sequence[tuple[str, str]]:
-        """Each camera, and what its picture is called in an observation of the policy."""
+        """Each camera, and the name of its picture in an observation of the policy."""
         return [(camera, f"{IMAGES}{camera}") for camera in self.cameras]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Of one moment.
+    """Observation of one moment, as a client sent it.
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
@@ -187,7 +187,7 @@ class Observation:
     prompt: str | None = None
 
     async def decode_images(self, spec: ObservationSpec) -> Mapping[str, np.ndarray]:
-        """All pictures; files are decoded in threads meanwhile.
+        """Return all pictures; files are decoded in threads.
 
         Raises:
             InvalidRequest, TooLarge: one of them cannot be.
@@ -204,7 +204,7 @@ class Observation:
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
     def clip_pose(self, spec: ObservationSpec) -> tuple[np.ndarray, list[str]]:
-        """(a,) float32 in the order of the joints, inside their ranges; and which came far outside of them."""
+        """Return the pose (a,) float32 inside the joints' ranges; and which joints came far outside of theirs."""
         names = spec.joints.names
         measured = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
         low, high = spec.joints.ranges
@@ -216,7 +216,7 @@ class Observation:
 
 
 def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> Observation:
-    """The observation of a message.
+    """Read the observation of a message.
 
     Args:
         is_whole: whether every camera and every joint has to be there.
@@ -284,7 +284,7 @@ def _read_joints(state: object, table: JointTable, is_complete: bool, problems: 
 
 
 def _to_finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | None:
-    """Joint to value, of (a,) numbers; None when one is not finite."""
+    """Return joint to value, of (a,) numbers; None when one is not finite."""
     found = list(map(float, values.tolist()))
     for value in found:
         if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:  # false of NaN
@@ -293,7 +293,7 @@ def _to_finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | N
 
 
 def read_joint_array(state: np.ndarray, spec: ObservationSpec) -> Mapping[str, float]:
-    """Joint to value, of an array (a,) whose shape and dtype were accepted before.
+    """Return joint to value, of an array (a,) whose shape and dtype were accepted before.
 
     Raises:
         InvalidRequest: a value is not finite.
@@ -311,13 +311,17 @@ def _observation_error(problems: Sequence[str], spec: ObservationSpec) -> Invali
     )
 
 
-def _read_named_joints(state: Mapping[Any, Any], table: JointTable, is_complete: bool, problems: list[str]) -> Mapping[str, float]:
+def _read_named_joints(
+    state: Mapping[Any, Any], table: JointTable, is_complete: bool, problems: list[str]
+) -> Mapping[str, float]:
     update = table.read_update(state)
     if update.dropped:
         # A set: 4096 names against a list of 256 joints take 20 ms.
         strange = sorted(str(name)[:40] for name in state.keys() - set(table.names))[:4]
         known = f"; {', '.join(map(sanitize_text, strange))} is none of {', '.join(table.names)}" if strange else ""
-        problems.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known)
+        problems.append(
+            "state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known
+        )
         return {}
     missing = [name for place, name in enumerate(table.names) if place not in update.values]
     if is_complete and missing:

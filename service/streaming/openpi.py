@@ -41,14 +41,14 @@ _Keys = tuple[Sequence[tuple[str, str]], str, str | None]
 
 
 class OpenpiKeys:
-    """What one client calls things; that is the same each time, so it is found once and then looked up."""
+    """Key names of one openpi client, found in its first observation and then looked up."""
 
     def __init__(self) -> None:
         self._known_names: tuple[tuple[Any, ...], Sequence[str]] | None = None
         self._keys: _Keys = ((), "", None)
 
     def rename(self, message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
-        """An observation as openpi's clients send it, in our names.
+        """Rename the keys of an observation from openpi's names to ours.
 
         Each camera is found by its exact feature name first, then by the ways in which that is usually written; and
         where the policy has one camera and the client sent one picture under openpi's usual name, it is that. Nothing
@@ -71,10 +71,10 @@ class OpenpiKeys:
 
 
 def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
-    """Where cameras, state and prompt are.
+    """Find the keys of the cameras, the state and the prompt.
 
     Raises:
-        As ``OpenpiKeys.renamed``.
+        As ``OpenpiKeys.rename``.
     """
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
@@ -97,7 +97,7 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
 
 
 def _flatten(message: Mapping[Any, Any]) -> dict[str, Any]:
-    """Nested maps ({"images": {"front": ...}}) as ``images/front``; their keys are text."""
+    """Flatten nested maps ({"images": {"front": ...}}) to ``images/front``; their keys are text."""
     flat: dict[str, Any] = {}
     for key, value in message.items():
         if not isinstance(key, str):
@@ -129,7 +129,7 @@ _KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether the client's key s
 class _MessageLayout:
     """What messages of one layout have in common: all but the pixels, and the values of the joints."""
 
-    wanted: ObservationSpec
+    spec: ObservationSpec
     frames: Sequence[tuple[str, codec.ArrayLocation]]
     state: codec.ArrayLocation
     prompt: str | None
@@ -148,13 +148,13 @@ class ObservationReader:
         self._layout: _MessageLayout | None = None
 
     def read(self, body: memoryview, spec: ObservationSpec) -> Observation:
-        """The observation of a message.
+        """Read the observation of a message.
 
         Raises:
-            InvalidRequest, TooLarge: as ``packing.unpack``, ``OpenpiKeys.renamed`` and ``observation.read``.
+            InvalidRequest, TooLarge: as ``codec.unpack``, ``OpenpiKeys.rename`` and ``observation.read_observation``.
         """
         layout = self._layout
-        if layout is not None and layout.wanted is spec and self._unpacker.has_same_layout(body):
+        if layout is not None and layout.spec is spec and self._unpacker.has_same_layout(body):
             joints = observation.read_joint_array(layout.state.array(body), spec)
             frames = {camera: place.array(body) for camera, place in layout.frames}
             return Observation(frames, {}, joints, layout.prompt)
@@ -167,8 +167,12 @@ class ObservationReader:
         self._layout = self._find_layout(message, renamed["state"], observed, spec)
         return observed
 
-    def _find_layout(self, message: Mapping[Any, Any], state: Any, observed: Observation, spec: ObservationSpec) -> _MessageLayout | None:
-        """What the next message has in common with this one; None where more than its arrays has to be looked at."""
+    def _find_layout(
+        self, message: Mapping[Any, Any], state: Any, observed: Observation, spec: ObservationSpec
+    ) -> _MessageLayout | None:
+        """Return what the next message may have in common with this one; None where more than its arrays has to be
+        looked at.
+        """
         layout = self._unpacker.layout
         if layout is None or not isinstance(state, np.ndarray) or state.ndim != 1:
             return None
@@ -181,7 +185,7 @@ class ObservationReader:
 
 
 class OpenpiProtocol:
-    """One client."""
+    """openpi's protocol with one client."""
 
     def __init__(self, socket: StreamSocket, inference: DirectInference, is_still_authorized: Callable[[], bool]):
         self._socket = socket
@@ -192,7 +196,7 @@ class OpenpiProtocol:
         self._reader = ObservationReader()
 
     async def serve(self) -> None:
-        """Serve it until its socket ends, or something goes wrong."""
+        """Serve the client until its socket ends, or something goes wrong."""
         self._socket.handler_seconds = 0.0
         await measure_steps(self._serve_messages(), self._add_seconds)
 

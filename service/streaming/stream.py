@@ -1,4 +1,4 @@
-"""One client's stream: observations in, commands and events out."""
+"""Stream of one client: observations in, commands and events out."""
 
 import asyncio
 import logging
@@ -29,10 +29,10 @@ CLOSE_ROBOT_TAKEN = 4409
 
 
 class Stream:
-    """One client.
+    """Stream of one client.
 
     Attributes:
-        heard_at: when its newest message came.
+        last_message_at: when its newest message came.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Stream:
         self._bad_messages = 0
 
     async def serve(self) -> None:
-        """Serve it until its socket, its session or its key ends."""
+        """Serve the client until its socket, its session or its key ends."""
         try:
             self._link = self._inference.get_link()[0]
             about = dict(self._inference.describe())
@@ -201,7 +201,9 @@ class Stream:
     # What it is told.
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
-        """A command of the session's control loop; False when it is not taken, because older ones are still unread."""
+        """Send a command of the session's control loop; False when it is not taken, because older ones are still
+        unread.
+        """
         if self._socket.unsent > _MAX_UNSENT:
             return False
         number, observed_at = self._newest_observation or (None, None)
@@ -216,7 +218,7 @@ class Stream:
         )
 
     def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
-        """Something happened to the session."""
+        """Tell the client of a stop, or of the session's end."""
         if event == "session.deleted":
             self._socket.close(1001, "the session is over")
         elif about.get("emergency_stop"):

@@ -41,7 +41,7 @@ class BadFrame(Exception):
 
 
 class FrameHeader(NamedTuple):
-    """Of one frame.
+    """Header of one WebSocket frame.
 
     Attributes:
         size: bytes of the head itself.
@@ -57,12 +57,12 @@ class FrameHeader(NamedTuple):
 
     @property
     def is_control(self) -> bool:
-        """Whether it is a close, a ping or a pong."""
+        """Whether the frame is a close, a ping or a pong."""
         return bool(self.opcode & _CONTROL_BIT)
 
 
 def read_header(data: memoryview) -> FrameHeader | None:
-    """The head that these bytes begin with; None when there are too few of them.
+    """Read the header that these bytes begin with; None when there are too few of them.
 
     Raises:
         BadFrame: it is none that a client may send.
@@ -94,7 +94,7 @@ def read_header(data: memoryview) -> FrameHeader | None:
 
 
 def parse_close(data: bytes) -> bytes:
-    """What a close with this data is answered with: its code, if it has one.
+    """Return the answer to a close with this data: its code, if it has one.
 
     Raises:
         BadFrame: the code is none that may be sent, or its reason no text.
@@ -112,7 +112,7 @@ def parse_close(data: bytes) -> bytes:
 
 
 def unmask(data: np.ndarray, mask: bytes) -> None:
-    """Take the mask off (n,) uint8, in place and eight bytes at a time."""
+    """Unmask (n,) uint8, in place and eight bytes at a time."""
     even = len(data) & ~7
     if even:
         words = data[:even].view(np.uint64)
@@ -123,7 +123,7 @@ def unmask(data: np.ndarray, mask: bytes) -> None:
 
 
 def build_header(opcode: int, length: int) -> bytes:
-    """The head of a whole frame of a server, which has no mask."""
+    """Build the header of a whole frame of a server, which has no mask."""
     first = 0x80 | opcode
     if length < 126:
         return _HEAD_2.pack(first, length)
@@ -137,7 +137,7 @@ _MAX_FRAGMENTS = 64  # that a message may come in
 
 
 class FrameReader:
-    """Frames put together; it knows neither clock nor connection.
+    """Assembles messages from frames; it knows neither clock nor connection.
 
     Attributes:
         messages: those that nobody took yet.
@@ -171,7 +171,7 @@ class FrameReader:
 
     @property
     def is_in_frame(self) -> bool:
-        """Whether the rest of a frame is missing, which has a place of its own."""
+        """Whether the rest of a frame is missing, which has a buffer of its own."""
         return self._header is not None
 
     @property
@@ -180,25 +180,25 @@ class FrameReader:
         return bool(self._fragments) or self._header is not None
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go: what is missing of a frame, else a place for heads."""
+        """Return where the next bytes go: the rest of a frame, else a buffer for headers."""
         if self._header is not None and len(self._target) > self._filled:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that came waits to be read."""
+        """Whether no received bytes wait to be read."""
         return self._start == self._end
 
     def add_partial(self, count: int) -> bool:
-        """So many came, if they do not complete the frame that is coming; else nothing is done, and it is False."""
+        """Count received bytes that do not complete the frame; False, and nothing counted, when they do."""
         if self._header is None or self._filled + count >= len(self._target):
             return False
         self._filled += count
         return True
 
     def add(self, count: int) -> bool:
-        """So many came; False as long as a frame that was begun is not whole.
+        """Count received bytes; False as long as a frame that was begun is not whole.
 
         Raises:
             BadFrame: it makes no sense; ``end`` it.
@@ -213,7 +213,7 @@ class FrameReader:
         return True
 
     def next_frame(self, now: float) -> bool:
-        """Begin the next one; False when not even its head is there.
+        """Begin the next frame; False when not even its header is there.
 
         Raises:
             BadFrame: it makes no sense; ``end`` it.
@@ -224,7 +224,7 @@ class FrameReader:
         return head is not None
 
     def compact(self) -> None:
-        """What is left of the scratch moves to its beginning, so that there is room behind it."""
+        """Move what is left of the buffer to its beginning, so that there is room behind it."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -233,12 +233,12 @@ class FrameReader:
             self._start, self._end = 0, len(rest)
 
     def discard_messages(self) -> None:
-        """Nobody takes messages any more: they are read and thrown away."""
+        """Read and throw away all further messages."""
         self._is_discarding = True
         self.messages.clear()
 
     def end(self) -> None:
-        """Nothing more is looked at; whole messages can still be taken."""
+        """Look at nothing more; whole messages can still be taken."""
         self.is_over = True
         self._start = self._end = self._opcode = 0
         self._header, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
@@ -308,7 +308,7 @@ class SocketClosed(Exception):
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """Of one socket; times in seconds.
+    """Limits of one socket; times in seconds.
 
     Attributes:
         bytes: of one message.
@@ -328,17 +328,17 @@ class SocketLimits:
 
 
 class StreamSocket(asyncio.BufferedProtocol):
-    """Messages in as memory that nobody else writes to, messages out without waiting.
+    """WebSocket whose messages are received in memory that nobody else writes to, and sent without waiting.
 
     Attributes:
-        heard_at: monotonic time of the newest bytes.
+        received_at: monotonic time of the newest bytes.
         refused: messages that were not taken because the peer does not read.
-        spent: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
+        handler_seconds: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
             (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
     """
 
     def __init__(self, limits: SocketLimits, on_lost: Callable[[Exception | None], None] = lambda error: None):
-        """``gone`` is called when the connection is."""
+        """``on_lost`` is called when the connection is."""
         self.received_at = time.monotonic()
         self.refused = 0
         self.handler_seconds: float | None = None
@@ -359,7 +359,9 @@ class StreamSocket(asyncio.BufferedProtocol):
 
     @classmethod
     def take_over(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "StreamSocket":
-        """The connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read nothing of it."""
+        """Take over the connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read
+        nothing of it.
+        """
         before = cast(DeadlineProtocol, socket.io_proto)
         if before.transport is None or before.transport.is_closing():
             raise SocketClosed
@@ -378,23 +380,26 @@ class StreamSocket(asyncio.BufferedProtocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It may be read from."""
+        """Prepare the connection, which may be read from."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
         peer = transport.get_extra_info("peername")
         caller = source_key(str(peer[0]) if isinstance(peer, tuple) and peer else "")
-        self._read_flow, self._receive_flow = self._queue.create_flow(caller, self._step), self._queue.create_flow(caller)
+        self._read_flow, self._receive_flow = (
+            self._queue.create_flow(caller, self._step),
+            self._queue.create_flow(caller),
+        )
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._send_ping)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """Return where the next bytes go."""
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many came."""
+        """Handle received bytes."""
         self.received_at = time.monotonic()
         incoming = self._reader
         if incoming.add_partial(nbytes):
@@ -408,19 +413,19 @@ class StreamSocket(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """The peer sends no more: the connection ends."""
+        """Let the connection end: the peer sends no more."""
         return False
 
     def pause_writing(self) -> None:
-        """The peer does not read."""
+        """Start the deadline of a peer that does not read."""
         self._timers["slow"] = self._loop.call_later(self._limits.slow, self._cut_off, "it does not read")
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Stop the deadline of a peer that reads again."""
         self._stop_timer("slow")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Clean up after the connection is lost."""
         self._is_lost = True
         for timer in self._timers.values():
             timer.cancel()
@@ -434,9 +439,11 @@ class StreamSocket(asyncio.BufferedProtocol):
     # Frames.
 
     def _read_frames(self) -> None:
-        """Read what lies in the scratch."""
+        """Read the frames that lie in the buffer."""
         incoming, count = self._reader, 0
-        while count < _MAX_FRAMES_PER_TURN and len(incoming.messages) < _MAX_WAITING and self._try_read(self._next_frame):
+        while (
+            count < _MAX_FRAMES_PER_TURN and len(incoming.messages) < _MAX_WAITING and self._try_read(self._next_frame)
+        ):
             count += 1
             if incoming.is_in_frame:
                 break  # the rest of its data is read into its own place
@@ -444,13 +451,13 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._schedule_reading(count)
 
     def _try_read(self, read: Callable[[], bool]) -> bool:
-        """What ``read`` returns; False when it makes no sense, which is the end, or when the end was before."""
+        """Return what ``read`` returns; False after a frame that makes no sense, which ends reading."""
         if self._reader.is_over:
             return False
         try:
             is_read = read()
         except BadFrame as error:
-            log.info("a door's socket is closed: %s", error)
+            log.info("a stream's socket is closed: %s", error)
             self.close(error.code, str(error))
             self._end_reading()
             return False
@@ -522,7 +529,7 @@ class StreamSocket(asyncio.BufferedProtocol):
     # What a door does.
 
     async def receive(self) -> memoryview | str:
-        """The next message.
+        """Return the next message.
 
         Raises:
             SocketClosed: there is none any more.
@@ -569,7 +576,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, code: int = 1000, reason: str = "") -> None:
-        """Say goodbye; a peer that does not answer is cut off."""
+        """Close the socket; a peer that does not answer is cut off."""
         if self._is_closing or self._is_lost or self._transport is None:
             return
         self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120].decode(errors="ignore").encode(),))
@@ -614,7 +621,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._send_ping)
 
     def _cut_off(self, why: str) -> None:
-        log.warning("a door's socket is cut off: %s", why)
+        log.warning("a stream's socket is cut off: %s", why)
         self.abort()
 
     def _stop_timer(self, name: str) -> None:

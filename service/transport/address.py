@@ -241,7 +241,7 @@ class Destinations:
 
     def _may_be_allowed(self, host: str, port: int) -> bool:
         """Whether a name may be resolved: some entry could allow it or its addresses."""
-        if _is_localhost(host) or port == self._own_port():
+        if is_localhost(host) or port == self._own_port():
             return True
         return any(entry.network is not None or entry.matches_name(host, port) for entry in self._allowed_hosts)
 
@@ -251,7 +251,7 @@ class Destinations:
             if found and not any(entry.matches_address(inner, port, exactly=True) for entry in self._allowed_hosts):
                 raise _host_error(f"is {found}; sessions are never sent there")
             if not (
-                (inner.is_loopback and (_is_localhost(host) or host == str(inner)))
+                (inner.is_loopback and (is_localhost(host) or host == str(inner)))
                 or (port == self._own_port() and _is_own_address(inner))
                 or any(
                     entry.matches_name(host, port) or entry.matches_address(inner, port)
@@ -275,7 +275,8 @@ def _host_error(why: str) -> InvalidRequest:
     return InvalidRequest(f"transport_server_url: its host {why}", ("body", "transport_server_url"))
 
 
-def _is_localhost(host: str) -> bool:
+def is_localhost(host: str) -> bool:
+    """Whether a name is of this machine wherever it is asked for (RFC 6761); its addresses are none."""
     return host == "localhost" or host.endswith(".localhost")
 
 

@@ -17,7 +17,6 @@ it refuses half a surrogate pair, and with it an emergency stop that has one in 
 
 import json
 import math
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from pydantic_core import core_schema
 
 from service.errors import InvalidRequest, TransportError
 from service.http.strict_json import loads
+from service.setting_types import NAME
 from service.transport.link import Rooms
 
 MAX_JOINTS = 256  # per frame; the REST command allows 20, a WebSocket frame had no limit in the reference
@@ -485,9 +485,6 @@ def _validate(kind: str, found: Json, adapter: TypeAdapter[Any]) -> Any:
     raise WireError(f"{kind}.{key}: found {have}: {problem['msg']}", kind)  # not from pydantic's: that holds the input
 
 
-# Of sessions, cameras and workspaces. Room ids travel in URL paths, and clients of this wire do not percent-encode.
-NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
-NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
 OUTPUT_SUFFIX = "-joint-output"
 
 

@@ -269,7 +269,7 @@ def video_readers() -> Iterator[Reader]:
 
 def door_readers() -> Iterator[Reader]:
     # Longer ones are read in a thread.
-    yield from json_readers("an act", codec.unpack_json, codec._AT_ONCE, '{"state":%s}')
+    yield from json_readers("an act", codec.unpack_json, codec._MAX_ON_LOOP, '{"state":%s}')
     yield from json_readers("a long act", codec.unpack_json, codec.MAX_JSON, '{"a":%s}', is_on_loop=False)
     large = 16 << 20
     for name, worst in {
@@ -287,9 +287,7 @@ def door_readers() -> Iterator[Reader]:
     yield Reader("the same texts again", same_again, lambda size: msgpack.packb(
         {str(number): "x" * 4096 for number in range(min(size // 4096, 250))}), 1 << 20)  # fmt: skip
     yield Reader("a mask", lambda data: unmask(data, b"abcd"), lambda size: np.zeros(size, np.uint8), large)
-    yield Reader(
-        "base64", partial(observation.decode_base64, "a"), repeated("A"), codec.MAX_JSON, is_on_loop=False
-    )
+    yield Reader("base64", partial(observation.decode_base64, "a"), repeated("A"), codec.MAX_JSON, is_on_loop=False)
     wanted = observation.ObservationSpec(
         ("front",), JointTable([Joint(f"joint{number}", number, -1.0, 1.0) for number in range(256)]), 1 << 21
     )
@@ -299,7 +297,12 @@ def door_readers() -> Iterator[Reader]:
         "half of the joints": lambda size: {"state": {f"joint{number}": "1" for number in range(size)}},
         "too many numbers": lambda size: {"state": [0.5] * size},
     }.items():
-        yield Reader(f"an observation: {name}", lambda seen: observation.read_observation(seen, wanted, is_complete=True), seen, 4096)
+        yield Reader(
+            f"an observation: {name}",
+            lambda seen: observation.read_observation(seen, wanted, is_complete=True),
+            seen,
+            4096,
+        )
     yield Reader("words", logging.sanitize_text, repeated("\x01a"), 4 << 20)
     yield Reader("words of spaces", logging.sanitize_text, repeated(" ", "a"), 4 << 20)
 
@@ -365,7 +368,10 @@ def head_readers() -> Iterator[Reader]:
     for what in ('a="', "a=b;", '\\"', " ", "a", ";", ";a", 'a;a="\\"'):
         yield Reader(f"a content type {what}", parse_content_header, repeated(what, "a/b;"), HEAD)
         yield Reader(
-            f"an Accept {what}", lambda accept: choose_answer_format(accept, ARRAY_FORMATS[0]), repeated(what + ","), HEAD
+            f"an Accept {what}",
+            lambda accept: choose_answer_format(accept, ARRAY_FORMATS[0]),
+            repeated(what + ","),
+            HEAD,
         )
     yield Reader("a query", parse_qs, repeated("a=1&"), HEAD)
     yield Reader("a path", unquote, repeated("%ff"), HEAD)

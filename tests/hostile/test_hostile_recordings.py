@@ -234,7 +234,7 @@ def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
 def test_a_file_has_so_many_episodes(record, monkeypatch: pytest.MonkeyPatch) -> None:
     source = McapSource(record(episodes=3, size=(16, 16)))
     assert len({step.episode for step in source.steps()}) == 3
-    monkeypatch.setattr(mcap_files, "MOST_EPISODES", 2)
+    monkeypatch.setattr(mcap_files, "MAX_EPISODES", 2)
     with pytest.raises(RecordingError, match="more episodes than the 2 allowed"):
         list(source.steps())
 
@@ -339,7 +339,7 @@ KILLED = """
     import pathlib, sys, time
     from service.recording import recorder
     from tests.testing.recordings import play, subject
-    recorder._FLUSH = recorder._NAP = 0.001
+    recorder._FLUSH_INTERVAL = recorder._POLL_INTERVAL = 0.001
     one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject(cameras=()))
     print("begun", flush=True)
     while True:
@@ -460,7 +460,7 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
             play(recorder, episodes=1, size=(120, 160))
         assert recorder.dropped > 0
         assert len(recorder._queue) <= 500
-        assert recorder._put - recorder._taken <= 200_000
+        assert recorder._queued_bytes - recorder._written_bytes <= 200_000
         recorder.close()
         assert not recorder.join(0.05)
     finally:
@@ -498,7 +498,7 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
 ) -> None:
     # Small pieces, so that each part of the file is the one that finds no room.
     monkeypatch.setattr(mcap_files, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(recorder_module, "_FLUSH", 0.0)
+    monkeypatch.setattr(recorder_module, "_FLUSH_INTERVAL", 0.0)
     counts, states = [], []
     for free in (0, *(pages * 4096 for pages in (1, 2, 3, 5, 6, 7, 8, 9, 10, 14))):
         leave(small_disk, free)

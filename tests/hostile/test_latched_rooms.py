@@ -101,7 +101,7 @@ class Scene:
 @asynccontextmanager
 async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
     state = "off" if tmp_path is None else str(tmp_path)
-    app = create_app(Settings(state=state), load=ScriptedLoader())
+    app = create_app(Settings.from_values(state=state), load=ScriptedLoader())
     async with (
         serve_app(app, listen("127.0.0.1", port)) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,

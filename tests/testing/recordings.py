@@ -8,7 +8,7 @@ import numpy as np
 
 from service.control.joints import SO100
 from service.control.observers import Tick
-from service.recording.mcap_format import RecordingHeader, replace_infinite, feature_names
+from service.recording.mcap_format import RecordingHeader, feature_names, replace_infinite
 from service.recording.recorder import Recorder
 
 RATE = 20.0

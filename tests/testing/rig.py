@@ -1,23 +1,29 @@
-"""The real server on a loopback port, in the process of a test: scripted policies, rooms in memory, keys in a file."""
+"""The real server on a loopback port, or its sessions alone, in the process of a test.
+
+Policies are scripted, rooms are in memory, keys are in a file.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import numpy as np
 
+from jaxmodels.errors import ConfigError
 from service.api.context import App
 from service.app import create_app
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.http.server import listen, serve_app
+from service.inference.engine import Engine
+from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.settings import Settings
-from service.testing import MemoryLink, MemoryTransport, ScriptedLoader
+from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 REAL: Any = object()  # what a server has that is told nothing
@@ -113,10 +119,111 @@ async def started(
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
     keys = {name: file.create(name, role, name, time.time()) for name, role in (roles or {}).items()}
     given = {name: None if part is REAL else part for name, part in (("transport", transport), ("load", load))}
-    app = create_app(Settings(**settings), **given, **(parts or {}))
+    app = create_app(Settings.from_values(**settings), **given, **(parts or {}))
     prepare(app)
     async with (
         serve_app(app, listen("127.0.0.1", port)) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=60), headers=headers) as http,
     ):
         yield kind(app, url, http, load, transport, file, keys)
+
+
+class SessionRig:
+    """Sessions without a server around them, and robots that send every 10 ms; a context that ends them all.
+
+    Attributes:
+        new: a session, where a test asks for no other.
+        policies: by path; a load from another path is a ConfigError.
+        loader: holds up loads, and lets them fail.
+        events: what was told of sessions.
+        is_dark, is_dumb: the robots send no frames, no joints any more.
+        still: the picture that they send; None for another one each time.
+        size, pose: of those pictures, and where they stand.
+    """
+
+    def __init__(
+        self,
+        new: NewSession,
+        settings: SessionSettings | None = None,
+        stuck_after: float = 5.0,
+        batch_sizes: tuple[int, ...] = (1,),
+    ) -> None:
+        self.new, self.policies = new, {new.policy_path: ScriptedPolicy()}
+        self.transport, self.loader = MemoryTransport(), ScriptedLoader()
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.robots: list[asyncio.Task[None]] = []
+        self.is_dark = self.is_dumb = False
+        self.still: np.ndarray | None = None
+        self.size, self.pose = (48, 64), POSE
+        self.sessions = Sessions(
+            transport=self.transport,
+            load=self.load,
+            engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
+            settings=settings or SessionSettings(),
+            tell=lambda event, about: self.events.append((event, about)),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        for robot in self.robots:
+            robot.cancel()
+        await self.sessions.close()
+        assert self.transport.existing == set()
+
+    def load(self, path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
+        self.loader(path, revision, **more)
+        if path not in self.policies:
+            raise ConfigError(f"nothing at {path}")
+        return self.policies[path]
+
+    @property
+    def policy(self) -> ScriptedPolicy:
+        return self.policies[self.new.policy_path]
+
+    @policy.setter
+    def policy(self, policy: ScriptedPolicy) -> None:
+        self.policies[self.new.policy_path] = policy
+
+    @property
+    def link(self) -> MemoryLink:
+        """Of the newest session."""
+        return self.transport.link
+
+    @property
+    def session(self) -> Session:
+        return self.sessions.live(self.new.session_id)
+
+    @property
+    def stats(self) -> dict[str, object]:
+        return self.session.status().stats
+
+    def robot(self, size: tuple[int, int] | None = None) -> asyncio.Task[None]:
+        """A robot in the newest session's rooms that sends until it is cancelled."""
+        self.robots.append(asyncio.create_task(self._send(self.link, size)))
+        return self.robots[-1]
+
+    async def _send(self, link: MemoryLink, size: tuple[int, int] | None) -> None:
+        count = 0
+        while True:
+            count += 1
+            picture = np.full((*(size or self.size), 3), count % 251, np.uint8) if self.still is None else self.still
+            for camera in link.rooms.cameras if not self.is_dark else ():
+                link.deliver_frame(camera, picture)
+            if not self.is_dumb:
+                link.deliver_joints(self.pose)
+            await asyncio.sleep(0.01)
+
+    async def running(self, new: NewSession | None = None, **changes: Any) -> Session:
+        """A session that moves its robot."""
+        session = await self.sessions.create(replace(new or self.new, **changes))
+        self.robot()
+        await self.sessions.start(session.id)
+        await until(lambda: self.ticks(session) > 5)
+        return session
+
+    def ticks(self, session: Session | None = None) -> int:
+        robot_io = (session or self.session).robot_io
+        assert robot_io is not None
+        return robot_io.commands_sent + robot_io.commands_withheld

@@ -12,7 +12,16 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.dashboard.live import BadMessage, DrawnAck, LiveSettings, ViewSession, BinaryPart, StopAll, pack_message, parse_message
+from service.dashboard.live import (
+    BadMessage,
+    BinaryPart,
+    DrawnAck,
+    LiveSettings,
+    StopAll,
+    ViewSession,
+    pack_message,
+    parse_message,
+)
 from tests.testing.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
@@ -104,11 +113,11 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         assert picture["age"] < 1
         arm.is_seeing = False
         await page.until(lambda message: message["frame_ages"]["front"] > 0.3)
-        while live.pictures._making is not None:
+        while live.pictures._encoding is not None:
             await page.next()
         await page.next()  # of a machine that paused, the last picture may come only now
         assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
-    await until(lambda: not live.viewers and live.pictures._making is None)
+    await until(lambda: not live.viewers and live.pictures._encoding is None)
     arm.is_seeing, made = True, live.pictures.made
     await asyncio.sleep(0.3)
     assert live.pictures.made == made
@@ -209,7 +218,7 @@ async def test_a_session_that_comes_goes_and_comes_again_is_looked_at_each_time(
             await server.call("DELETE", "/sessions/arm")
             gone = await page.until(lambda message: message.get("sessions") == [])
             assert "session" not in gone
-    await until(lambda: not server.app.ctx.live._onlookers)
+    await until(lambda: not server.app.ctx.live._views)
 
 
 def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():

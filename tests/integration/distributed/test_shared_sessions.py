@@ -36,7 +36,7 @@ class Server(rig.Server):
 
     @property
     def name(self) -> str:
-        return str(self.app.ctx.settings.front_name)
+        return str(self.app.ctx.settings.cluster.front_name)
 
     @property
     def front(self) -> PeerSessions:

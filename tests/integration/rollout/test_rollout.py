@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ import numpy as np
 import pytest
 
 from service.distributed.host_group import HostSilent, HostsLost
-from service.inference.engine import Engine
 from service.inference.latency_model import LatencyModel
 from service.rollout.gates import Limits, ProbationSettings, Verdict
 from service.rollout.rollout import RUNS, Rollout, RolloutSettings
-from service.sessions.store import NewSession, Session, Sessions, SessionSettings
-from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedPolicy
+from service.sessions.store import NewSession, Session
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.faults.meter import Meter
 from tests.testing.pauses import Pauses
-from tests.testing.rig import POSE
+from tests.testing.rig import POSE, SessionRig
 from tests.testing.waiting import until
 
 SHA, NEXT = "a" * 40, "b" * 40
@@ -34,43 +32,14 @@ NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
 UNHURRIED = Limits(slow=10.0)
 
 
-class Rig:
-    """Sessions of scripted policies by folder, and robots that show and tell."""
+class Rig(SessionRig):
+    """Sessions whose policies are changed while their robots move."""
 
     def __init__(self, settings: RolloutSettings, stuck_after: float) -> None:
-        self.transport = MemoryTransport()
-        self.policies = {"owner/name": ScriptedPolicy(commit=SHA)}
-        self.events: list[tuple[str, dict[str, object]]] = []
-        self.sessions = Sessions(
-            transport=self.transport,
-            load=self.load,
-            engine=Engine(switch_interval=None, stuck_after=stuck_after),
-            settings=SessionSettings(),
-            tell=lambda event, about: self.events.append((event, about)),
-        )
+        super().__init__(NEW, stuck_after=stuck_after)
+        self.policy = ScriptedPolicy(commit=SHA)
         self.rollout = Rollout(self.sessions, settings)
         self.told: list[str] = []
-        self.robots: list[asyncio.Task[None]] = []
-        self.size, self.pose = (48, 64), POSE
-
-    def load(self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None):
-        return self.policies[path]
-
-    async def running(self, new: NewSession = NEW) -> Session:
-        session = await self.sessions.create(new)
-        link = self.transport.link
-
-        async def send() -> None:
-            while True:
-                for camera in link.rooms.cameras:
-                    link.deliver_frame(camera, np.zeros((*self.size, 3), np.uint8))
-                link.deliver_joints(self.pose)
-                await asyncio.sleep(0.01)
-
-        self.robots.append(asyncio.create_task(send()))
-        await self.sessions.start(new.session_id)
-        await until(lambda: len(link.sent) > 5)
-        return session
 
     async def swapped(self, policy: ScriptedPolicy | None = None) -> Session:
         """A session that moves its robot and whose policy was just swapped for this one."""
@@ -101,8 +70,7 @@ class KeptWaiting:
         return int(taken * (NEW.rate or 0)) + 2 * sum(end > self._began for _, end in self._pauses._stood)
 
 
-@asynccontextmanager
-async def rigged(
+def rigged(
     *,
     patience: float = 20.0,
     seconds: float = 0.3,
@@ -112,17 +80,11 @@ async def rigged(
     standing: float = 1e3,  # nor how long it lets a robot wait
     limits: Limits | None = None,
     stuck_after: float = 5.0,
-) -> AsyncIterator[Rig]:
+) -> Rig:
     probation = ProbationSettings(
         seconds=seconds, patience=patience, step=step, missed=missed, standing=standing, starvations=1_000
     )
-    made = Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
-    try:
-        yield made
-    finally:
-        for robot in made.robots:
-            robot.cancel()
-        await made.sessions.close()
+    return Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def build_theirs(config: Mapping[str, Any], seed: int = 0, randomised: bool = Tr
     """diffusers' `Transformer2DModel` itself: its `from_pretrained` would turn some configs into other classes."""
     torch = pytest.importorskip("torch", reason=NO_PEER)
     transformer_2d = pytest.importorskip("diffusers.models.transformers.transformer_2d", reason=NO_PEER)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # so small a model is computed by one thread sooner, and others compute beside it
     with warnings.catch_warnings():
         # "The configuration file of this model is outdated": a layer_norm config that means ada_norm.
         warnings.simplefilter("ignore", FutureWarning)

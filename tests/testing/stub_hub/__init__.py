@@ -1,7 +1,7 @@
 """A small Hub on this machine that the real huggingface_hub client and its CLI talk to unchanged.
 
-From a test: ``with StubHub() as hub: hub.push("someone/arm", {"config.json": b"{}"})``. From a shell:
-``python -m tests.testing.stub_hub`` prints its address. Nothing of it needs a network or an event loop.
+``with StubHub() as hub: hub.push("someone/arm", {"config.json": b"{}"})``. Nothing of it needs a network or an event
+loop.
 """
 
 from tests.testing.stub_hub.deliveries import Delivery, DeliveryPlan

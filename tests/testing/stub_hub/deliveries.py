@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.testing.stub_hub.webhooks import SUSPENDED, Webhook
+from tests.testing.stub_hub.webhooks import Webhook
 
 LOST = 0  # in place of a status: sent by the Hub, but no answer
 GATHER = 5.0  # seconds in which the next of those that are mixed up has to come
+TIMEOUT = 10.0  # seconds that an answer may take
 
 
 @dataclass
@@ -28,24 +29,10 @@ class DeliveryPlan:
     Attributes:
         copies: how often each is sent, with the same id; 1 is once.
         reorder: so many that follow each other are mixed up; 1 keeps the order.
-        delay: seconds before each.
-        lose: so many of the next are never sent.
-        attempts: how often one that fails is sent.
-        pause: seconds between those.
-        suspend_after: failed deliveries in a row after which a webhook is suspended; None for never.
-        timeout: seconds that an answer may take.
-        seed: of the mixing.
     """
 
     copies: int = 1
     reorder: int = 1
-    delay: float = 0.0
-    lose: int = 0
-    attempts: int = 1
-    pause: float = 0.05
-    suspend_after: int | None = None
-    timeout: float = 10.0
-    seed: int = 0
 
 
 @dataclass
@@ -56,9 +43,6 @@ class Delivery:
     webhook_id: str
     payload: Mapping[str, Any]
     statuses: list[int] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"id": self.id, "webhook": self.webhook_id, "payload": self.payload, "statuses": self.statuses}
 
 
 class Deliveries:
@@ -78,10 +62,7 @@ class Deliveries:
         told = {**payload, "webhook": {"id": webhook.id, "version": 3}}
         delivery = Delivery(str(uuid.uuid4()), webhook.id, told)
         self.log.append(delivery)
-        if self.plan.lose > 0:
-            self.plan.lose -= 1
-        else:
-            self._waiting.put((delivery,) * self.plan.copies)
+        self._waiting.put((delivery,) * self.plan.copies)
         return delivery
 
     def settle(self, timeout: float = 60.0) -> None:
@@ -109,7 +90,7 @@ class Deliveries:
         self._thread.join(5)
 
     def _run(self) -> None:
-        dice = random.Random(self.plan.seed)
+        dice = random.Random(0)
         while (first := self._waiting.get()) is not None:
             batch, taken = list(first), 1
             while taken < self.plan.reorder:
@@ -126,28 +107,11 @@ class Deliveries:
             if self.plan.reorder > 1:
                 dice.shuffle(batch)
             for delivery in batch:
-                time.sleep(self.plan.delay)
-                self._send(delivery)
+                webhook = self._find(delivery.webhook_id)
+                if webhook is not None and webhook.disabled is False:
+                    delivery.statuses.append(self._post(webhook, delivery))
             for _ in range(taken):
                 self._waiting.task_done()
-
-    def _send(self, delivery: Delivery) -> None:
-        webhook = self._find(delivery.webhook_id)
-        for attempt in range(self.plan.attempts):
-            if attempt:
-                time.sleep(self.plan.pause)
-                webhook = self._find(delivery.webhook_id)
-            if webhook is None or webhook.disabled is not False:
-                return
-            delivery.statuses.append(self._post(webhook, delivery))
-            if 200 <= delivery.statuses[-1] < 300:
-                webhook.failures = 0
-                return
-        if webhook is None:
-            return
-        webhook.failures += 1
-        if self.plan.suspend_after is not None and webhook.failures >= self.plan.suspend_after:
-            webhook.disabled = SUSPENDED
 
     def _post(self, webhook: Webhook, delivery: Delivery) -> int:
         if webhook.url is None:
@@ -157,7 +121,7 @@ class Deliveries:
             headers["X-Webhook-Secret"] = webhook.secret
         where = urlsplit(webhook.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        connection = kind(where.hostname or "", where.port, timeout=self.plan.timeout)
+        connection = kind(where.hostname or "", where.port, timeout=TIMEOUT)
         try:
             target = (where.path or "/") + (f"?{where.query}" if where.query else "")
             connection.request("POST", target, json.dumps(delivery.payload), headers)

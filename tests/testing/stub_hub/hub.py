@@ -1,10 +1,8 @@
 """The stub Hub itself: its server, its routes, and what a test does to it."""
 
-import base64
 import hashlib
 import http.server
 import itertools
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,13 +41,12 @@ class StubHub:
         page: commits per answer.
     """
 
-    def __init__(self, *, token: str | None = None, echoes_secrets: bool = True, port: int = 0):
+    def __init__(self, *, token: str | None = None, echoes_secrets: bool = True):
         """Start it.
 
         Args:
             token: the only one that may manage webhooks; None for any, but one has to be sent.
             echoes_secrets: whether webhooks are shown with their secret, or only that they have one.
-            port: 0 for any.
         """
         self.token = token
         self.deliveries = Deliveries(lambda name: self.webhooks.get(name))
@@ -60,7 +57,7 @@ class StubHub:
         self.page = 50
         self._failures: list[Failure] = []
         self._lock = threading.RLock()
-        self._server = _Server(self, port)
+        self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         # An often asked "is it to end?" makes closing quick.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="stub-hub", daemon=True)
@@ -205,8 +202,6 @@ class StubHub:
         query = dict(parse_qsl(where.query))
         parts = [unquote(part) for part in where.path.split("/") if part]
         match parts:
-            case ["_stub", what]:
-                return self._told(what, request)
             case ["api", "agent-harnesses"]:
                 return as_json({"standardEnvVars": [], "harnesses": {}})
             case ["api", "whoami-v2"]:
@@ -249,41 +244,14 @@ class StubHub:
         if scheme != "Bearer" or not token or self.token not in (None, token):
             raise Refusal(401, "Invalid credentials in Authorization header")
 
-    def _told(self, what: str, request: Request) -> Answer:
-        """What other processes tell it to do: the arguments of the method of that name."""
-        if what == "log":
-            return as_json([delivery.as_json() for delivery in self.log])
-        if what == "requests":
-            return as_json([[request.method, request.path] for request in self.requests])
-        told = json.loads(request.body or b"{}")
-        if what == "push":
-            told["files"] = {path: _content(content) for path, content in told["files"].items()}
-            return as_json({"sha": self.push(**told)})
-        if what == "script":
-            self.script(**told)
-        elif what == "plan":
-            self.plan = DeliveryPlan(**told)
-        elif what == "settle":
-            self.settle(**told)
-        elif what == "emit":
-            return as_json([delivery.as_json() for delivery in self.emit(**told)])
-        else:
-            raise Refusal(404, "Not found")
-        return as_json({})
-
-
-def _content(told: Any) -> bytes | str | None:
-    """Text, ``{"base64": ...}`` for bytes, or null."""
-    return base64.b64decode(told["base64"]) if isinstance(told, dict) else told
-
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, hub: StubHub, port: int):
+    def __init__(self, hub: StubHub):
         self.hub = hub
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away is no news."""

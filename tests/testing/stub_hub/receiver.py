@@ -13,13 +13,11 @@ class Receiver:
 
     Attributes:
         got: headers, their names in small letters, and payload of each.
-        status: what it answers.
         on_delivery: told of each, in the server's thread.
     """
 
     def __init__(self, on_delivery: Callable[[WebhookPayload, str], object] | None = None):
         self.got: list[tuple[dict[str, str], WebhookPayload]] = []
-        self.status = 200
         self.on_delivery = on_delivery
         receiver = self
 
@@ -28,7 +26,7 @@ class Receiver:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 receiver.take(headers, WebhookPayload.model_validate_json(body))
-                self.send_response(receiver.status)
+                self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 

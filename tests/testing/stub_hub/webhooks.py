@@ -14,12 +14,11 @@ from tests.testing.stub_hub.answers import Answer, Refusal, as_json
 
 WATCHED = ("bucket", "dataset", "kernel", "model", "org", "space", "user")
 DOMAINS = ("repo", "discussion")
-SUSPENDED = "suspended-after-failure"
 
 
 @dataclass
 class Webhook:
-    """One of the user's webhooks; ``disabled`` is a bool or ``SUSPENDED``."""
+    """One of the user's webhooks; ``disabled`` is a bool, or what the Hub wrote when it suspended it."""
 
     id: str
     watched: list[dict[str, str]]
@@ -28,7 +27,6 @@ class Webhook:
     job: dict[str, Any] | None = None
     secret: str | None = None
     disabled: bool | str = False
-    failures: int = 0  # in a row
 
     def as_json(self, echoes_secrets: bool) -> dict[str, Any]:
         secret = {"secret": self.secret} if echoes_secrets else {"hasSecret": self.secret is not None}
@@ -85,7 +83,7 @@ class Webhooks(dict[str, Webhook]):
                     return Answer(200)
                 case "POST", [name, "enable" | "disable" as what]:
                     webhook = self._find(name)
-                    webhook.disabled, webhook.failures = what == "disable", 0
+                    webhook.disabled = what == "disable"
                     return self._one(webhook)
                 case "POST", [name, "replay", log]:
                     webhook = self._find(name)

@@ -15,6 +15,7 @@ from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
@@ -28,14 +29,14 @@ class Onlooker:
         self.ticks: list[Tick] = []
         self._failure = failure
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         self.cameras.append(camera)
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         assert seen_at <= at
         self.plans.append(chunk.shape)
 
-    def ticked(self, tick: Tick) -> None:
+    def on_tick(self, tick: Tick) -> None:
         self.ticks.append(tick)
         if self._failure is not None:
             raise self._failure
@@ -48,15 +49,15 @@ def requirements(**changes: object) -> Requirements:
 async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -> None:
     rig.transport.gate = gate = asyncio.Event()
     creating = asyncio.create_task(rig.sessions.create(NewSession("s", "policy", "memory://", rate=50)))
-    await rig.until(lambda: bool(rig.sessions.list()))
+    await until(lambda: bool(rig.sessions.list()))
     onlooker = Onlooker()
     assert rig.session.robot_io is None
     detach = rig.session.attach(onlooker)
     gate.set()
     await creating
-    rig.show()
+    rig.robot()
     await rig.sessions.start("s")
-    await rig.until(lambda: len(onlooker.plans) > 1)
+    await until(lambda: len(onlooker.plans) > 1)
     assert set(onlooker.cameras) == {"front"}
     assert onlooker.plans[0] == (20, 6)
     sent = [tick for tick in onlooker.ticks if tick.command is not None]
@@ -65,7 +66,7 @@ async def test_a_tap_looks_on_from_before_the_rooms_until_it_is_taken_off(rig) -
     detach()
     count = len(onlooker.ticks)
     sent_so_far = len(rig.link.sent)
-    await rig.until(lambda: len(rig.link.sent) > sent_so_far + 3)
+    await until(lambda: len(rig.link.sent) > sent_so_far + 3)
     assert len(onlooker.ticks) == count
 
 
@@ -74,19 +75,19 @@ async def test_a_tap_that_fails_is_taken_off_and_the_robot_moves_on(rig, caplog)
     onlooker, broken = Onlooker(), Onlooker(ValueError("disk"))
     session.attach(broken)
     session.attach(onlooker)
-    await rig.until(lambda: len(onlooker.ticks) > 5)
+    await until(lambda: len(onlooker.ticks) > 5)
     assert len(broken.ticks) == 1
     assert session.stage is Stage.RUNNING
-    assert "Onlooker failed and looks on no more" in caplog.text
+    assert "observer Onlooker failed and is detached" in caplog.text
 
 
 async def test_a_dry_run_does_everything_but_send(rig) -> None:
     session = await rig.running(dry_run=True)
     onlooker = Onlooker()
     session.attach(onlooker)
-    await rig.until(lambda: len(onlooker.ticks) > 5)
+    await until(lambda: len(onlooker.ticks) > 5)
     await rig.sessions.emergency_stop("a test", "s")
-    await rig.until(lambda: session.robot_io.controller.is_idle)
+    await until(lambda: session.robot_io.controller.is_idle)
     assert rig.link.sent == [], "holds are not sent either"
     assert not any(tick.is_sent for tick in onlooker.ticks)
     stats = rig.stats
@@ -99,7 +100,7 @@ async def test_a_dry_run_does_everything_but_send(rig) -> None:
 async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig) -> None:
     rig.policies["shadow"] = ScriptedPolicy(step=0.3, commit="c0ffee")
     session = await rig.running(shadow_policy_path="shadow")
-    await rig.until(lambda: rig.stats["shadow"]["compared"] >= 2)
+    await until(lambda: rig.stats["shadow"]["compared"] >= 2)
     shadow = rig.stats["shadow"]
     assert (shadow["policy_path"], shadow["commit"], shadow["errors"]) == ("shadow", "c0ffee", 0)
     # 0.2 per action apart, over 20 actions: 2.1 in the mean, 4 at the end.
@@ -117,7 +118,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
     rig.policies["shadow"] = ScriptedPolicy(failures=[*nonsense, hang])
     session = await rig.running(shadow_policy_path="shadow")
     try:
-        await rig.until(lambda: rig.stats["shadow"]["skipped"] >= 2 and rig.stats["hold"] is None)
+        await until(lambda: rig.stats["shadow"]["skipped"] >= 2 and rig.stats["hold"] is None)
         shadow = rig.stats["shadow"]
         assert (shadow["errors"], shadow["compared"], shadow["difference"]) == (3, 0, {})
         assert "not finite" in shadow["last_error"]
@@ -134,7 +135,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))
     await rig.running(shadow_policy_path="shadow")
-    await rig.until(lambda: rig.stats["inference_count"] > 1)
+    await until(lambda: rig.stats["inference_count"] > 1)
     shadow = rig.stats["shadow"]
     assert (shadow["compared"], shadow["errors"], rig.policies["shadow"].acted) == (0, 0, 0)
     assert word in shadow["last_error"]

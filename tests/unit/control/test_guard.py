@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.control.config import Mode, SafetySettings
 from service.control.guard import ChunkClamp, Guard, Motion
 from service.control.joints import SO100, Joint, JointTable
-from service.control.limits import LimitsRequest, LimitsFile, Mode, MotionLimits, FileLimits, create_motion_limits
+from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
 
 TABLE = JointTable(SO100)
 HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)
@@ -23,7 +24,7 @@ def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
     for name in TABLE.names:
         numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
         joints[name] = FileLimits(**numbers, origin="f")
-    return create_motion_limits(TABLE, LimitsRequest(mode=mode, file=LimitsFile("f", joints)))
+    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=LimitsFile("f", joints))
 
 
 def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
@@ -198,7 +199,9 @@ def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_an
     )
     rest = np.zeros(count)
     for bent in (acceleration, np.full(count, np.inf)):
-        made = ChunkClamp(low, high, speed, bent, jerk if bent is acceleration else bent).clamp_chunk(wild, start, rest, rest)
+        made = ChunkClamp(low, high, speed, bent, jerk if bent is acceleration else bent).clamp_chunk(
+            wild, start, rest, rest
+        )
         tiny = 1e-9 * (high - low) + 1e-9
         changes = np.diff(np.concatenate([[start], made]), axis=0)
         bends = np.diff(np.concatenate([[rest], changes]), axis=0)
@@ -261,7 +264,7 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
 
 def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
     # It may keep a joint to a small part of what its policy rightly asks for.
-    narrow = create_motion_limits(TABLE, LimitsRequest(file=LimitsFile("f", {"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")})))
+    narrow = create_motion_limits(TABLE, file=LimitsFile("f", {"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")}))
     plan = line(0.0)
     plan[:, 0] = 90.0
     assert guard(narrow).check_shape(plan[None]) is None
@@ -269,9 +272,9 @@ def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
 
 def test_without_any_known_range_nothing_is_unbelievable() -> None:
     table = JointTable([Joint("a", 0), Joint("b", 1)])
-    unlimited = create_motion_limits(table, LimitsRequest())
+    unlimited = create_motion_limits(table)
     assert Guard(unlimited, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is None
-    of_data = create_motion_limits(table, LimitsRequest(), ([-1.0, 0.0], [1.0, 2.0]))
+    of_data = create_motion_limits(table, action_range=([-1.0, 0.0], [1.0, 2.0]))
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is not None
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 2.5, np.float32)) is None
 
@@ -286,7 +289,7 @@ def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
         )
         plan = HOME + np.cumsum(steps * 12.5 * random.choice([-1, 1], (STEPS, 6)) * [2, 2, 2, 2, 2, 1], axis=0)
         plan = np.clip(plan, judging.limits.low - random.choice([0, 1e-4]), judging.limits.high).astype(np.float32)
-        is_inside = not judging._outside(plan.astype(np.float64), REST, 0)
+        is_inside = not judging._find_violations(plan.astype(np.float64), REST, 0)
         assert judging._is_plainly_inside(plan, HOME) == is_inside
         seen.add(is_inside)
     assert seen == {True, False}

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from service.control.config import SafetySettings
 from service.control.joints import SO100, Joint, JointTable, create_joint_table
-from service.control.limits import LimitsRequest, LimitsError, LimitsFile, MotionLimits, FileLimits, create_motion_limits, read_limits
+from service.control.limits import FileLimits, LimitsError, LimitsFile, MotionLimits, create_motion_limits, read_limits
 from service.errors import InvalidRequest
 from service.sessions.compatibility import limits_of
 from service.sessions.policy_slots import differences
 from service.sessions.request import NewSession, SessionSettings
-from service.settings import SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import load_settings
 from service.testing import SO100_REQUIREMENTS
 
 TABLE = JointTable(SO100)
@@ -56,7 +58,7 @@ def test_a_joint_that_nobody_knows_is_said_to_be_unlimited() -> None:
     limits = create_motion_limits(UNKNOWN)
     assert limits.unlimited == ["waist", "elbow", "finger"]
     assert of(limits, "waist")["origin"] == "none"
-    stepped = create_motion_limits(UNKNOWN, LimitsRequest(requested=0.1))
+    stepped = create_motion_limits(UNKNOWN, requested=0.1)
     assert stepped.unlimited == ["waist", "elbow", "finger"], "its position is not limited still"
     assert of(stepped, "waist")["origin"] == "request"
 
@@ -85,8 +87,8 @@ def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
 
 def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
     file = LimitsFile("arm.toml", {"elbow_flex": FileLimits(step=3.0, origin="arm.toml")})
-    asked = LimitsRequest(requested={"shoulder_pan": 9.0, "gripper": 2.0}, setting=5.0, file=file)
-    limits = create_motion_limits(TABLE, asked)
+    settings, requested = SafetySettings(max_relative_target=5.0), {"shoulder_pan": 9.0, "gripper": 2.0}
+    limits = create_motion_limits(TABLE, settings, file=file, requested=requested)
     steps = {name: of(limits, name)["step"] for name in TABLE.names}
     assert steps == {"Rotation": 5, "Pitch": 5, "Elbow": 3, "Wrist_Pitch": 5, "Wrist_Roll": 5, "Jaw": 2}
     assert of(limits, "Elbow")["origin"] == "arm.toml, joint table"
@@ -106,20 +108,20 @@ def test_a_step_of_a_joint_that_is_not_there_or_that_is_none_is_refused(wrong: o
 
 def test_a_file_narrows_the_tables_range_and_cannot_widen_it(tmp_path: Path) -> None:
     path = write(tmp_path, "[joints.Rotation]\nlow = -30\nhigh = 400\nvelocity = 40\n[joints.knee]\nstep = 1")
-    limits = create_motion_limits(TABLE, LimitsRequest(file=read_limits(path)))
+    limits = create_motion_limits(TABLE, file=read_limits(path))
     found = of(limits, "Rotation")
     assert (found["low"], found["high"], found["velocity"]) == (-30, 100, 40)
     assert limits.unmatched == ("knee",)
     with pytest.raises(InvalidRequest, match=r"'limits.toml', joint 'Jaw': found -9.0..-1.0; .* 0..100"):
-        create_motion_limits(TABLE, LimitsRequest(file=read_limits(write(tmp_path, "[joints.gripper]\nlow = -9\nhigh = -1"))))
+        create_motion_limits(TABLE, file=read_limits(write(tmp_path, "[joints.gripper]\nlow = -9\nhigh = -1")))
     twice = write(tmp_path, "[joints.gripper]\nstep = 9\n[joints.Jaw]\nstep = 1")
     with pytest.raises(InvalidRequest, match="'Jaw' is there twice"):
-        create_motion_limits(TABLE, LimitsRequest(file=read_limits(twice)))
+        create_motion_limits(TABLE, file=read_limits(twice))
 
 
 def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF, "two.urdf"))
-    limits = create_motion_limits(UNKNOWN, LimitsRequest(file=file))
+    limits = create_motion_limits(UNKNOWN, file=file)
     assert of(limits, "waist") == {
         "low": -3.1,
         "high": 3.1,
@@ -145,13 +147,13 @@ def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> No
     assert file.joints["waist"] == FileLimits(-31, 31, velocity=20, jerk=9, origin="limits.toml")
     assert file.joints["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
     assert "finger" not in file.joints
-    assert of(create_motion_limits(TABLE, LimitsRequest(file=file)), "Jaw")["velocity"] == 60
+    assert of(create_motion_limits(TABLE, file=file), "Jaw")["velocity"] == 60
 
 
 def test_radians_of_a_urdf_are_never_taken_for_the_units_of_an_so100(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
     with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
-        create_motion_limits(TABLE, LimitsRequest(file=file))
+        create_motion_limits(TABLE, file=file)
 
 
 WRONG = {
@@ -210,15 +212,15 @@ def test_the_server_does_not_start_with_a_file_that_makes_no_sense(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"limits \(flag --limits\): limits file 'limits.toml': joint 'Jaw'"):
         load_settings({"limits": str(path)})
     settings = load_settings({"max_relative_target": '{"Jaw": 4}', "on_hold": "ramp"})
-    assert (settings.max_relative_target, settings.on_hold) == ({"Jaw": 4.0}, "ramp")
-    assert load_settings({"max_relative_target": "2.5"}).max_relative_target == 2.5
+    assert (settings.safety.max_relative_target, settings.safety.on_hold) == ({"Jaw": 4.0}, "ramp")
+    assert load_settings({"max_relative_target": "2.5"}).safety.max_relative_target == 2.5
     with pytest.raises(SettingsError, match="max_relative_target"):
         load_settings({"max_relative_target": "0"})
 
 
 def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     so101, aloha = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    limits = create_motion_limits(TABLE, LimitsRequest(file=read_limits(write(tmp_path, so101))))
+    limits = create_motion_limits(TABLE, file=read_limits(write(tmp_path, so101)))
     assert of(limits, "Rotation")["acceleration"] == 600
     assert of(limits, "Jaw")["step"] == 8
     assert limits.unmatched == ()
@@ -226,7 +228,7 @@ def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     write(tmp_path, urdf, "aloha.urdf")
     names = [f"{side}_{joint}" for side in ("left", "right") for joint in ("waist", "a", "b", "c", "d", "e", "gripper")]
     table = JointTable([Joint(name, index) for index, name in enumerate(names)])
-    limits = create_motion_limits(table, LimitsRequest(file=read_limits(write(tmp_path, aloha))))
+    limits = create_motion_limits(table, file=read_limits(write(tmp_path, aloha)))
     assert of(limits, "left_waist")["high"] == 3.1
     assert of(limits, "left_waist")["velocity"] == 1.5
     assert (of(limits, "left_gripper")["low"], of(limits, "left_gripper")["step"]) == (0.15, 0.2)

@@ -9,7 +9,15 @@ import pytest
 from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
-from service.control.aggregation import DEFAULT_AGGREGATION, AGGREGATIONS, Aggregation, CrossfadeAggregation, EnsembleAggregation, WeightedAggregation, choose_aggregation
+from service.control.aggregation import (
+    AGGREGATIONS,
+    DEFAULT_AGGREGATION,
+    Aggregation,
+    CrossfadeAggregation,
+    EnsembleAggregation,
+    WeightedAggregation,
+    choose_aggregation,
+)
 from service.control.chunk_scheduler import plan_prefix
 from service.control.controller import PolicyAnswer
 from service.control.observation_buffer import Snapshot
@@ -97,7 +105,9 @@ def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() 
     assert choose_aggregation(ACT, "ensemble") == EnsembleAggregation(0.01)
     assert choose_aggregation(ACT, "ensemble", -0.5) == EnsembleAggregation(-0.5)
     assert choose_aggregation(replace(ACT, takes_prefix=True), "rtc").sends_plan
-    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12), "it lasts a time, not so many actions"
+    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12), (
+        "it lasts a time, not so many actions"
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +212,9 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
         return chunks[-1][1]
 
     world = (
-        World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+        World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8), policy=policy, latency=0.17)
+        .begin()
+        .run(5.0)
     )
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8

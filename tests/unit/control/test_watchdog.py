@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from service.control.watchdog import InputTimes, Watchdog, WatchdogTimeouts
+from service.control.config import SafetySettings
+from service.control.watchdog import InputTimes, Watchdog
 
 PERIOD = 0.02
 
 
-def watchdog(executed: float = 0.4, covered: float = 0.4, **timeouts: object) -> Watchdog:
-    made = Watchdog(WatchdogTimeouts(**timeouts), executed=executed, covered=covered)  # type: ignore[arg-type]
+def watchdog(executed: float = 0.4, covered: float = 0.4, frame_age: float = 0.3, **settings: object) -> Watchdog:
+    safety = SafetySettings.model_validate(settings)
+    made = Watchdog(safety, frame_age=frame_age, executed=executed, covered=covered)
     made.begin(0.0)
     return made
 
@@ -61,11 +63,11 @@ def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None
 
 
 def test_cameras_that_may_be_slow_are_given_more_time() -> None:
-    timeouts = WatchdogTimeouts().for_frames(10.0)
-    assert (timeouts.frame_age, timeouts.degraded_after, timeouts.stop_after) == (10.0, 20.0, 200.0)
-    assert WatchdogTimeouts(degraded_after=1, stop_after=2).for_frames(0.3) == WatchdogTimeouts(0.3, 1, 2)
-    with pytest.raises(ValueError, match="degraded_after 40"):
-        WatchdogTimeouts(degraded_after=40)
+    slow, quick = watchdog(frame_age=10.0), watchdog(degraded_after=1, stop_after=2)
+    assert (slow.degraded_after, slow.stop_after) == (20.0, 200.0)
+    assert (quick.degraded_after, quick.stop_after) == (1, 2)
+    with pytest.raises(ValueError, match="degraded_after < stop_after"):
+        watchdog(degraded_after=40)
 
 
 def test_a_process_that_paused_holds_for_one_tick() -> None:
@@ -84,7 +86,7 @@ def test_a_blocked_event_loop_holds_after_250_ms_however_old_frames_may_be(frame
 
 
 def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
-    dog = Watchdog(WatchdogTimeouts(), executed=2.0, covered=4.0, period=0.5)
+    dog = Watchdog(SafetySettings(), frame_age=0.3, executed=2.0, covered=4.0, period=0.5)
     dog.begin(0.0)
     for now in (0.5, 1.0, 1.5):
         assert dog.check(now, InputTimes({})).holds == {}
@@ -97,12 +99,12 @@ def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chu
     assert list(walk(dog, 0.84, 0.8, asked_at=0.0).holds) == ["inference_slow"]
     assert walk(dog, 0.86, 0.86, asked_at=None).holds == {}
     assert watchdog(executed=0.02, covered=2.0).slow_after == 2.0
-    assert watchdog(executed=0.4, covered=0.5, slow=3.0).slow_after == pytest.approx(1.2)
+    assert watchdog(executed=0.4, covered=0.5, slow_inference=3.0).slow_after == pytest.approx(1.2)
 
 
 def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> None:
     assert walk(watchdog(), 60.0, chunk_seen_at=0.0).holds == {}
-    dog = watchdog(action_age=0.5)
+    dog = watchdog(action_age_limit=0.5)
     assert walk(dog, 0.48, chunk_seen_at=0.0).holds == {}
     assert list(walk(dog, 0.54, 0.5, chunk_seen_at=0.0).holds) == ["action_stale"]
 

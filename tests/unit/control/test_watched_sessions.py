@@ -9,31 +9,32 @@ import numpy as np
 import pytest
 
 from service.control.observers import Tick
-from service.control.watchdog import WatchdogTimeouts
 from service.errors import MoveRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from service.transport.link import BadInput, RobotLeft
-from tests.unit.control.conftest import LENIENT, POSE
+from tests.testing.rig import POSE
+from tests.testing.waiting import until
+from tests.unit.control.conftest import LENIENT
 
 pytestmark = pytest.mark.timed
 
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dark = True
-        await rig.until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
+        await until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
         sent = rig.link.sent
-        await rig.until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
+        await until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
         held = len(rig.link.sent)
         assert rig.stats["watch"]["is_blind"]
         assert "camera 'front': no new frame" in session.status().error_message
         await asyncio.sleep(0.1)
         assert len(rig.link.sent) == held, "nothing but the hold went out"
         rig.is_dark = False
-        await rig.until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
+        await until(lambda: session.stage is Stage.RUNNING and len(rig.link.sent) > held + 5)
         assert session.status().error_message is None
         assert [event for event, _ in rig.events] == ["session.created", "session.started"]
 
@@ -41,11 +42,11 @@ async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself
 async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_when_it_sees_again(rig) -> None:
     session = await rig.running()
     rig.is_dark = True
-    await rig.until(lambda: session.stage is Stage.STOPPED)
+    await until(lambda: session.stage is Stage.STOPPED)
     rig.is_dark = False
     assert rig.stats["stop_code"] == "camera_stale"
     assert rig.stats["emergency_stop"].startswith("camera_stale: camera 'front': no new frame")
-    await rig.until(lambda: session.robot_io.controller.is_idle)
+    await until(lambda: session.robot_io.controller.is_idle)
     held = len(rig.link.sent)
     await asyncio.sleep(0.1)
     assert len(rig.link.sent) == held
@@ -55,7 +56,7 @@ async def test_a_robot_that_sees_nothing_for_long_is_stopped_and_does_not_move_w
     await asyncio.sleep(0.1)
     assert (session.stage, len(rig.link.sent)) == (Stage.STOPPED, held), "a reset moves nothing"
     await rig.sessions.start("s")
-    await rig.until(lambda: len(rig.link.sent) > held + 5)
+    await until(lambda: len(rig.link.sent) > held + 5)
     assert rig.stats["stop_code"] is None
 
 
@@ -66,20 +67,20 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
         session = await rig.running(camera_names=())
         rig.link.go_down()
         assert session.stage is Stage.RECONNECTING
-        await rig.until(lambda: session.stage is Stage.STOPPED)
+        await until(lambda: session.stage is Stage.STOPPED)
         assert rig.stats["stop_code"] == "link_lost"
 
 
 async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
-        await rig.until(lambda: len(session.robot_io.controller.queue) > 0)
+        await until(lambda: len(session.robot_io.controller.queue) > 0)
         rig.is_dark = rig.is_dumb = True
         before = time.monotonic()
         rig.link.reconnect()
         sent = len(rig.link.sent)
         assert len(session.robot_io.controller.queue)
-        await rig.until(lambda: session.robot_io.controller.hold is not None)
+        await until(lambda: session.robot_io.controller.hold is not None)
         assert len(session.robot_io.controller.queue) == 0, "the plan from before is gone"
         rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
         assert "no frame since a link was lost" in session.robot_io.buffer.not_ready(time.monotonic()).text
@@ -88,20 +89,20 @@ async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_mov
         targets = [one.values["Rotation"] for one in rig.link.sent[sent:]]
         assert set(targets) <= {1.0}, "only the measured pose went out"
         rig.is_dumb = False
-        await rig.until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
+        await until(lambda: rig.link.sent[-1].values["Rotation"] > 1.0)
 
 
 async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dumb = True
         await asyncio.sleep(0.02)
         rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input))
-        await rig.until(lambda: rig.stats["hold_code"] == "joints_missing")
-        await rig.until(lambda: session.stage is Stage.DEGRADED)
+        await until(lambda: rig.stats["hold_code"] == "joints_missing")
+        await until(lambda: session.stage is Stage.DEGRADED)
         assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
         rig.is_dumb = False
-        await rig.until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
+        await until(lambda: session.stage is Stage.RUNNING and rig.stats["hold_code"] is None)
 
 
 async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_not(rig) -> None:
@@ -117,14 +118,14 @@ async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigge
     async with rigged() as rig:
         session = await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
-        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
+        await until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
         assert session.stage is Stage.RUNNING
         rig.still = None
-        await rig.until(lambda: rig.stats["watch"]["camera_frozen"] == [])
-    async with rigged(patience=WatchdogTimeouts(frozen_after=0.1, frozen_stops=True)) as rig:
+        await until(lambda: rig.stats["watch"]["camera_frozen"] == [])
+    async with rigged(frozen_after=0.1, frozen_stops=True) as rig:
         await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
-        await rig.until(lambda: rig.stats["stop_code"] == "camera_frozen")
+        await until(lambda: rig.stats["stop_code"] == "camera_frozen")
 
 
 BAD = (
@@ -175,7 +176,7 @@ async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_sessi
         rig.policies["policy"] = ScriptedPolicy(failures=[np.zeros((1, 20, 6), np.float32), hang])
         rig.policies["other"] = ScriptedPolicy()
         session = await rig.running()
-        await rig.until(lambda: session.stage is Stage.ERROR)
+        await until(lambda: session.stage is Stage.ERROR)
         hang.set()
         holds = rig.stats["holds"]
         # A pause of the machine is a hold between two of these.
@@ -189,7 +190,7 @@ async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_sessi
 async def test_what_control_finds_unsafe_is_a_latched_stop_with_its_code_first(rig) -> None:
     session = await rig.running()
     rig.policies["policy"].failures += 3 * [np.full((1, SO100_REQUIREMENTS.chunk, 6), np.nan, np.float32)]
-    await rig.until(lambda: session.stage is Stage.STOPPED)
+    await until(lambda: session.stage is Stage.STOPPED)
     assert rig.stats["stop_code"] == "policy_invalid"
     assert rig.stats["emergency_stop"].startswith("policy_invalid: the policy returned ")
     assert not session.robot_io.controller.is_running
@@ -209,7 +210,7 @@ async def test_an_emergency_stop_of_one_that_is_being_deleted_latches_its_succes
     await rig.running()
     rig.transport.leaving = asyncio.Event()
     deleting = asyncio.create_task(rig.sessions.delete("s"))
-    await rig.until(lambda: rig.link.is_closed)
+    await until(lambda: rig.link.is_closed)
     if where == "room":
         rig.link.deliver_emergency_stop("smoke")
     else:
@@ -228,11 +229,11 @@ async def test_a_stop_that_the_link_does_not_take_is_told_as_soon_as_it_does(rig
     await asyncio.sleep(0.3)
     told = len(rig.link.sent)
     rig.link.is_choked = False
-    await rig.until(lambda: rig.session.robot_io.controller.is_idle)
+    await until(lambda: rig.session.robot_io.controller.is_idle)
     assert [each.values for each in rig.link.sent[told:]] == 4 * [POSE]
     rig.link.is_choked = True
     await rig.sessions.stop("s")
-    await rig.until(lambda: rig.session.robot_io.controller.is_idle)
+    await until(lambda: rig.session.robot_io.controller.is_idle)
 
 
 async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None:
@@ -260,14 +261,14 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
 
 
 async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         control = session.robot_io.controller
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
         session.attach(plans)
         time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
         assert len(control.queue), "there is a plan that must not be done"
-        await rig.until(lambda: bool(plans.sent))
+        await until(lambda: bool(plans.sent))
         until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
         assert until_then
         assert set(until_then) == {1.0}, "the hold, and nothing else before the new plan"
@@ -281,16 +282,16 @@ class Plans:
         self.sent: list[int] = []
         self._link = link
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         self.sent.append(len(self._link.sent))
 
-    def ticked(self, tick: Tick) -> None: ...
+    def on_tick(self, tick: Tick) -> None: ...
 
 
 async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[None] = asyncio.Queue()
@@ -319,7 +320,7 @@ async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anyth
             assert rounds < 8, "it is heard before the next tick"
             await asyncio.sleep(0)
         await hearing
-        await rig.until(lambda: session.robot_io.controller.is_idle)
+        await until(lambda: session.robot_io.controller.is_idle)
         assert {one.values["Rotation"] for one in rig.link.sent[sent:]} == {1.0}, "only holds after the block"
 
 
@@ -332,12 +333,12 @@ async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: fl
         wall, holds = time.time, rig.stats["holds"]
         monkeypatch.setattr(time, "time", lambda: wall() + jump)
         sent = len(rig.link.sent)
-        await rig.until(lambda: len(rig.link.sent) > sent + 10)
+        await until(lambda: len(rig.link.sent) > sent + 10)
         assert rig.stats["holds"] == holds
         assert session.stage is Stage.RUNNING
 
 
 def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
-    patience = SessionSettings().patience
-    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (0.3, 3.0, 30.0)
-    assert (patience.frozen_after, patience.frozen_stops, patience.bad_inputs) == (2.0, False, 20)
+    safety = SessionSettings().safety
+    assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
+    assert (safety.frozen_after, safety.frozen_stops, safety.bad_inputs) == (2.0, False, 20)

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from service.http.bodies import json_response
-from service.settings import SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import load_settings
 from service.transport import protocol
 from service.transport.protocol import JointUpdate, StateSync
 from tests.testing.rig import started

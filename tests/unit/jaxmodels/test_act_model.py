@@ -136,17 +136,6 @@ def test_padded_actions_do_not_reach_the_latent(small, checkpoint_of) -> None:
     assert not np.allclose(before, unmasked)
 
 
-def test_dropout_is_on_with_keys_and_differs_by_key(small, checkpoint_of) -> None:
-    config = small(use_vae=False, dropout=0.5)
-    model = assembled(checkpoint_of(config))
-    observation = normalised(config)
-    actions, is_pad = demonstration(config)
-    loss = jax.jit(lambda key: model.loss(observation, actions, is_pad, nnx.Rngs(dropout=key))[0])
-    first, again, other = (float(loss(key_of(number))) for number in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
 def test_statistics_of_batch_norm_are_no_parameters(small) -> None:
     config = small(cameras=("a",), vision_backbone="resnet18", use_vae=True)
     model = nnx.eval_shape(lambda: Act(config, rngs=nnx.Rngs(0)))

@@ -6,103 +6,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.tree_util import Partial
 
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig, serving
 from jaxmodels.policies.diffusion2d.model import modulations_at, noisy, predict
 from jaxmodels.samplers import Example, FlowSchedule, flow_euler
-from jaxmodels.text import TextConfig
-from jaxmodels.types import Feature, Observation, Prefix
-from jaxmodels.weights import blueprint, flatten
+from jaxmodels.types import Observation, Prefix
+from jaxmodels.weights import blueprint
+from tests.unit.jaxmodels.small_policies import RIGHT, TOYS, WHOLES, random_batch, random_model, side_plan, train_toy
+from tests.unit.jaxmodels.small_policies import TOY_ACTION as ACTION
+from tests.unit.jaxmodels.small_policies import TOY_CHUNK as CHUNK
 
-CHUNK, ACTION = 4, 2
-CONFIG = Diffusion2dConfig(
-    input_features=(Feature("observation.state", "STATE", (1,)),),
-    output_features=(Feature("action", "ACTION", (ACTION,)),),
-    chunk_size=CHUNK,
-    n_action_steps=2,
-    dim_model=32,
-    n_heads=2,
-    n_encoder_layers=0,
-    n_layers=2,
-    trained_prefix=2,
-)
-CAMERA = Feature("observation.images.front", "VISUAL", (3, 32, 32))
-WHOLE = dataclasses.replace(
-    CONFIG,
-    input_features=(*CONFIG.input_features, Feature("observation.environment_state", "ENV", (2,)), CAMERA),
-    dim_model=16,
-    n_encoder_layers=1,
-    n_layers=1,
-    text_encoder=dataclasses.replace(TextConfig.small(), length=6, width=8, n_heads=2, n_layers=1, hidden=16),
-)
-RIGHT = 0.7  # share of demonstrations that go right
-
-
-def lively(config: Diffusion2dConfig, seed: int = 0) -> Diffusion2d:
-    """A model with no weight at zero."""
-    draw = np.random.default_rng(seed)
-    plan = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs))
-    return plan.assemble(
-        {name: jnp.asarray(draw.normal(size=shape.shape) * 0.2, jnp.float32) for name, shape in plan.shapes.items()}
-    )
-
-
-def batch_of(config: Diffusion2dConfig, size: int = 32, seed: int = 0) -> tuple[Observation, jax.Array, jax.Array]:
-    draw = np.random.default_rng(seed)
-
-    def array(*shape: int) -> jax.Array:
-        return jnp.asarray(draw.uniform(-1, 1, (size, *shape)), jnp.float32)
-
-    observation = Observation(
-        tuple(array(*camera.shape[1:], 3) for camera in config.cameras),
-        array(1),
-        array(2) if config.environment_state else None,
-    )
-    # from nothing up to all steps but one
-    is_pad = jnp.asarray(np.arange(CHUNK)[None] >= CHUNK - (np.arange(size) % CHUNK)[:, None])
-    return observation, array(CHUNK, ACTION), is_pad
-
-
-def demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
-    """Chunks that go left or right, and never between; their second joint repeats the state."""
-    where, way = jax.random.split(key)
-    state = jax.random.uniform(where, (size, 1), minval=-1, maxval=1)
-    side = jnp.where(jax.random.bernoulli(way, RIGHT, (size, 1, 1)), 0.8, -0.8)
-    first = jnp.broadcast_to(side, (size, CHUNK, 1))
-    return Observation(state=state), jnp.concatenate((first, jnp.broadcast_to(state[:, None], first.shape)), -1)
-
-
-@partial(jax.jit, static_argnames="config")
-def trained(config: Diffusion2dConfig) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Weights after some seconds of training, and the losses."""
-    plan = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs))
-    graph, first = nnx.split(Diffusion2d(config, rngs=nnx.Rngs(0)))
-    rule = optax.adam(optax.cosine_decay_schedule(4e-3, 600))
-
-    def loss(weights, key):
-        observation, actions = demonstrations(key, 64)
-        rngs = nnx.Rngs(noise=jax.random.fold_in(key, 1))
-        return nnx.merge(graph, weights).loss(observation, actions, jnp.zeros((64, CHUNK), bool), rngs)[0]
-
-    def step(carry, key):
-        weights, memory = carry
-        value, gradient = jax.value_and_grad(loss)(weights, key)
-        updates, memory = rule.update(gradient, memory, weights)
-        return (optax.apply_updates(weights, updates), memory), value
-
-    keys = jax.random.split(jax.random.key(1), 600)
-    (weights, _), losses = jax.lax.scan(step, (first, rule.init(first)), keys)
-    return dict(zip(plan.shapes, jax.tree.leaves(weights), strict=True)), losses
+CONFIG, WHOLE = TOYS["diffusion2d"], WHOLES["diffusion2d"]
+batch_of = partial(random_batch, size=32)
 
 
 @pytest.fixture(scope="module")
 def toy() -> tuple[dict[str, jax.Array], jax.Array]:
     with jax.default_prng_impl("rbg"):  # the default one takes XLA 10 s to compile
-        return trained(CONFIG)
+        return train_toy(CONFIG, 600, 4e-3)
 
 
 def test_the_loss_falls(toy) -> None:
@@ -139,9 +62,7 @@ def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
 def test_a_plan_is_continued_on_its_side_by_a_policy_that_was_trained_to(toy) -> None:
     weights, _ = toy
     run = jax.jit(partial(serving.act, CONFIG))
-    side = np.array([0.8, -0.8, 0.8, -0.8], np.float32)
-    actions = np.full((4, CHUNK, ACTION), 0.3, np.float32)
-    actions[..., 0] = side[:, None]
+    actions = side_plan()
     observation = Observation(state=np.full((4, 1), 0.3, np.float32))
     alone = run(weights, observation)
     for delay, tolerance in ((2, 0.3), (3, 0.3)):  # the latter is longer than in the training: held on to by guidance
@@ -179,13 +100,13 @@ def evaluated(model: Diffusion2d, observation: Observation, actions: jax.Array, 
 @pytest.mark.parametrize("masks", [False, True])
 def test_the_loss_of_a_flow_is_what_numpy_makes_of_it(masks: bool) -> None:
     config = dataclasses.replace(CONFIG, trained_prefix=0, do_mask_loss_for_padding=masks)
-    model, (observation, actions, is_pad) = lively(config), batch_of(config)
+    model, (observation, actions, is_pad) = random_model(config), batch_of(config)
     sigma = 0.001 + 0.999 * ((np.arange(32) + 0.5) / 32) ** (2 / 3)
     _, key, _ = jax.random.split(jax.random.key(0), 3)
     noise, clean = np.asarray(jax.random.normal(key, actions.shape), np.float64), np.asarray(actions, np.float64)
     x = sigma[:, None, None] * noise + (1 - sigma[:, None, None]) * clean
     counts = np.where(np.asarray(is_pad) & masks, 0, 1).astype(np.float32)
-    answer = answers(lively(CONFIG), observation, np.float32(x), np.float32(1000 * sigma), counts)
+    answer = answers(random_model(CONFIG), observation, np.float32(x), np.float32(1000 * sigma), counts)
     error = (np.asarray(answer) - (noise - clean)) ** 2 * counts[..., None]
     np.testing.assert_allclose(evaluated(model, observation, actions, is_pad), error.mean(), rtol=1e-4)
 
@@ -193,7 +114,7 @@ def test_the_loss_of_a_flow_is_what_numpy_makes_of_it(masks: bool) -> None:
 @pytest.mark.parametrize("predicts", ["epsilon", "sample", "v_prediction"])
 def test_a_diffusions_example_is_what_numpy_makes_of_it(predicts: str) -> None:
     config = dataclasses.replace(CONFIG, trained_prefix=0, objective="diffusion", prediction_type=predicts)
-    actions = np.asarray(batch_of(config, 5)[1], np.float64)
+    actions = np.asarray(batch_of(config, size=5)[1], np.float64)
     made = drawn_from(config, np.float32(actions))
     _, key, _ = jax.random.split(jax.random.key(0), 3)
     noise = np.asarray(jax.random.normal(key, actions.shape), np.float64)
@@ -212,7 +133,7 @@ def test_a_diffusions_example_is_what_numpy_makes_of_it(predicts: str) -> None:
 
 
 def test_a_trained_prefix_has_no_noise_time_0_and_no_part_in_the_loss() -> None:
-    model, (observation, actions, is_pad) = lively(CONFIG), batch_of(CONFIG)
+    model, (observation, actions, is_pad) = random_model(CONFIG), batch_of(CONFIG)
     made = drawn_from(CONFIG, actions)
     delays = (~np.asarray(made.counts)).sum(axis=1)
     assert set(delays) == {0, 1, 2}
@@ -232,59 +153,8 @@ def said_of_each(model: Diffusion2d, observation: Observation, x: jax.Array, tim
     return predict(model.transformer, context, mask, x, timestep, modulations_at(model.transformer, timestep))
 
 
-def test_padded_steps_do_not_matter_when_they_are_masked() -> None:
-    config = dataclasses.replace(CONFIG, trained_prefix=0, do_mask_loss_for_padding=True)
-    model, (observation, actions, is_pad) = lively(config), batch_of(config)
-    value = partial(evaluated, model, observation)
-    other = jnp.where(is_pad[..., None], -5.0, actions)
-    np.testing.assert_array_equal(value(other, is_pad), value(actions, is_pad))
-    nothing = jnp.zeros_like(is_pad)
-    assert value(other, nothing) != value(actions, nothing)
-
-
-def test_training_draws_noise_and_dropout_and_evaluation_neither() -> None:
-    batch = batch_of(CONFIG)
-    plain, dropping = lively(CONFIG), lively(dataclasses.replace(CONFIG, dropout=0.1))
-    value = float(evaluated(plain, *batch))
-    assert value == float(evaluated(plain, *batch))
-
-    @jax.jit
-    def loss(model, noise, dropout, *batch):
-        return model.loss(*batch, nnx.Rngs(noise=noise, dropout=dropout))[0]
-
-    keys = jax.random.key(0), jax.random.key(1)
-    drawn = float(loss(dropping, keys[0], keys[0], *batch))
-    assert drawn == float(loss(dropping, keys[0], keys[0], *batch))
-    assert len({value, drawn, *(float(loss(dropping, *other, *batch)) for other in (keys, keys[::-1]))}) == 4
-
-
-def test_a_gradient_reaches_every_weight() -> None:
-    model = lively(WHOLE)
-    graph, weights = nnx.split(model)
-    observation, actions, is_pad = batch_of(WHOLE, 3)
-    ids, mask = jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool)
-
-    @jax.jit
-    def gradient(weights):
-        def loss(weights):
-            model = nnx.merge(graph, weights)
-            return model.loss(observation._replace(language=model.read(ids, mask)), actions, is_pad)[0]
-
-        return jax.grad(loss)(weights)
-
-    names = flatten(model)
-    untouched = [
-        name
-        for name, part in zip(names, jax.tree.leaves(gradient(weights)), strict=True)
-        if not np.abs(part).max() > 1e-9
-    ]
-    assert untouched == ["text.layers.0.attention.key.bias"]  # it changes all scores of a query alike: no probability
-    assert any("observation_tokens.backbone" in name for name in names)
-    assert any(name.startswith("text.") for name in names)
-
-
 def test_a_member_of_a_batch_learns_nothing_from_the_others() -> None:
-    model, (observation, actions, _) = lively(WHOLE), batch_of(WHOLE, 3)
+    model, (observation, actions, _) = random_model(WHOLE), batch_of(WHOLE, size=3)
     ids, mask = jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool)
     language = jax.jit(lambda model: model.read(ids, mask))(model)
     times = jnp.full((3, CHUNK), 300.0)
@@ -292,7 +162,7 @@ def test_a_member_of_a_batch_learns_nothing_from_the_others() -> None:
     def answers(observation: Observation, actions: jax.Array) -> jax.Array:
         return said_of_each(model, observation._replace(language=language), actions, times)
 
-    others = batch_of(WHOLE, 3, seed=5)
+    others = batch_of(WHOLE, size=3, seed=5)
     mine = jnp.asarray([True, False, False])
 
     def pick(a, b):

@@ -218,7 +218,7 @@ KILLED = """
     from service.recording.mcap_files import McapSource
     from service.recording.steps import RecordingError
     from tests.testing.recordings import play, subject
-    recorder._FLUSH = 0.0
+    recorder._FLUSH_INTERVAL = 0.0
     def is_written(path):
         try:
             return len(list(McapSource(path).steps())) == 12

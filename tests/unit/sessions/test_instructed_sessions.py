@@ -11,8 +11,7 @@ from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LONGEST, select_features, task_input
-from service.sessions.store import Sessions
-from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
+from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
 
@@ -80,23 +79,11 @@ async def test_a_policy_that_reads_no_language_is_told_nothing_but_the_session_k
 
 async def test_a_shadow_reads_what_the_first_policy_is_told() -> None:
     shadow = ScriptedPolicy(READS)
-    transport = MemoryTransport()
-    policies = {"policy": ScriptedPolicy(), "shadow": shadow}
-
-    def load(path: str, revision: str | None = None, /, **more: object) -> ScriptedPolicy:
-        return policies[path]
-
-    sessions = Sessions(transport=transport, load=load, engine=Engine(switch_interval=None))
-    rig = Rig()
-    rig.sessions, rig.transport = sessions, transport
-    try:
+    async with rigged() as rig:
+        rig.policies["shadow"] = shadow
         await rig.running(replace(NEW, shadow_policy_path="shadow", language_instruction=BLUE))
         await until(lambda: bool(shadow.told))
         assert shadow.told[0] == (BLUE,)
-    finally:
-        for robot in rig.robots:
-            robot.cancel()
-        await sessions.close()
 
 
 async def test_robots_with_different_instructions_are_inferred_for_together() -> None:

@@ -8,12 +8,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError
+from service.control.config import ControlSettings
 from service.errors import (
     InvalidRequest,
     MoveRefused,
@@ -24,12 +26,12 @@ from service.errors import (
     TransportError,
     UnknownSession,
 )
-from service.inference.engine import Engine
-from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.http.config import LimitSettings
+from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
 from tests.testing.pauses import Pauses
-from tests.testing.rig import POSE, show
+from tests.testing.rig import POSE, SessionRig
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -37,54 +39,18 @@ pytestmark = pytest.mark.timed
 NEW = NewSession("s", "policy", "memory://", rate=100)
 # A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
 LONG = replace(SO100_REQUIREMENTS, chunk=400)
-PATIENT = SessionSettings(frame_age_limit=30.0)
+PATIENT = SessionSettings(control=ControlSettings(frame_age_limit=30.0))
 
 
-class Rig:
-    """A store of sessions, what it runs with, and robots to drive."""
-
-    def __init__(
-        self, settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
-    ):
-        self.transport = MemoryTransport()
-        self.policy = ScriptedPolicy()
-        self.loader = ScriptedLoader(lambda: self.policy)
-        self.sessions = Sessions(
-            transport=self.transport,
-            load=self.loader,
-            engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
-            settings=settings or SessionSettings(),
-        )
-        self.robots: list[asyncio.Task[None]] = []
-
-    def robot(self, link: MemoryLink | None = None, size: tuple[int, int] = (48, 64)) -> asyncio.Task[None]:
-        """A robot that sends frames and joints until cancelled."""
-        task = asyncio.create_task(show(link or self.transport.link, size))
-        self.robots.append(task)
-        return task
-
-    async def running(self, new: NewSession = NEW) -> MemoryLink:
-        """A session that moves its robot."""
-        await self.sessions.create(new)
-        link = self.transport.link
-        self.robot(link)
-        await self.sessions.start(new.session_id)
-        await until(lambda: len(link.sent) > 5)
-        return link
+class Rig(SessionRig):
+    async def running(self, new: NewSession = NEW) -> MemoryLink:  # type: ignore[override]
+        """The link of a session that moves its robot."""
+        await super().running(new)
+        return self.link
 
 
-@asynccontextmanager
-async def rigged(
-    settings: SessionSettings | None = None, stuck_after: float = 5.0, batch_sizes: tuple[int, ...] = (1,)
-) -> AsyncIterator[Rig]:
-    rig = Rig(settings, stuck_after, batch_sizes)
-    try:
-        yield rig
-    finally:
-        for robot in rig.robots:
-            robot.cancel()
-        await rig.sessions.close()
-        assert rig.transport.existing == set()
+def rigged(settings: SessionSettings | None = None, **more: Any) -> Rig:
+    return Rig(NEW, settings, **more)
 
 
 @pytest.fixture
@@ -168,6 +134,8 @@ async def test_a_status_before_anything_came_is_json_too(rig: Rig) -> None:
 
 
 async def test_the_rate_is_the_requests_else_the_policys_else_the_default(rig: Rig) -> None:
+    rig.policies |= dict.fromkeys("abcde", rig.policy)
+
     async def rate_of(name: str, rate: float | None) -> float:
         session = await rig.sessions.create(replace(NEW, session_id=name, policy_path=name, rate=rate))
         return session.status().stats["rate"]  # type: ignore[return-value]
@@ -357,7 +325,7 @@ async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str)
 
 
 async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
-    async with rigged(SessionSettings(max_sessions=2, failed_kept=3)) as rig:
+    async with rigged(SessionSettings(LimitSettings(max_sessions=2), failed_kept=3)) as rig:
         rig.loader.failure = ConfigError("bad")
         for number in range(6):
             with pytest.raises(PolicyError):
@@ -540,9 +508,8 @@ async def test_answers_that_are_no_chunks_hold_and_three_in_a_row_are_a_stop_unt
 async def test_a_stuck_policy_is_an_error_of_its_session_only() -> None:
     async with rigged(stuck_after=1.0) as rig:
         stuck = ScriptedPolicy()
-        rig.loader.make = lambda: stuck
+        rig.policies["stuck"] = stuck
         await rig.running(replace(NEW, session_id="stuck", policy_path="stuck"))
-        rig.loader.make = lambda: rig.policy
         link = await rig.running(replace(NEW, session_id="fine"))
         never = threading.Event()
         stuck.failures = [never]
@@ -686,7 +653,7 @@ async def test_commands_stay_within_the_range_of_each_joint(rig: Rig) -> None:
 
 
 async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
-    async with rigged(SessionSettings(input_timeout=1.0)) as rig:
+    async with rigged(SessionSettings(control=ControlSettings(input_timeout=1.0))) as rig:
         link = await rig.running()
         session = rig.sessions.get("s")
         await asyncio.sleep(1.2)
@@ -703,7 +670,7 @@ async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
 
 
 async def test_a_session_that_nobody_ever_sends_to_times_out_too_and_a_stopped_one_does_not() -> None:
-    async with rigged(SessionSettings(input_timeout=0.1)) as rig:
+    async with rigged(SessionSettings(control=ControlSettings(input_timeout=0.1))) as rig:
         await rig.sessions.create(replace(NEW, session_id="a"))
         await rig.sessions.create(replace(NEW, session_id="b"))
         await rig.sessions.stop("b")
@@ -763,7 +730,7 @@ async def test_an_emergency_stop_from_a_room_latches_with_its_source(rig: Rig) -
 async def test_an_emergency_stop_of_all_reaches_every_session_whatever_it_does(rig: Rig) -> None:
     await rig.running(replace(NEW, session_id="running"))
     await rig.sessions.create(replace(NEW, session_id="ready"))
-    rig.loader.gate = threading.Event()
+    rig.loader.gate, rig.policies["other"] = threading.Event(), rig.policy
     creating = asyncio.create_task(rig.sessions.create(replace(NEW, session_id="loading", policy_path="other")))
     await until(lambda: "other" in rig.loader.loads)
     assert sorted(await rig.sessions.emergency_stop("all")) == ["loading", "ready", "running"]

@@ -283,11 +283,11 @@ async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_k
     recent = server.app.ctx.sessions.get("arm").robot_io.runner.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()
-        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 60.0)
+        monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 60.0)
         for value in range(3):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2])
-        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 0.0)
+        monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 0.0)
         for value in range(3, 5):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])

@@ -81,12 +81,12 @@ async def test_one_client_drives_until_it_is_silent(server):
         assert closed.value.rcvd.code == 4409
         # As if two seconds had gone by.
         link = server.app.ctx.doors.direct.links["arm"]
-        link.driver.heard_at -= 3
+        link.driver.last_message_at -= 3
         async with server.stream() as third:
             await Client(third).say("observation", **server.seen(number=5))
             await Client(third).say("ping", number=1, time=1.5)
             assert (await Client(third).hear("pong"))["time"] == 1.5
-            assert link.driver.heard_at > time.monotonic() - 2
+            assert link.driver.last_message_at > time.monotonic() - 2
             assert len(link.watchers) == 2
 
 

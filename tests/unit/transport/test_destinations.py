@@ -9,7 +9,8 @@ from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.registry.delivery import PinnedResolver
 from service.app import create_app
 from service.errors import InvalidRequest, TransportError
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
+from service.settings import Settings
 from service.testing import ScriptedLoader
 from service.transport.address import AddressRules, AllowedHost, Destinations
 from service.transport.client.rest import http_session
@@ -154,7 +155,7 @@ def test_an_entry_that_is_no_host_is_told_at_the_start(text):
 
 def test_a_wrong_entry_stops_the_server_from_starting():
     with pytest.raises(SettingsError, match=r"transport_hosts: 'http://host'"):
-        create_app(Settings(transport_hosts=("http://host",)), load=ScriptedLoader())
+        create_app(Settings.from_values(transport_hosts=("http://host",)), load=ScriptedLoader())
 
 
 async def test_this_server_itself_is_a_destination_by_its_own_port_on_an_address_of_this_machine():

@@ -17,6 +17,7 @@ from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
 from robojax.sim.demo import Request
+from tests.testing.compiling import process_environment
 
 CONFIG = Diffusion2dConfig(
     input_features=(
@@ -50,7 +51,8 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def robojax(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "robojax.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    quick = process_environment(quick=True)
+    return subprocess.run(command, env=quick, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.usefixtures("can_draw")

@@ -1,0 +1,299 @@
+"""What every type of policy does: its folder, its answers, the plans that it continues, its config, and its loss."""
+
+import dataclasses
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmodels
+from jaxmodels.errors import ConfigError
+from jaxmodels.policies import lerobot_folder, policy_type, policy_types
+from jaxmodels.text import TextConfig
+from jaxmodels.types import PREFIX_ACTIONS
+from jaxmodels.weights import blueprint, flatten
+from tests.unit.jaxmodels.small_policies import (
+    ACTION,
+    CAMERA,
+    CHUNK,
+    CONFIGS,
+    WHOLES,
+    WITH_PREFIX,
+    WITH_TEXT,
+    make_checkpoint,
+    observe,
+    plan,
+    random_batch,
+    random_model,
+)
+
+# The default generator takes XLA longer to compile than a policy.
+key_of = partial(jax.random.key, impl="unsafe_rbg")
+every_type = pytest.mark.parametrize("kind", policy_types(), scope="module")
+with_prefix = pytest.mark.parametrize("kind", WITH_PREFIX, scope="module")
+with_text = pytest.mark.parametrize("kind", WITH_TEXT)
+
+
+@pytest.fixture(scope="module")
+def policy(kind: str) -> jaxmodels.Policy:
+    return jaxmodels.Policy(make_checkpoint(CONFIGS[kind]))
+
+
+@every_type
+def test_a_folder_is_read_as_it_was_written(kind: str, policy: jaxmodels.Policy, tmp_path: Path) -> None:
+    policy.save(tmp_path / "policy")
+    needs = jaxmodels.read_requirements(tmp_path / "policy")
+    assert (needs.policy_type, needs.chunk, needs.action_steps, needs.action) == (kind, CHUNK, 4, ACTION)
+    assert needs.takes_prefix == (kind in WITH_PREFIX)
+    assert not needs.language
+    read = lerobot_folder.read(tmp_path / "policy")
+    assert read.config == CONFIGS[kind]
+    for name, array in make_checkpoint(CONFIGS[kind]).weights.items():
+        np.testing.assert_array_equal(read.weights[name], array)
+    again = jaxmodels.load_policy(tmp_path / "policy", like=policy)
+    observation = observe(CONFIGS[kind])
+    np.testing.assert_array_equal(again.act(observation), policy.act(observation))
+
+
+@every_type
+def test_the_same_observation_has_the_same_answer_at_any_place_and_in_any_company(
+    kind: str, policy: jaxmodels.Policy
+) -> None:
+    plans = (plan([0, 3, 2], [0, 8, 5]), plan([1, 1, 1], [8, 8, 8], seed=8)) if kind in WITH_PREFIX else ({}, {})
+    observation = {**observe(CONFIGS[kind]), **plans[0]}
+    answer = policy.act(observation)
+    np.testing.assert_array_equal(policy.act(observation), answer)
+    for member in range(3):
+        others = {name: array.copy() for name, array in {**observe(CONFIGS[kind], seed=7), **plans[1]}.items()}
+        for name, array in others.items():
+            array[(member + 1) % 3] = observation[name][member]
+        np.testing.assert_allclose(policy.act(others)[(member + 1) % 3], answer[member], atol=1e-3)  # of 100
+
+
+@with_prefix
+def test_without_a_plan_the_answer_is_that_of_a_policy_that_was_never_given_one(
+    kind: str, policy: jaxmodels.Policy
+) -> None:
+    observation = observe(CONFIGS[kind])
+    plain = policy.act(observation)
+    np.testing.assert_array_equal(policy.act({**observation, **plan([0, 0, 0], [0, 0, 0])}), plain)
+    mixed = policy.act({**observation, **plan([0, 4, 0], [0, 8, 0])})
+    np.testing.assert_allclose(mixed[::2], plain[::2], atol=1e-4)
+    assert np.abs(mixed[1, 4:] - plain[1, 4:]).max() > 1  # the rest depends on what it goes on from
+
+
+@with_prefix
+def test_a_chunk_begins_with_what_will_have_been_executed(kind: str, policy: jaxmodels.Policy) -> None:
+    given = plan([0, 3, 8], [8, 6, 8])
+    chunk, planned = policy.act({**observe(CONFIGS[kind]), **given}), given[PREFIX_ACTIONS]
+    tolerance = {"tokens2d": 1e-5}.get(kind, 1e-4)
+    np.testing.assert_allclose(chunk[1, :3], planned[1, :3], atol=tolerance)
+    np.testing.assert_allclose(chunk[2], planned[2], atol=tolerance)
+
+
+@with_prefix
+def test_every_delay_runs_in_one_program(policy: jaxmodels.Policy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy.compile(3)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jaxmodels.program.Programs, "_compile", refuse)
+    for delay in range(CHUNK):
+        answer = policy.act({**observe(CONFIGS[kind]), **plan([delay] * 3, [CHUNK] * 3)})
+        assert np.isfinite(answer).all()
+
+
+@with_text
+def test_a_policy_with_a_camera_follows_its_instruction_and_does_the_same_once_saved(kind: str, tmp_path: Path) -> None:
+    text = dataclasses.replace(TextConfig.small(), length=24, width=8, n_heads=2, n_layers=1, hidden=16)
+    inputs = (*CONFIGS[kind].input_features, CAMERA)
+    config = dataclasses.replace(CONFIGS[kind], input_features=inputs, text_encoder=text, n_encoder_layers=1)
+    policy = jaxmodels.Policy(make_checkpoint(config))
+    assert policy.requirements.language
+    pictures = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
+    observation = {**observe(config, 1), CAMERA.name: pictures, **plan([0], [0])}
+    red, blue = (
+        policy.act({**observation, "task": np.array([f"lift the {colour} cube"])}) for colour in ("red", "blue")
+    )
+    least = {"tokens2d": 1e-4}.get(kind, 1e-3)  # of 100
+    assert np.abs(red - blue).max() > 2 * least
+    both = {name: np.repeat(array, 2, axis=0) for name, array in observation.items()}
+    together = policy.act({**both, "task": np.array(["lift the blue cube", "lift the red cube"])})
+    np.testing.assert_allclose(together, np.concatenate((blue, red)), atol=least)
+    policy.save(tmp_path / "policy")
+    again = jaxmodels.load_policy(tmp_path / "policy", like=policy)
+    np.testing.assert_array_equal(again.act({**observation, "task": np.array(["lift the red cube"])}), red)
+
+
+# Configs.
+
+
+@with_text
+def test_a_config_is_read_as_it_was_written(kind: str) -> None:
+    config = dataclasses.replace(
+        CONFIGS[kind], text_encoder=TextConfig.small(), optimizer_betas=(0.8, 0.9), scheduler_name="constant"
+    )
+    assert policy_type(kind).config(json.loads(json.dumps(config.to_json()))) == config
+
+
+@every_type
+def test_a_field_that_nobody_knows_is_named(kind: str) -> None:
+    written = json.loads(json.dumps(CONFIGS[kind].to_json()))
+    with pytest.raises(ConfigError, match="(?i)" + kind + " config: unknown fields colour"):
+        policy_type(kind).config({**written, "colour": "red"})
+
+
+@every_type
+def test_all_complaints_about_a_config_come_at_once(kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(CONFIGS[kind], n_action_steps=9, dropout=2.0, input_features=())
+    for words in ("n_action_steps is 9", "dropout is 2.0", "input_features|nothing to look at"):
+        assert any(part in str(caught.value) for part in words.split("|"))
+
+
+@every_type
+def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
+    config, architecture = CONFIGS[kind], policy_type(kind).architecture
+    trained = {
+        "act": {"kl_weight": 1.0, "latent_dim": 8},
+        "diffusion2d": {"timestep_sampling_strategy": "uniform", "scheduler_name": "constant"},
+        "tokens2d": {"label_smoothing": 2.0, "prefix_rate": 0.0},
+    }[kind]
+    other = dataclasses.replace(config, optimizer_lr=1.0, dropout=0.2, n_action_steps=2, **trained)
+    assert architecture(other) == architecture(config)
+    built = {"act": {"n_encoder_layers": 1}, "diffusion2d": {"trained_prefix": 2}, "tokens2d": {"bins": 16}}[kind]
+    assert architecture(dataclasses.replace(config, **built)) != architecture(config)
+
+
+@every_type
+def test_the_config_for_a_cpu_is_one(kind: str) -> None:
+    small = dataclasses.replace(CONFIGS[kind], **policy_type(kind).small)
+    assert policy_type(kind).config(small.to_json()) == small
+    shapes = blueprint(lambda rngs: policy_type(kind).model(small, rngs=rngs)).shapes
+    assert sum(np.prod(shape.shape) for shape in shapes.values()) < 2.5e6
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "diffusion2d": [
+        ({"n_action_steps": 9}, "n_action_steps is 9, more than chunk_size 8"),
+        ({"dim_model": 20}, "dim_model 20 is not a multiple of 4 n_heads"),
+        ({"objective": "score"}, "objective is 'score'; known: flow, diffusion"),
+        ({"input_features": ()}, "nothing to look at"),
+        ({"prefix_bound": 0.0}, "prefix_bound is 0.0"),
+        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted an integer of 1 or more, at most 1000"),
+        ({"num_train_timesteps": True}, "num_train_timesteps is True; wanted an integer of 1 or more"),
+        ({"n_encoder_layers": -1}, "n_encoder_layers is -1; wanted an integer of 0 or more"),
+        ({"prediction_type": "noise"}, "prediction_type is 'noise'; known: epsilon, sample, v_prediction"),
+        ({"timestep_sampling_strategy": "normal"}, "known: uniform, beta"),
+        ({"trained_prefix": 8}, "trained_prefix is 8; wanted 0 \\(none\\) to 7"),
+        ({"trained_prefix": 2, "objective": "diffusion"}, "trained_prefix is for objective 'flow'"),
+        (
+            {"objective": "diffusion", "normalization_mapping": (("ACTION", "MEAN_STD"),)},
+            r"epsilon wants actions in \[-1, 1\]",
+        ),
+        ({"optimizer_lr": 0.0}, "optimizer_lr is 0.0; wanted a number above 0"),
+        ({"optimizer_betas": (0.9, 1.0)}, "optimizer_betas is .*; wanted two numbers of 0 or more, below 1"),
+        ({"scheduler_name": "linear"}, "scheduler_name is 'linear'; known: constant, cosine"),
+    ],
+    "tokens2d": [
+        ({"bins": 1}, "bins is 1; wanted 2 or more"),
+        ({"bins": 0}, "bins is 0; wanted an integer of 1 or more"),
+        ({"neighbours": 32}, "neighbours is 32; wanted 0 to 31, less than bins"),
+        ({"num_inference_steps": 0}, "num_inference_steps is 0; wanted an integer of 1 or more"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1; wanted a number of 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"prefix_rate": 1.5}, "prefix_rate is 1.5; wanted a share, 0 to 1"),
+        ({"noise_seed": -1}, "noise_seed is -1"),
+        ({"normalization_mapping": (("ACTION", "MEAN_STD"),)}, "ACTION: MEAN_STD; bins lie in .* MIN_MAX, QUANTILES"),
+        ({"n_action_steps": 9, "temperature": -1.0}, "n_action_steps is 9, more than chunk_size 8; temperature is -1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"), [(kind, *case) for kind, cases in REFUSED.items() for case in cases]
+)
+def test_a_config_that_makes_no_sense_says_why(kind: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(CONFIGS[kind], **changes)
+
+
+# Losses.
+
+
+def masked(kind: str) -> Any:
+    """A config whose loss leaves padded steps out, as ACT's always does."""
+    return WHOLES[kind] if kind == "act" else dataclasses.replace(WHOLES[kind], do_mask_loss_for_padding=True)
+
+
+def language_of(model: Any) -> Any:
+    """Three instructions, for a policy that reads some."""
+    if not hasattr(model, "read"):
+        return None
+    return model.read(jnp.arange(18).reshape(3, 6), jnp.ones((3, 6), bool))
+
+
+@every_type
+def test_padded_steps_do_not_matter_when_they_are_masked(kind: str) -> None:
+    model, (observation, actions, is_pad) = random_model(masked(kind)), random_batch(WHOLES[kind], 3)
+    seen = observation._replace(language=jax.jit(language_of)(model))
+    value = jax.jit(lambda *batch: model.loss(seen, *batch)[0])
+    other = jnp.where(is_pad[..., None], -0.9, actions)
+    np.testing.assert_array_equal(value(other, is_pad), value(actions, is_pad))
+    nothing = jnp.zeros_like(is_pad)
+    assert value(other, nothing) != value(actions, nothing)
+
+
+@every_type
+def test_training_draws_noise_and_dropout_and_evaluation_neither(kind: str) -> None:
+    model = random_model(dataclasses.replace(WHOLES[kind], dropout=0.1))
+    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
+    seen = observation._replace(language=jax.jit(language_of)(model))
+    evaluate = jax.jit(lambda seen: model.loss(seen, actions, is_pad)[0])
+
+    @jax.jit
+    def loss(noise: jax.Array, dropout: jax.Array) -> jax.Array:
+        return model.loss(seen, actions, is_pad, nnx.Rngs(noise=noise, latent=noise, dropout=dropout))[0]
+
+    value = float(evaluate(seen))
+    assert value == float(evaluate(seen))
+    keys = key_of(0), key_of(1)
+    drawn = float(loss(keys[0], keys[0]))
+    assert drawn == float(loss(keys[0], keys[0]))
+    assert len({value, drawn, *(float(loss(*other)) for other in (keys, keys[::-1]))}) == 4
+
+
+# A key's bias changes all scores of a query alike: no probability. ACT's decoder begins with zeros, all alike.
+NO_INFLUENCE = r"\.key\.bias$|^decoder\.layers\.0\.self_attention\.(query|key|value\.kernel)"
+
+
+@every_type
+def test_a_gradient_reaches_every_weight(kind: str) -> None:
+    model = random_model(WHOLES[kind])
+    graph, weights, rest = nnx.split(model, nnx.Param, ...)
+    observation, actions, is_pad = random_batch(WHOLES[kind], 3)
+
+    @jax.jit
+    def gradient(weights):
+        def loss(weights):
+            model = nnx.merge(graph, weights, rest)
+            seen = observation._replace(language=language_of(model))
+            return model.loss(seen, actions, is_pad, nnx.Rngs(noise=key_of(0), latent=key_of(1), dropout=key_of(2)))[0]
+
+        return jax.grad(loss)(weights)
+
+    plan = blueprint(lambda rngs: policy_type(kind).model(WHOLES[kind], rngs=rngs))
+    parts = dict(zip(plan.learned, jax.tree.leaves(gradient(weights)), strict=True))
+    assert all(np.isfinite(part).all() for part in parts.values())
+    assert [n for n, part in parts.items() if not np.abs(part).max() > 1e-9 and not re.search(NO_INFLUENCE, n)] == []
+    assert any("backbone" in name for name in parts)
+    assert any(name.startswith("text.") for name in parts) == (kind in WITH_TEXT)
+    assert set(parts) <= set(flatten(model))
