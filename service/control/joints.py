@@ -65,8 +65,8 @@ class ReadJoints:
         values: joint position in the table to value, within range.
         dropped: reason to count of what was not usable.
         clamped: how many values were outside their range.
-        out_of_range: joint position in the table to value as it came, where that is so far outside that it may be no value of
-            this unit at all.
+        out_of_range: joint position in the table to value as it came, where that is so far outside that it may be no
+            value of this unit at all.
     """
 
     values: Mapping[int, float]

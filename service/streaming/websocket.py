@@ -333,8 +333,8 @@ class StreamSocket(asyncio.BufferedProtocol):
     Attributes:
         received_at: monotonic time of the newest bytes.
         refused: messages that were not taken because the peer does not read.
-        handler_seconds: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
-            (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
+        handler_seconds: seconds of the loop's time since the newest message was taken, if whoever takes them counts
+            them (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
     """
 
     def __init__(self, limits: SocketLimits, on_lost: Callable[[Exception | None], None] = lambda error: None):
