@@ -540,7 +540,7 @@ EXPORTS = """
         leave(disk, pages * 4096)
         source = McapSource(Path(sys.argv[1]))
         try:
-            frames = write_dataset(disk / f"set-{pages}", source.facts, source.steps()).frames
+            frames = write_dataset(disk / f"set-{pages}", source.info, source.steps()).frames
         except OSError as error:
             frames = f"errno {error.errno}"
         print(pages, frames, sorted(path.name for path in disk.iterdir()), flush=True)
@@ -578,7 +578,7 @@ EXPORTED = """
     source = McapSource(Path(sys.argv[1]))
     steps = list(source.steps())
     print("begun", flush=True)
-    write_dataset(Path(sys.argv[2]), source.facts, steps)
+    write_dataset(Path(sys.argv[2]), source.info, steps)
 """
 
 

@@ -105,7 +105,7 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         await page.say(type="look", session="arm", pictures=False)
         for _ in range(5):
             assert "picture" not in kinds(await page.next())
-        assert live.pictures.made == 0
+        assert live.pictures.encoded == 0
         await page.say(type="look", session="arm", pictures=True)
         message = await page.until(lambda message: "picture" in kinds(message))
         [picture] = [part for part in message["parts"] if part["kind"] == "picture"]
@@ -118,9 +118,9 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         await page.next()  # of a machine that paused, the last picture may come only now
         assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
     await until(lambda: not live.viewers and live.pictures._encoding is None)
-    arm.is_seeing, made = True, live.pictures.made
+    arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
-    assert live.pictures.made == made
+    assert live.pictures.encoded == made
     assert not server.app.ctx.sessions.get("arm")._observers, "nobody observes it any more"
 
 

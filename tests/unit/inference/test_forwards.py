@@ -15,6 +15,7 @@ import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
+from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.model_server import Ask, Forwarded, Models, ServedModel

@@ -81,7 +81,7 @@ async def test_an_action_that_was_planned_before_a_pause_or_before_the_loop_drov
     async def told() -> np.ndarray:
         return (await server.act(server.seen(want="action", state=moved)))[1]["action"]
 
-    client._given_at -= 2.1
+    client._action_at -= 2.1
     np.testing.assert_allclose(await told(), moved + 0.1, atol=1e-4)
     np.testing.assert_allclose(await told(), moved + 0.2, atol=1e-4)
     client.session.robot_io.controller.ticks += 1
