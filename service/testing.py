@@ -279,6 +279,11 @@ class ScriptedPolicy:
         need = self.requirements
         batch = len(next(iter(observation.values())))
         state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
+        if need.observation_steps > 1:
+            shapes = {name: array.shape for name, array in observation.items() if name.startswith("observation.")}
+            if any(shape[1] != need.observation_steps for shape in shapes.values()):
+                raise ObservationError(f"wanted {need.observation_steps} observations on the second axis: {shapes}")
+            state = state[:, -1]
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
         chunk = (state[:, None, :] + steps).astype(np.float32)
         if PREFIX_ACTIONS in observation:

@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "an executed action is not held to its plan",
         "jaxmodels/samplers/real_time_chunking.py",
-        "return jnp.where(place < delay, 1.0,",
-        "return jnp.where(place < delay + 1, 1.0,",
+        "return jnp.where(index < delay, 1.0,",
+        "return jnp.where(index < delay + 1, 1.0,",
         _tests("unit/jaxmodels/samplers/test_rtc.py"),
     ),
 )

@@ -1,4 +1,4 @@
-"""`bench`: runs benchmarks and writes their report."""
+"""Command `bench`: runs benchmarks and writes their report."""
 
 import os
 import subprocess
@@ -47,14 +47,14 @@ def bench(
 
     Exit code 1 when a benchmark failed or missed its target.
     """
-    chosen = _chosen(names or [], quick)
+    chosen = _select_benchmarks(names or [], quick)
     if listed:
         for one in chosen:
             typer.echo(f"{one.name:22} {one.minutes[quick]:4.1f} min  {one.question}")
         return
     into.mkdir(parents=True, exist_ok=True)
     peers = {"--lerobot-python": lerobot_python, "--openpi-python": openpi_python}
-    failed = {} if page_only else _run_all(_possible(chosen, peers), quick, into.resolve(), peers)
+    failed = {} if page_only else _run_all(_filter_possible(chosen, peers), quick, into.resolve(), peers)
     from benchmarks.catalogue import wanted
     from benchmarks.measured import RESULTS
     from benchmarks.report import collect, page
@@ -69,7 +69,7 @@ def bench(
         raise typer.Exit(Code.CHECK)
 
 
-def _chosen(names: Sequence[str], quick: bool) -> "list[Benchmark]":
+def _select_benchmarks(names: Sequence[str], quick: bool) -> "list[Benchmark]":
     """The catalogue of this checkout."""
     if not (ROOT / "benchmarks" / "catalogue.py").is_file():
         fail(
@@ -83,19 +83,19 @@ def _chosen(names: Sequence[str], quick: bool) -> "list[Benchmark]":
     from benchmarks.catalogue import wanted
 
     try:
-        found = wanted(names)
+        benchmarks = wanted(names)
     except KeyError as error:
         fail(Code.USAGE, f"no such benchmark: {error.args[0]}", "names are those of the files", "robojax bench --list")
-    return [one for one in found if names or not quick or one.quick is not None]
+    return [one for one in benchmarks if names or not quick or one.quick is not None]
 
 
-def _possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
+def _filter_possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
     """Those that have all they need; of the others it is said what they lack."""
-    found = [one for one in chosen if one.is_peerless or one.takes is None or peers[one.takes]]
+    possible = [one for one in chosen if one.is_peerless or one.takes is None or peers[one.takes]]
     for one in chosen:
-        if one not in found:
+        if one not in possible:
             typer.echo(f"{one.name}: left out; it only compares: give {one.takes}", err=True)
-    return found
+    return possible
 
 
 def _run_all(

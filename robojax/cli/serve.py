@@ -1,4 +1,4 @@
-"""`serve`, `transport`, `follow`, `doctor`: commands of a server's machine."""
+"""Commands `serve`, `transport`, `follow`, `doctor`, for a server's machine."""
 
 import inspect
 import os
@@ -41,7 +41,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
         openpi = None if server.openpi_port is None else listen(server.host, server.openpi_port)
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
-    close_to_strangers(listener.getsockname()[0], settings, "serve")
+    refuse_without_keys(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
     with pause_garbage_collection():
         from service.api.websockets import openpi_app
@@ -121,8 +121,8 @@ def _log_file(settings: "LogSettings") -> "RotatingLogFile | None":
         fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help-all` lists all")
 
 
-def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
-    """End here when other machines would be let in without a key, or say so loudly when that is asked for."""
+def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
+    """Refuse to serve other machines without keys, or warn loudly when that is asked for."""
     import logging
 
     from service.auth.config import keys_path
@@ -160,7 +160,7 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:
-    """The settings, or the end of this command with what is wrong with them."""
+    """Read the settings; ends the process when they are wrong."""
     try:
         return load_settings(flags, config)
     except SettingsError as error:
@@ -304,7 +304,7 @@ def transport(
     except CannotListen as error:
         fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")
     with listener:
-        close_to_strangers(listener.getsockname()[0], settings, "transport")
+        refuse_without_keys(listener.getsockname()[0], settings, "transport")
         guard = create_guard(settings.access, host=host, origins=origins, state=OFF)
         run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard)
 

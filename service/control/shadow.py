@@ -172,6 +172,8 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
+    if shadow.observation_steps != first.observation_steps:
+        wrong.append(f"it looks at {shadow.observation_steps} observations, the session's at {first.observation_steps}")
     if shadow.rate != first.rate:
         wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")
     return "it does not fit: " + "; ".join(wrong) if wrong else None
@@ -180,7 +182,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
 def _frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
     prefix = "observation.images."
     return {
-        name.removeprefix(prefix): (value.shape[1], value.shape[2])
+        name.removeprefix(prefix): (value.shape[-3], value.shape[-2])
         for name, value in observation.items()
         if name.startswith(prefix)
     }

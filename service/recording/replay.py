@@ -1,13 +1,15 @@
 """Open-loop comparison of a recording with a policy; plots."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmodels.types import TASK
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
@@ -26,6 +28,10 @@ class PolicyRequirements(Protocol):
     def action_steps(self) -> int: ...
     @property
     def language(self) -> bool: ...
+    @property
+    def rate(self) -> float | None: ...
+    @property
+    def observation_steps(self) -> int: ...
 
 
 class ReplayPolicy(Protocol):
@@ -157,14 +163,20 @@ def replay_recording(
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
+    # What was seen at the policy's own steps before; a recording may have more ticks than those.
+    apart = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
+    seen: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * apart + 1)
     for step in source.steps():
         if step.episode != episode:
             _finish_episode(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
+            seen.clear()
         chunk = None
+        if requirements.observation_steps > 1 or len(actions) % stride == 0:
+            seen.append(_build_observation(step, requirements))
         if len(actions) % stride == 0:
             began = time.perf_counter()
-            chunk = policy.act(_build_observation(step, requirements))[0]
+            chunk = policy.act(_with_history(seen, requirements, apart))[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
@@ -193,6 +205,22 @@ def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str
     if requirements.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
     return found | task_input(step.task) if requirements.language else found
+
+
+def _with_history(
+    seen: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, apart: int
+) -> dict[str, np.ndarray]:
+    """The newest observation, and for a policy that looks at several those before it, on an axis of time.
+
+    Before an episode's first one there are copies of it, as LeRobot has it.
+    """
+    if requirements.observation_steps == 1:
+        return seen[-1]
+    moments = [seen[max(len(seen) - 1 - back * apart, 0)] for back in reversed(range(requirements.observation_steps))]
+    return {
+        name: value if name == TASK else np.stack([moment[name] for moment in moments], axis=1)
+        for name, value in seen[-1].items()
+    }
 
 
 WIDTH, ROW_HEIGHT = 11.0, 1.7  # inches

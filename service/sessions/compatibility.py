@@ -97,7 +97,12 @@ def limits_of(
 
 def misfits(requirements: Requirements, new: NewSession) -> list[str]:
     """Everything of a request that this policy cannot do with; names of joints are for ``fit``."""
-    return [*_type_misfits(requirements, new), *_camera_misfits(requirements, new), *_width_misfits(requirements)]
+    return [
+        *_type_misfits(requirements, new),
+        *_camera_misfits(requirements, new),
+        *_width_misfits(requirements),
+        *_history_misfits(requirements, new),
+    ]
 
 
 def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
@@ -106,6 +111,15 @@ def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
     return [
         f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
         f"send policy_type {requirements.policy_type!r}"
+    ]
+
+
+def _history_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    if requirements.observation_steps == 1 or not new.is_direct:
+        return []
+    return [
+        f"it looks at {requirements.observation_steps} observations at once, and a client without rooms sends one; "
+        "use a transport server"
     ]
 
 

@@ -14,7 +14,7 @@ from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
 from service.control.joints import JointTable
 from service.control.lease import Leases, find_robot
-from service.control.observation_buffer import ObservationBuffer
+from service.control.observation_buffer import ObservationBuffer, ObservationHistory
 from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
@@ -337,6 +337,7 @@ class Session(BaseSession):
                     table,
                     frame_age_limit=self._settings.control.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
+                    history=ObservationHistory(loaded.requirements.observation_steps, 1 / config.action_rate),
                 )
                 runner = PolicyRunner(
                     loaded,

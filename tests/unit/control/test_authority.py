@@ -130,7 +130,12 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7.0}, "7")],
+    [
+        ({"action": 5, "state": 5}, "actions have 5"),
+        ({"cameras": {"wrist": (4, 4)}}, "'wrist'"),
+        ({"rate": 7.0}, "7"),
+        ({"observation_steps": 2}, "at 2 obs"),
+    ],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))

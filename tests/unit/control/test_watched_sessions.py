@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -342,3 +343,27 @@ def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
     safety = SessionSettings().safety
     assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
     assert (safety.frozen_after, safety.frozen_stops, safety.bad_inputs) == (2.0, False, 20)
+
+
+async def test_a_policy_of_two_observations_gets_one_of_a_step_of_its_own_before(rigged) -> None:
+    class Looking(ScriptedPolicy):
+        """Notes how many pictures of the robot (one every 10 ms) lie between the two that it looks at."""
+
+        def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+            before, now = observation["observation.images.front"][0, :, 0, 0, 0].astype(int)
+            apart.append((now - before) % 251)
+            return super().act(observation)
+
+    apart: list[int] = []
+    async with rigged() as rig:
+        rig.policies["policy"] = Looking(replace(SO100_REQUIREMENTS, rate=10.0, observation_steps=2, action_steps=2))
+        session = await rig.running(rate=50)
+        await until(lambda: len(apart) > 5)
+        assert apart[0] <= 2, "at its start there is none before, and the first one stands in for it"
+        assert 5 <= max(apart[-2:]) <= 30, apart
+        await rig.sessions.stop("s")
+        await rig.sessions.start("s")
+        count = len(apart)
+        await until(lambda: len(apart) > count)
+        assert apart[count] <= 2, "nor after another one"
+        assert session.stage is Stage.RUNNING

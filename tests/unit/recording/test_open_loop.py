@@ -56,6 +56,22 @@ def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
         replay_recording(open_source(record("silent", subject(task=""), episodes=1)), policy)
 
 
+@pytest.mark.parametrize(("rate", "apart"), [(None, 1), (10.0, 2)])
+def test_a_policy_of_two_observations_is_asked_with_one_of_its_own_rate_before(record, rate, apart):
+    seen = []
+
+    class Looking(ScriptedPolicy):
+        def act(self, observation):
+            seen.append(observation["observation.state"][0, :, 0].tolist())
+            return super().act(observation)
+
+    # The recording has 20 ticks a second, and at tick n everything is at n.
+    policy = Looking(replace(NEEDS, observation_steps=2, rate=rate))
+    report = play(open_source(record(episodes=2, ticks=10)), policy)
+    assert report.steps == 20
+    assert seen == 2 * [[max(at - apart, 0), at] for at in (0, 4, 8)]
+
+
 def test_the_plot_is_a_picture(record, tmp_path):
     report = replay_recording(open_source(record(episodes=2)), ScriptedPolicy(NEEDS))
     save_plot(tmp_path / "plot.png", report, "arm against a script")
