@@ -269,7 +269,7 @@ INSTALL = "pip install 'robojax[rerun]'"
 class RerunViewer:
     """Rerun viewer that shows steps as they are replayed."""
 
-    def __init__(self, facts: SourceInfo, save: Path | None):
+    def __init__(self, info: SourceInfo, save: Path | None):
         """Open a viewer, or write a file that it opens.
 
         Raises:
@@ -279,7 +279,7 @@ class RerunViewer:
         import rerun  # pyright: ignore[reportMissingImports] - an extra
 
         self._rerun: Any = rerun
-        self._facts = facts
+        self._info = info
         self._step = 0
         rerun.init("robojax replay", spawn=save is None)
         if save is not None:
@@ -287,16 +287,16 @@ class RerunViewer:
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
         """Show one step, and the policy's answer where it was asked."""
-        rerun, rate = self._rerun, self._facts.rate
+        rerun, rate = self._rerun, self._info.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():
             rerun.log(f"cameras/{camera}", rerun.Image(picture.pixels).compress(jpeg_quality=85))
-        for number, joint in enumerate(self._facts.joints):
+        for number, joint in enumerate(self._info.joints):
             rerun.log(f"joints/{joint}/measured", rerun.Scalars(float(step.state[number])))
             rerun.log(f"joints/{joint}/recorded", rerun.Scalars(float(step.action[number])))
         if chunk is not None:
             for ahead, action in enumerate(chunk):
                 rerun.set_time("tick", duration=(self._step + ahead) / rate)
-                for number, joint in enumerate(self._facts.joints):
+                for number, joint in enumerate(self._info.joints):
                     rerun.log(f"joints/{joint}/policy", rerun.Scalars(float(action[number])))
         self._step += 1

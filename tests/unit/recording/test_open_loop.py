@@ -67,7 +67,7 @@ def test_a_policy_of_two_observations_is_asked_with_one_of_its_own_rate_before(r
 
     # The recording has 20 ticks a second, and at tick n everything is at n.
     policy = Looking(replace(NEEDS, observation_steps=2, rate=rate))
-    report = play(open_source(record(episodes=2, ticks=10)), policy)
+    report = replay_recording(open_source(record(episodes=2, ticks=10)), policy)
     assert report.steps == 20
     assert seen == 2 * [[max(at - apart, 0), at] for at in (0, 4, 8)]
 
