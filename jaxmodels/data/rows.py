@@ -64,10 +64,10 @@ class Rows:
 
         return np.concatenate(self._map_files(part))
 
-    def _map_files(self, what: Callable[[int], Any]) -> list[Any]:
+    def _map_files(self, read: Callable[[int], Any]) -> list[Any]:
         """Of every file, several at a time."""
         with ThreadPoolExecutor(READERS, "rows") as pool:
-            return list(pool.map(what, range(len(self.files))))
+            return list(pool.map(read, range(len(self.files))))
 
     def _select_rows(
         self, file: str, locations: Sequence[EpisodeLocation]

@@ -114,7 +114,7 @@ def _check_fields(flags: ParsedFlags) -> None:
     # A policy to go on with says its type itself, later; without one that there is, any may be meant.
     kind = flags.values.get("policy.type")
     known = [kind] if kind in policy_types() else policy_types()
-    fields = [name for each in known for name in policy_fields(each)]
+    fields = [name for type_name in known for name in policy_fields(type_name)]
     check_fields(flags.policy, fields, kind if kind in known else None)
 
 

@@ -86,5 +86,5 @@ def _predict_rest(
         clean, modulations: of time 0, and of the time of all other actions.
     """
     is_known = (t == 0)[..., None]
-    each = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
-    return predict(transformer, context, mask, x, t, each)
+    mixed = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
+    return predict(transformer, context, mask, x, t, mixed)
