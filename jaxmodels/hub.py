@@ -172,7 +172,7 @@ def _add_hooks(make: Callable[[], Any]) -> Any:
 
 
 def _check_request(request: Any) -> None:
-    """Of every request, also of those that follow a redirect."""
+    """Check and limit every request, also those of redirects."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -197,7 +197,7 @@ def _is_public(host: str) -> bool:
 
 
 def _check_response(response: Any) -> None:
-    """Before anything of its body is read."""
+    """Check the headers of an answer before its body is read."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -438,7 +438,7 @@ class _Store:
         self._replace(self._get_note_path(commit), json.dumps({"verified": sorted(verified), "names": list(names)}))
 
     def write_ref(self, revision: str | None, commit: str) -> None:
-        """What a branch or tag was when the Hub was last seen; after its files are here, not before."""
+        """Record the commit of a branch or tag; called when its files are here, not before."""
         if revision != commit:
             self._replace(self.folder / "refs" / (revision or constants.DEFAULT_REVISION), commit)
 

@@ -136,7 +136,7 @@ def read_info(folder: Path) -> Info:
 
 
 def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
-    """As LeRobot sorts a dataset's columns for policies (lerobot/datasets/utils.py, dataset_to_policy_features)."""
+    """The feature of a dataset's column, with types as in LeRobot's `dataset_to_policy_features`."""
     if not FEATURE_NAME.fullmatch(name):
         raise ValueError("the name cannot be used; wanted letters, digits and _.-")
     dtype, shape = entry["dtype"], entry["shape"]

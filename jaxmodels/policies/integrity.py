@@ -95,7 +95,7 @@ def describe_missing_weights(folder: Folder) -> str:
 
 
 def _read(stored: Stored) -> tuple[int, bool]:
-    """How many bytes a tensor has, and whether all its numbers are finite."""
+    """Read a tensor's bytes; returns their count, and whether all numbers are finite."""
     left = total = int(np.prod(stored.shape, dtype=np.int64))
     numbers = max(PIECE // stored.dtype.itemsize, 1)
     is_finite = True

@@ -90,7 +90,7 @@ def _select_benchmarks(names: Sequence[str], quick: bool) -> "list[Benchmark]":
 
 
 def _filter_possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
-    """Those that have all they need; of the others it is said what they lack."""
+    """Benchmarks that have all they need; prints what the others lack."""
     possible = [
         benchmark for benchmark in chosen if benchmark.is_peerless or benchmark.takes is None or peers[benchmark.takes]
     ]

@@ -449,7 +449,7 @@ def _format(value: Any) -> str:
 
 
 def _draw_bar(name: str, value: Any, width: int = 30) -> str:
-    """Where the joint is in its range."""
+    """Text bar of a joint's position within its range."""
     if value is None:
         return ""
     low = 0.0 if name == "Jaw" else -100.0

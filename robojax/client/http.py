@@ -288,7 +288,7 @@ class SessionServers:
         return answer
 
     def _find_redirect(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
-        """Where the answer points to, when that may be followed."""
+        """URL of the server that the answer redirects to, when it may be followed."""
         location = answer.headers.get("location", "")
         target = location.removesuffix(call.path)
         if target == location or urlsplit(target).scheme != urlsplit(self.base).scheme:

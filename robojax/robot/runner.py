@@ -259,7 +259,7 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """What the work gives, unless somebody ends the program meanwhile; then it is undone.
+    """Result of the work, or `_Ended` when somebody ends the program first; then the work is undone.
 
     Raises:
         _Ended: somebody did.
@@ -297,7 +297,7 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
 
 
 async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
-    """Until the arm's own thread ends, which only a failure does."""
+    """Report holds until the arm's thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
     while not arm_thread.is_over:
