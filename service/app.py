@@ -51,7 +51,7 @@ from service.settings import Settings
 from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
-from service.streaming.direct_transport import ByAddress
+from service.streaming.direct_transport import TransportByUrl
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -170,7 +170,7 @@ def create_app(
         app,
         source=source,
         shared=shared,
-        transport=ByAddress(context.doors.direct, transport or create_rooms_transport(app, destinations)),
+        transport=TransportByUrl(context.doors.direct, transport or create_rooms_transport(app, destinations)),
         load=context.places.guarded(webhooks.identified(load or source.load)),
         load_model=load_model or model_loader(settings.policies),
         webhooks=webhooks,

@@ -77,7 +77,7 @@ def register_lifespan(
                 load=load,
                 engine=engine,
                 settings=of_sessions,
-                tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
+                tell=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
                 admit=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )

@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "a recording of somebody else can be removed",
         "service/recording/recordings.py",
-        "if entry is None or not sees(entry.owner):",
+        "if entry is None or not can_see(entry.owner):",
         "if entry is None:",
         _tests("integration/http/test_routes_recordings.py"),
     ),
@@ -280,8 +280,8 @@ FAULTS = (
     Fault(
         "a page too many looks on",
         "service/dashboard/live.py",
-        "if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):",
-        "if len(self.viewers) > self.settings.viewers and not self._make_room(caller):",
+        "if len(self.viewers) >= self.settings.viewers and not self._evict_page(caller):",
+        "if len(self.viewers) > self.settings.viewers and not self._evict_page(caller):",
         _tests("integration/dashboard/test_ui_socket.py"),
     ),
     Fault(

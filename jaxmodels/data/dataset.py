@@ -78,7 +78,7 @@ class Dataset:
         for feature in self.features:
             if feature.name == name:
                 return feature
-        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(one.name for one in self.features)}")
+        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(feature.name for feature in self.features)}")
 
     @property
     def joint_names(self) -> tuple[str, ...] | None:
@@ -199,7 +199,7 @@ class Dataset:
         except CheckpointError as error:
             raise DatasetError(f"{self.folder.name}: {error}") from error
         known = {name: stats for name, stats in written.items() if isinstance(stats, dict)}
-        return {one.name: read_stats(one, known[one.name], where) for one in self.features if one.name in known}
+        return {feature.name: read_stats(feature, known[feature.name], where) for feature in self.features if feature.name in known}
 
     def _compute(self, feature: Feature) -> dict[str, list]:
         if feature.type != "VISUAL":

@@ -84,17 +84,17 @@ def check(
 def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from robojax.cli.serve import settings_or_end
-    from service.control.joints import table_for
-    from service.control.limits import motion_limits, read_limits
+    from service.control.joints import create_joint_table
+    from service.control.limits import create_motion_limits, read_limits
     from service.errors import ServiceError
 
     settings = settings_or_end({"limits": file})
     read = None if settings.safety.limits is None else read_limits(settings.safety.limits)
     try:
-        table = table_for(
+        table = create_joint_table(
             requirements.action, checkpoint=requirements.joint_names, ranges=settings.control.joint_ranges
         )
-        limits = motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
+        limits = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
         return {"limits": limits.as_json(), "unmatched": list(limits.unmatched)}
     except ServiceError as error:
         then = "docs/robots/safety.md says where limits come from"

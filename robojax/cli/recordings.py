@@ -12,8 +12,8 @@ from robojax.cli.sessions import AsJson, Key, Url, base_url, call
 from service.logging import sanitize_text
 
 if TYPE_CHECKING:
-    from service.recording.replay import Report
-    from service.recording.steps import Source
+    from service.recording.replay import ReplayReport
+    from service.recording.steps import StepSource
 
 app = typer.Typer(
     help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
@@ -101,8 +101,8 @@ def export(
     folder = to or file.with_suffix("")
     try:
         with limited_memory(), Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("writing", total=source.facts.length)
-            writer = write_dataset(folder, source.facts, source.steps(), lambda: bar.advance(task))
+            task = bar.add_task("writing", total=source.info.length)
+            writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
     except (RecordingError, OSError, MemoryError) as error:
         fail(
             Code.USAGE,
@@ -114,7 +114,7 @@ def export(
     typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
 
 
-def source_or_end(path: Path) -> "Source":
+def source_or_end(path: Path) -> "StepSource":
     """Open a recording or dataset; ends the process when that fails."""
     try:
         from service.recording.library import open_source
@@ -135,7 +135,7 @@ def source_or_end(path: Path) -> "Source":
         )
 
 
-def warn_of_damage(source: "Source") -> None:
+def warn_of_damage(source: "StepSource") -> None:
     """Warn on standard error that only a part of a damaged file was read."""
     if source.damage is not None:
         typer.secho(sanitize_text(source.damage, LONGEST), err=True, fg="yellow")
@@ -176,12 +176,12 @@ def _describe_error(error: BaseException) -> str:
     return sanitize_text(str(error), LONGEST)
 
 
-def _describe_recording(source: "Source") -> dict[str, Any]:
+def _describe_recording(source: "StepSource") -> dict[str, Any]:
     from dataclasses import asdict
 
     from service.recording.mcap_files import McapSource
 
-    facts = source.facts
+    facts = source.info
     description: dict[str, Any] = {
         "rate": facts.rate,
         "joints": list(facts.joints),
@@ -192,7 +192,7 @@ def _describe_recording(source: "Source") -> dict[str, Any]:
         "steps": facts.length,
     }
     if isinstance(source, McapSource):
-        subject, outcome = source.subject, source.outcome
+        subject, outcome = source.header, source.outcome
         description |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
         description |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
         events, left_out = [], 0
@@ -237,14 +237,14 @@ def replay(
     from jaxmodels.errors import JaxModelsError
 
     pass
-    from service.recording.replay import Misfit, play
+    from service.recording.replay import PolicyMismatch, replay_recording
     from service.recording.steps import RecordingError
 
     errors = Console(stderr=True, highlight=False)
     source = source_or_end(recording)
     if plot is not None:
         _need_matplotlib()
-    viewer = _viewer(source.facts, save) if rerun else None
+    viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
             load = jaxmodels.load_policy
@@ -252,15 +252,15 @@ def replay(
                 policy, revision, device=device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
             )
         with Progress(console=errors, transient=True) as bar:
-            task = bar.add_task("playing", total=source.facts.length)
+            task = bar.add_task("playing", total=source.info.length)
 
             def on_step(step: Any, chunk: Any) -> None:
                 if viewer is not None:
                     viewer.show(step, chunk)
                 bar.advance(task)
 
-            report = play(source, loaded, every=every, on_step=on_step)
-    except Misfit as error:
+            report = replay_recording(source, loaded, every=every, on_step=on_step)
+    except PolicyMismatch as error:
         then = f"robojax check {policy} says what it needs, robojax recordings info {recording} what there is"
         fail(Code.POLICY, f"policy {policy!r} does not fit the recording", str(error), then)
     except JaxModelsError as error:
@@ -295,17 +295,17 @@ def _need_matplotlib() -> None:
 
 
 def _viewer(facts: Any, save: Path | None) -> Any:
-    from service.recording.replay import INSTALL, Viewer
+    from service.recording.replay import INSTALL, RerunViewer
 
     try:
-        return Viewer(facts, save)
+        return RerunViewer(facts, save)
     except ImportError:
         fail(Code.USAGE, "nothing can be shown", "Rerun is not installed", INSTALL)
     except (RuntimeError, OSError) as error:
         fail(Code.USAGE, "the viewer does not start", str(error), "give --save FILE.rrd and open it elsewhere")
 
 
-def _plot(path: Path, report: "Report", title: str) -> None:
+def _plot(path: Path, report: "ReplayReport", title: str) -> None:
     from service.recording.replay import save_plot
 
     try:
@@ -319,7 +319,7 @@ def _plot(path: Path, report: "Report", title: str) -> None:
         )
 
 
-def _describe_replay(report: "Report", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
+def _describe_replay(report: "ReplayReport", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     milliseconds = sorted(seconds * 1e3 for seconds in report.seconds)
@@ -327,17 +327,17 @@ def _describe_replay(report: "Report", recording: str, policy: str, commit: str 
         "recording": recording,
         "policy": policy,
         "commit": commit,
-        "rate": report.facts.rate,
+        "rate": report.info.rate,
         "episodes": len(report.episodes),
         "steps": report.steps,
         "inferences": len(milliseconds),
         "inference_ms": {"p50": milliseconds[len(milliseconds) // 2], "largest": milliseconds[-1]},
         "mean_percent": report.mean_percent,
-        "joints": [asdict(joint) for joint in report.joints()],
+        "joints": [asdict(joint) for joint in report.joint_errors()],
     }
 
 
-def _show(report: "Report", policy: str, commit: str | None) -> None:
+def _show(report: "ReplayReport", policy: str, commit: str | None) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
@@ -347,13 +347,13 @@ def _show(report: "Report", policy: str, commit: str | None) -> None:
     table.add_column("joint")
     for column in ("mean error", "largest", "mean % of range", "largest %"):
         table.add_column(column, justify="right")
-    for joint in report.joints():
+    for joint in report.joint_errors():
         percents = (joint.mean_percent, joint.largest_percent)
         texts = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
         table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts)
     console = Console(highlight=False)
     console.print(table)
-    facts = report.facts
+    facts = report.info
     overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
     whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
     name = escape(policy) + (f" at {commit[:12]}" if commit else "")

@@ -12,7 +12,7 @@ from service.control.chunk_scheduler import ChunkScheduler, PolicyRequest
 from service.control.config import ControlConfig
 from service.control.guard import Guard
 from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, HoldState
-from service.control.limits import MotionLimits, motion_limits
+from service.control.limits import MotionLimits, create_motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
 from service.control.watchdog import HOLDS, InputTimes, Watchdog
 from service.stage import Move
@@ -20,9 +20,9 @@ from service.stats import Recent, Tally
 from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
 
 # An absolute grid is computed with floats: a tick may come this much early and still be that tick.
-_EARLY = 1e-6
+_EARLY_TOLERANCE = 1e-6
 # Differences of what a policy asks for must be numbers, whatever it asks for.
-_LARGEST_TARGET = 1e30
+_MAX_TARGET = 1e30
 # Fields of a ControlConfig that may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 # Codes of obstacles: the link is up, and takes no command; a program is being compiled.
@@ -108,12 +108,12 @@ class TickClock:
 
     def next_deadline(self, now: float) -> float:
         """When the next tick is due."""
-        newest = math.floor((now - self._anchor) / self.period + _EARLY)
+        newest = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         return self._anchor + max(self._index + 1, newest) * self.period
 
     def take(self, now: float) -> DueTick | None:
         """The newest tick that is due, or None when it was done already; older ones are passed over."""
-        index = math.floor((now - self._anchor) / self.period + _EARLY)
+        index = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         if index <= self._index:
             return None
         missed = index - self._index - 1
@@ -162,7 +162,7 @@ class Controller:
         self.scheduler = ChunkScheduler(config)
         self.queue = ActionQueue(1 / config.action_rate, self.period, config.overlap)
         self.guard = Guard(
-            limits or motion_limits(buffer.joints),
+            limits or create_motion_limits(buffer.joints),
             rate=config.rate,
             action_rate=config.action_rate,
             chunk=config.chunk,
@@ -381,7 +381,7 @@ class Controller:
         motion = self._history.motion(
             self._keep_grip(pose), ahead=(1 - share) * queue.period, is_between=queue.is_between
         )
-        target = np.clip(chunk[0], -_LARGEST_TARGET, _LARGEST_TARGET).astype(np.float32)
+        target = np.clip(chunk[0], -_MAX_TARGET, _MAX_TARGET).astype(np.float32)
         plan = np.concatenate([target, target], axis=1)
         plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
         judged = self.guard.judge(plan[:, :width], motion, first)
@@ -466,7 +466,7 @@ class Controller:
 
     def take_bad_input(self, reasons: Mapping[str, int], now: float) -> TickResult:
         """Count joint values that could not be used, by reason; too many of them stop a robot that moves."""
-        stop = self.watchdog.bad_input(reasons, now)
+        stop = self.watchdog.note_bad_input(reasons, now)
         if stop is None or not self.is_running:
             return TickResult()
         return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
@@ -528,9 +528,9 @@ class Controller:
         """Take the obstacle of this code away."""
         self._obstacles.pop(code, None)
 
-    def hurry(self) -> None:
+    def request_soon(self) -> None:
         """Ask for another chunk at the next tick, and drop the one in flight; what is planned is done until then."""
-        self.scheduler.hurry()
+        self.scheduler.request_soon()
         self._failures = 0
 
     # Figures.
@@ -556,7 +556,7 @@ class Controller:
         return not self.is_running and not self._hold_state.repeats_left
 
     @property
-    def stands_for_policy(self) -> bool:
+    def is_waiting_for_policy(self) -> bool:
         """Whether the robot stands because the policy is too slow; not while one answers for the first time."""
         return self.is_running and self.hold is not None and self.hold.code in TOO_SLOW
 

@@ -190,15 +190,15 @@ class ObservationBuffer:
         Returns:
             how many values were not usable, by reason.
         """
-        update = self.joints.read(values)
+        update = self.joints.read_update(values)
         if update.dropped:
             self.refuse_joints(update.dropped)
         self.clamped += update.clamped
-        if self.odd or update.odd:
+        if self.odd or update.out_of_range:
             names = self.joints.names
             for position in update.values:
                 self.odd.pop(names[position], None)
-            self.odd |= {names[position]: value for position, value in update.odd.items()}
+            self.odd |= {names[position]: value for position, value in update.out_of_range.items()}
         if not update.values:
             return update.dropped
         positions = list(update.values)

@@ -96,7 +96,7 @@ class Watchdog:
         self._checked_at: float | None = None
         self._pause: float | None = None
         self._since: dict[str, float] = {}
-        self._stills: dict[str, _Still] = {}
+        self._stills: dict[str, _FrozenFrame] = {}
         self._bad: deque[tuple[float, int]] = deque()
 
     def set_chunk_time(self, *, executed: float, covered: float) -> None:
@@ -111,7 +111,7 @@ class Watchdog:
         self._since.clear()
         self._bad.clear()
 
-    def frame(self, camera: str, image: np.ndarray, now: float) -> None:
+    def note_frame(self, camera: str, image: np.ndarray, now: float) -> None:
         """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
         still, fingerprint = self._stills.get(camera), _fingerprint(image)
         if still is not None and still.fingerprint == fingerprint:
@@ -123,20 +123,20 @@ class Watchdog:
                 if now - still.since >= self._safety.frozen_after:
                     self.frozen.add(camera)
                 return
-        self._stills[camera] = _Still(image, fingerprint, now, now)
+        self._stills[camera] = _FrozenFrame(image, fingerprint, now, now)
         self.frozen.discard(camera)
 
-    def warnings(self, now: float) -> dict[str, str]:
-        """Code to text of what is unusual but neither holds nor stops the robot."""
+    def get_warnings(self, now: float) -> dict[str, str]:
+        """Return code to text of what is unusual but neither holds nor stops the robot."""
         if not self.frozen:
             return {}
         names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
         return {"camera_frozen": f"camera {names}: the same picture"}
 
-    def bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
-        """Count joint values that cannot be used; a reason to stop when they are too many."""
+    def note_bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
+        """Count joint values that cannot be used; returns a reason to stop when they are too many."""
         self._bad.append((now, sum(reasons.values())))
-        count = self.bad_inputs(now)
+        count = self.count_bad_inputs(now)
         if not 0 < self._safety.bad_inputs <= count:
             return None
         self._bad.clear()
@@ -147,8 +147,8 @@ class Watchdog:
             f"{self._safety.bad_inputs} (the last ones: {named})",
         )
 
-    def bad_inputs(self, now: float) -> int:
-        """How many joint values within ``BAD_INPUT_WINDOW`` could not be used."""
+    def count_bad_inputs(self, now: float) -> int:
+        """Count the joint values within ``bad_input_window`` that could not be used."""
         while self._bad and now - self._bad[0][0] > BAD_INPUT_WINDOW:
             self._bad.popleft()
         return sum(count for _, count in self._bad)
@@ -225,7 +225,7 @@ class Watchdog:
 
 
 @dataclass
-class _Still:
+class _FrozenFrame:
     """First of a series of equal frames of one camera."""
 
     image: np.ndarray

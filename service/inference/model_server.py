@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
-from service.http.array_formats import Form
+from service.http.array_formats import ArrayFormat
 from service.http.array_limits import ArrayLimits
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine
@@ -121,8 +121,8 @@ class Ask:
     """A body, the form it is in, and the form of the answer."""
 
     body: Sequence[bytes]
-    form: Form
-    answer: Form
+    form: ArrayFormat
+    answer: ArrayFormat
     asked_at: float = field(default_factory=time.monotonic)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -246,7 +246,7 @@ class Forwards:
         served.compile_seconds += seconds
         return seconds
 
-    def _check_cost(self, cost: tuple[float, int, int], form: Form) -> None:
+    def _check_cost(self, cost: tuple[float, int, int], form: ArrayFormat) -> None:
         seconds, memory, answer = cost
         settings = self.settings
         if seconds > self.answer_deadline:

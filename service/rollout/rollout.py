@@ -155,7 +155,7 @@ class Rollout:
                 chunks.append(chunk[0])
         # A chunk is done from where its answer finds it, and some of it while the next one takes over.
         late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
-        executed = min(config.action_steps + late + config.overlap.lasting, config.chunk)
+        executed = min(config.action_steps + late + config.overlap.lasting_actions, config.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],

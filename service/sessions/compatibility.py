@@ -6,10 +6,10 @@ from functools import partial
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from service.control.aggregation import ENSEMBLE, Aggregation, overlap_of
+from service.control.aggregation import ENSEMBLE, Aggregation, choose_aggregation
 from service.control.config import ControlConfig
-from service.control.joints import JointTable, table_for
-from service.control.limits import MotionLimits, motion_limits
+from service.control.joints import JointTable, create_joint_table
+from service.control.limits import MotionLimits, create_motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import FrameSizes
 from service.inference.engine import Engine, LoadedPolicy
@@ -34,7 +34,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
-    table = table_for(
+    table = create_joint_table(
         requirements.action,
         checkpoint=requirements.joint_names,
         requested=new.joint_names,
@@ -60,7 +60,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
 
 def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
     try:
-        return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
+        return choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
     except ValueError as error:
         name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
         raise InvalidRequest(str(error), ("body", name)) from None
@@ -86,7 +86,7 @@ def limits_of(
     Raises:
         InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
     """
-    return motion_limits(
+    return create_motion_limits(
         table,
         settings.safety,
         file=settings.limits_file,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, GetPydanticSchema
 from pydantic_core import PydanticCustomError, core_schema
 
-from service.control.aggregation import LARGEST_COEFFICIENT, OVERLAP, OVERLAPS
+from service.control.aggregation import AGGREGATIONS, AGGREGATIONS_TEXT, MAX_COEFFICIENT
 from service.control.config import ControlSettings, SafetySettings
 from service.control.limits import LimitsFile
 from service.errors import InvalidRequest
@@ -85,7 +85,7 @@ CameraNames = Annotated[
 JointNames = Annotated[tuple[JointName, ...], _LIST, Field(max_length=256), AfterValidator(tuple)]
 Rate = Annotated[float, Field(ge=0.1, le=1000)]
 # Exactly the names of the table.
-Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(OVERLAPS)))]
+Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(AGGREGATIONS)))]
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,12 @@ class SessionRequest:
     overlap: Annotated[
         Overlap | None,
         Field(
-            description=f"How a new chunk joins what is left of the plan: {OVERLAP}. "
+            description=f"How a new chunk joins what is left of the plan: {AGGREGATIONS_TEXT}. "
             "Null: ensemble where the checkpoint says so, else the default."
         ),
     ] = None
     temporal_ensemble_coeff: Annotated[
-        Annotated[float, Field(ge=-LARGEST_COEFFICIENT, le=LARGEST_COEFFICIENT)] | None,
+        Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] | None,
         Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
     ] = None
     ask_ahead: Annotated[

@@ -13,12 +13,12 @@ from service.control.aggregation import ENSEMBLE
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
 from service.control.joints import JointTable
-from service.control.lease import Leases, robot_of
+from service.control.lease import Leases, find_robot
 from service.control.observation_buffer import ObservationBuffer, ObservationHistory
 from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
-from service.control.shadow import Shadow, shadow_of
+from service.control.shadow import Shadow, load_shadow
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
 from service.inference.progress import Progress
@@ -323,7 +323,7 @@ class Session(BaseSession):
     async def _live(self) -> None:
         new = self.new
         room = rooms_of(self.id, new.camera_names, new.workspace_id).joint_output
-        robot = robot_of(new.transport_server_url, new.workspace_id or "", room)
+        robot = find_robot(new.transport_server_url, new.workspace_id or "", room)
         try:
             self._leases.take(robot, self)
             loaded = await self.policies.begin(self.progress.tell)
@@ -385,14 +385,14 @@ class Session(BaseSession):
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
     def _shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
-        return shadow_of(
+        return load_shadow(
             self.new.shadow_policy_path,
             self.new.shadow_revision,
             loaded.requirements,
             table.names,
             engine=self._engine,
             load=self._load,
-            tell=lambda stage: self.progress.tell("loading the shadow policy"),
+            notify=lambda stage: self.progress.tell("loading the shadow policy"),
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
@@ -413,7 +413,7 @@ class Session(BaseSession):
             if ending in done:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
-                        await robot_io.idle()
+                        await robot_io.wait_idle()
         finally:
             if not robot_io.controller.is_idle:
                 # Its control broke, or was cancelled: the robot is held before its rooms are left.

@@ -444,7 +444,7 @@ async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
 async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     """aiortc joins its decoder's thread on the event loop, behind all that waits."""
     receiver, began, may_go_on = pair.server._pc.getReceivers()[0], threading.Event(), threading.Event()
-    decoder: Decoder = receiver._RTCRtpReceiver__decoder_queue
+    decoder: DecoderThread = receiver._RTCRtpReceiver__decoder_queue
 
     def decode(name: str, frame: JitterFrame) -> list[Any]:
         began.set()

@@ -144,8 +144,8 @@ class DiffusionConfig(PolicyConfig):
         if len(self.down_dims) in levels and is_right:
             return []
         return [
-            f"down_dims is {shorten_value(list(self.down_dims))}; wanted 1 to {levels.maximum:g} integers of 1 or more, "
-            f"at most {widths.maximum:g}"
+            f"down_dims is {shorten_value(list(self.down_dims))}; wanted 1 to {levels.maximum:g} integers "
+            f"of 1 or more, at most {widths.maximum:g}"
         ]
 
     def _wrong_numbers(self) -> list[str]:
@@ -235,7 +235,7 @@ class DiffusionConfig(PolicyConfig):
         return (int(self.resize_shape[0] * self.crop_ratio), int(self.resize_shape[1] * self.crop_ratio))
 
     @property
-    def seen(self) -> tuple[int, int]:
+    def encoder_size(self) -> tuple[int, int]:
         """Height and width of what the vision backbone looks at."""
         return self.crop or self._resized
 

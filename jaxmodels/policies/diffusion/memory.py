@@ -19,9 +19,9 @@ def compute_sizes(
     if eye is not None:
         separate = len(looks) if config.use_separate_rgb_encoder_per_camera else 1
         parameters += separate * _image_encoder(config, eye)
-        operations += steps * len(looks) * eye.operations(config.seen)
+        operations += steps * len(looks) * eye.operations(config.encoder_size)
         together = batch * steps * (1 if config.use_separate_rgb_encoder_per_camera else len(looks))
-        seen = eye.activations(config.seen, together)
+        seen = eye.activations(config.encoder_size, together)
     arrived = batch * steps * count_resize_numbers(frames or looks, looks)
     return Sizes(
         parameters=parameters,
@@ -35,7 +35,7 @@ def compute_sizes(
 
 
 def _image_encoder(config: DiffusionConfig, eye: Backbone) -> int:
-    count, (rows, columns) = config.spatial_softmax_num_keypoints, eye.rows(config.seen)
+    count, (rows, columns) = config.spatial_softmax_num_keypoints, eye.rows(config.encoder_size)
     # A group norm has no statistics, half the numbers of a batch norm; `eye.serving` has a bias for each channel.
     channels = (eye.parameters - eye.serving) // 3
     norms = 2 * channels if config.use_group_norm else 0

@@ -32,15 +32,15 @@ class ImageEncoder(nnx.Module):
         norm = group_norm if config.use_group_norm else FrozenBatchNorm
         self.backbone = ResNet(config.vision_backbone, norm=norm, rngs=rngs)
         count = config.spatial_softmax_num_keypoints
-        rows = measure_backbone(config.vision_backbone).rows(config.seen)
+        rows = measure_backbone(config.vision_backbone).rows(config.encoder_size)
         self.pool = SpatialSoftmax(rows, self.backbone.width, count, rngs=rngs)
         self.out = nnx.Linear(2 * count, 2 * count, rngs=rngs)
 
     def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b d"]:
-        keypoints = self.pool(self.backbone(self.look(images)))
+        keypoints = self.pool(self.backbone(self.resize_and_crop(images)))
         return jax.nn.relu(self.out(rearrange(keypoints, "b k xy -> b (k xy)")))
 
-    def look(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
+    def resize_and_crop(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
         """Resized (with antialiasing) and cut, as the config says."""
         size, crop = self.config.resize_shape, self.config.crop
         if size is not None and images.shape[1:3] != size:

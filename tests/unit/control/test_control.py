@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 from service.control.chunk_scheduler import PolicyRequest
 from service.control.config import ControlConfig, ControlSettings, SafetySettings
 from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.joints import SO100, JointTable
-from service.control.limits import motion_limits
+from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
@@ -370,7 +370,7 @@ def gripping() -> World:
         return chunk
 
     world = World(policy=closed)
-    limits = motion_limits(world.buffer.joints, requested={"Jaw": 2.0})
+    limits = create_motion_limits(world.buffer.joints, requested={"Jaw": 2.0})
     world.control = Controller(world.buffer, world.pace, limits)
     world.begin().run(2.0)
     assert world.sent[-1][1][-1] == CLOSED
@@ -438,7 +438,7 @@ def test_a_faster_session_does_not_move_faster_than_the_policy_was_trained() -> 
 
 
 def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
-    world = World(pace=replace(PACE, overlap=Ensembled(), action_steps=1)).begin().run(1.0)
+    world = World(pace=replace(PACE, overlap=EnsembleAggregation(), action_steps=1)).begin().run(1.0)
     assert len(world.asked) == 21
     assert world.control.starvations == 0
 
@@ -519,10 +519,10 @@ async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothi
     loop = Loop(world, passes)
 
     async def until() -> None:
-        await loop.io.idle()
+        await loop.io.wait_idle()
         assert loop.slept == []
         loop.io.begin()
-        await loop.io.idle()
+        await loop.io.wait_idle()
 
     await loop.run(until)
     assert len(loop.slept) >= 10

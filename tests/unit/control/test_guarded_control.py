@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 from service.control.config import ControlConfig, SafetySettings
 from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.hold import Ramp
 from service.control.joints import SO100, JointTable
-from service.control.limits import LimitsFile, MotionLimits, Said, motion_limits
+from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from service.stage import Move
@@ -44,7 +44,7 @@ class Arm:
     """A robot that is at once where it is sent, a camera, and a policy that answers at once."""
 
     policy: Callable[[Snapshot], np.ndarray]
-    limits: MotionLimits = field(default_factory=lambda: motion_limits(TABLE))
+    limits: MotionLimits = field(default_factory=lambda: create_motion_limits(TABLE))
     pace: ControlConfig = PACE
     sees: bool = True
     is_choked: bool = False
@@ -89,9 +89,9 @@ class Arm:
 
 def limits(mode: Any = "clamp", requested: float | None = None, **said: float) -> MotionLimits:
     numbers: dict[str, Any] = dict(said)
-    joints = {name: Said(**numbers, origin="f") for name in TABLE.names}
+    joints = {name: FileLimits(**numbers, origin="f") for name in TABLE.names}
     file = LimitsFile("f", joints) if said else None
-    return motion_limits(TABLE, SafetySettings(safety=mode), file=file, requested=requested)
+    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=file, requested=requested)
 
 
 async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
@@ -151,14 +151,24 @@ def test_a_policy_is_judged_by_what_it_wanted_not_by_what_it_was_let_do() -> Non
 
 
 def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
-    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(), action_steps=1)):
+    for pace in (
+        replace(PACE, rate=50),
+        replace(PACE, rate=7),
+        replace(PACE, overlap=EnsembleAggregation(), action_steps=1),
+    ):
         arm = Arm(towards(1.0), pace=pace).tick(20)
         assert arm.control.guard.clamped.total == 0, pace
         assert arm.steps.max() <= max(20 / pace.rate, 1.0) * 1.2
 
 
 @pytest.mark.parametrize(
-    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
+    "pace",
+    [
+        PACE,
+        replace(PACE, rate=50),
+        replace(PACE, rate=7),
+        replace(PACE, overlap=EnsembleAggregation(0.1), action_steps=1),
+    ],
 )
 def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: ControlConfig) -> None:
     random = np.random.default_rng(3)

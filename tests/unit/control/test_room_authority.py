@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
-from service.control.limits import motion_limits
+from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.records import Latch
 from service.sessions.room_authority import Authority
@@ -39,7 +39,7 @@ class Double:
         self.new = SimpleNamespace(workspace_id="w", owner=None, is_direct=False, dry_run=False)
         self.buffer = ObservationBuffer((), table)
         self.measure(dict.fromkeys(NAMES, 10.0))
-        control = SimpleNamespace(guard=SimpleNamespace(limits=motion_limits(table)))
+        control = SimpleNamespace(guard=SimpleNamespace(limits=create_motion_limits(table)))
         self.robot_io: Any = SimpleNamespace(table=table, buffer=self.buffer, controller=control)
 
     def measure(self, pose: dict[str, float]) -> None:

@@ -111,29 +111,29 @@ def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> N
 
 def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
     dog = watchdog()
-    assert all(dog.bad_input({"not_finite": 1}, second / 10) is None for second in range(1000))
-    assert dog.bad_inputs(99.9) <= 11
+    assert all(dog.note_bad_input({"not_finite": 1}, second / 10) is None for second in range(1000))
+    assert dog.count_bad_inputs(99.9) <= 11
     dog.begin(200.0)
-    assert all(dog.bad_input({"not_finite": 1}, 200 + tick / 50) is None for tick in range(19))
-    stop = dog.bad_input({"unknown_joint": 1}, 200.4)
+    assert all(dog.note_bad_input({"not_finite": 1}, 200 + tick / 50) is None for tick in range(19))
+    stop = dog.note_bad_input({"unknown_joint": 1}, 200.4)
     assert stop is not None
     assert stop.code == "bad_input"
     assert "20 joint values" in stop.text
     assert "unknown_joint 1" in stop.text
-    assert dog.bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
-    assert watchdog(bad_inputs=0).bad_input({"malformed": 10_000}, 0.0) is None
+    assert dog.note_bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
+    assert watchdog(bad_inputs=0).note_bad_input({"malformed": 10_000}, 0.0) is None
 
 
 def test_the_same_picture_for_two_seconds_is_frozen_until_another_one_comes() -> None:
     dog = watchdog()
     picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     for index in range(61):
-        dog.frame("front", picture.copy(), index / 30)
+        dog.note_frame("front", picture.copy(), index / 30)
         assert ("front" in dog.frozen) == (index >= 60)
     assert dog.check(2.0, InputTimes({})).stop is None
     other = picture.copy()
     other[0, 0, 0] ^= 1
-    dog.frame("front", other, 2.1)
+    dog.note_frame("front", other, 2.1)
     assert not dog.frozen
 
 
@@ -143,14 +143,14 @@ def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> No
     for index in range(300):
         image = picture.copy()
         image[1, 1, 0] = index % 256  # none of the points that are times at first
-        dog.frame("front", image, index / 30)
+        dog.note_frame("front", image, index / 30)
         assert not dog.frozen
 
 
 def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
     dog = watchdog(frozen_stops=True)
     for second in (0.0, 1.0, 2.0):
-        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
+        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
     stop = dog.check(2.0, InputTimes({"front": 2.0})).stop
     assert stop is not None
     assert str(stop).startswith("camera_frozen: camera 'front'")
@@ -181,7 +181,7 @@ def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
 def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
     dog = watchdog()
     for second in (0.0, 1.0, 2.0):
-        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
-    assert dog.warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
-    dog.frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
-    assert dog.warnings(2.7) == {}
+        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
+    assert dog.get_warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
+    dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
+    assert dog.get_warnings(2.7) == {}

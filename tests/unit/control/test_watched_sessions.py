@@ -283,12 +283,12 @@ class Plans:
         self.sent: list[int] = []
         self._link = link
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         self.sent.append(len(self._link.sent))
 
-    def ticked(self, tick: Tick) -> None: ...
+    def on_tick(self, tick: Tick) -> None: ...
 
 
 async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:

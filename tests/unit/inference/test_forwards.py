@@ -15,7 +15,7 @@ import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
-from service.http.array_formats import FORMS, Form
+from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.model_server import Ask, Forwarded, Models, ServedModel
@@ -25,7 +25,7 @@ from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
-JSON, NPZ = FORMS[0], FORMS[1]
+JSON, NPZ = ARRAY_FORMATS[0], ARRAY_FORMATS[1]
 
 
 @dataclass
@@ -109,11 +109,11 @@ class Rig:
             name, "a/folder", None, lambda path, revision=None, /, *, on_progress=None: self.model
         )
 
-    async def forward(self, value: float = 1.0, size: int = 1, answer: Form = JSON) -> Forwarded:
+    async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> Forwarded:
         body = json.dumps({"inputs": {"x": [[value] * size]}}).encode()
         return await self.raw([body[:5], body[5:]], answer)
 
-    async def raw(self, body: list[bytes], answer: Form = JSON) -> Forwarded:
+    async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> Forwarded:
         with ExitStack() as held:
             held.enter_context(self.models.forwards.place())
             return await self.models.forwards.forward(self.models.get("m"), Ask(body, JSON, answer), held)

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from jaxmodels.normalization import build_normalization
-from jaxmodels.policies import get_policy_type, policy_types
+from jaxmodels.policies import get_policy_type, trained_types
 from jaxmodels.policies.act import ActConfig
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
@@ -21,8 +21,8 @@ from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature
 from jaxmodels.weights import blueprint
 from tests.testing.models import lively_weights, random_stats, small_config
 
-WITH_PREFIX = tuple(kind for kind in policy_types() if get_policy_type(kind).takes_prefix)
-WITH_TEXT = tuple(kind for kind in policy_types() if get_policy_type(kind).read is not None)
+WITH_PREFIX = tuple(kind for kind in trained_types() if get_policy_type(kind).takes_prefix)
+WITH_TEXT = tuple(kind for kind in trained_types() if get_policy_type(kind).read is not None)
 CHUNK, ACTION = 8, 3  # of the policies that act
 LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32)  # the second joint never moves
 CAMERA = Feature("observation.images.front", "VISUAL", (3, 32, 32))

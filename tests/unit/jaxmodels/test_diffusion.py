@@ -66,7 +66,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[s
     ],
 )
 def test_what_is_seen_of_a_picture_follows_from_resize_and_crop(changes: dict[str, Any], seen: tuple[int, int]) -> None:
-    assert read(**changes).seen == seen
+    assert read(**changes).encoder_size == seen
 
 
 @pytest.mark.parametrize("name", NAMES)

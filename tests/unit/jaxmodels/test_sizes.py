@@ -287,12 +287,7 @@ def test_what_no_device_computes_is_refused_when_it_is_asked_what_it_needs(folde
 
 @pytest.mark.parametrize("kind", policy_types())
 def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> None:
-    values: dict[str, Any] = {
-        "chunk_size": 100,
-        "n_action_steps": 100,
-        "vision_backbone": "resnet152",
-        "dim_model": 1024,
-    }
+    values: dict[str, Any] = {"n_action_steps": 100, "vision_backbone": "resnet152"}
     if kind == "diffusion":
         values |= {"horizon": 128, "resize_shape": [480, 640], "num_inference_steps": 100}
     else:

@@ -120,6 +120,8 @@ def test_a_preset_makes_a_policy_for_the_dataset_and_fields_come_before_it(datas
         assert policy.vision_backbone == "small_cnn"
     with pytest.raises(ConfigError, match="preset is 'tiny'; known: small"):
         new_policy(dataset, "act", preset="tiny")
+    with pytest.raises(ConfigError, match=r"'diffusion' is served and not trained here; .* or train act, diffusion2d"):
+        new_policy(dataset, "diffusion")
 
 
 def test_a_backbone_is_not_begun_from_nothing_without_saying_so(dataset: Dataset) -> None:
