@@ -46,7 +46,7 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
     """A policy of LeRobot's default size with random weights, as LeRobot's files."""
     from flax import nnx
 
-    from jaxmodels.normalization import from_stats
+    from jaxmodels.normalization import build_normalization
     from jaxmodels.policies import lerobot_folder
     from jaxmodels.policies.act import Act, ActConfig
     from jaxmodels.policies.lerobot_folder import Checkpoint
@@ -65,8 +65,8 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
         for feature in (*inputs, *outputs)
     }
     weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
-    normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
-    lerobot_folder.write(folder, Checkpoint(config, weights, normalization))
+    normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
+    lerobot_folder.write_checkpoint(folder, Checkpoint(config, weights, normalization))
 
 
 def load(folder: str, seen: dict[str, np.ndarray]) -> Callable[[], np.ndarray]:

@@ -40,8 +40,8 @@ from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, perc
 from service.inference.engine import Engine
 from service.sessions.store import Listed, NewSession, Sessions, SessionSettings
 from service.stats import Recent
-from service.transport.link import Inbox, JointValue, LinkUp, Made, Rooms
-from service.transport.protocol import JointUpdate, build, rooms_of
+from service.transport.link import CreatedRooms, Inbox, JointValue, LinkUp, Rooms
+from service.transport.protocol import JointUpdate, build_message, rooms_of
 
 SAMPLES = 1_000_000
 SHOWN = ("lateness_ms_of_the_median_round", "p99_over_bare", "is_quiet", "is_met")
@@ -49,7 +49,7 @@ SHOWN = ("lateness_ms_of_the_median_round", "p99_over_bare", "is_quiet", "is_met
 
 def encode(joints: Sequence[JointValue]) -> bytes:
     data = [{"name": joint.name, "value": joint.value, "index": joint.index} for joint in joints]
-    return build(JointUpdate(tuple(data))).encode()
+    return build_message(JointUpdate(tuple(data))).encode()
 
 
 class SocketLink:
@@ -87,19 +87,19 @@ class SocketTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[SocketLink]:
         _, writer = await asyncio.open_connection("127.0.0.1", self._port)
         link = SocketLink(rooms_of(session_id, cameras, workspace_id), writer, inbox)
         for room in (link.rooms.joint_input, link.rooms.joint_output):
-            inbox.event(LinkUp(room))
+            inbox.on_event(LinkUp(room))
         self.links.append(link)
         try:
             yield link
         finally:
             writer.close()
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         return ()
@@ -120,8 +120,8 @@ async def robot(link: SocketLink, names: Sequence[str], sizes: dict[str, tuple[i
         await asyncio.sleep(max(start + number * 0.04 - time.monotonic(), 0))
         now = time.monotonic()
         for camera, frame in frames.items():
-            link.inbox.frame(camera, frame, now)
-        link.inbox.joints({name: float(number % 50) for name in names}, now)
+            link.inbox.on_frame(camera, frame, now)
+        link.inbox.on_joints({name: float(number % 50) for name in names}, now)
 
 
 async def bare_round(links: Sequence[SocketLink], rate: float, seconds: float) -> np.ndarray:

@@ -95,7 +95,7 @@ def serve(state: str, log: str, told: Connection) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    app = create_app(Settings(state=state, embedded_transport=False, port=0), load=ScriptedLoader())
+    app = create_app(Settings.from_values(state=state, embedded_transport=False, port=0), load=ScriptedLoader())
     run(app, listen("127.0.0.1", 0), told.send)
 
 
@@ -231,8 +231,8 @@ class Campaign:
             wanted |= {(rooms["workspace_id"], name) for name in names}
         orphans, taken = set[tuple[str, str]](), list[Any]()
         for _ in range(500):
-            orphans = {(place.workspace, place.room) for place in self._table.rooms} - wanted
-            taken = [place for place in self._table.rooms if self._table.is_occupied(place)]
+            orphans = {(path.workspace, path.room) for path in self._table.rooms} - wanted
+            taken = [path for path in self._table.rooms if self._table.is_occupied(path)]
             if not orphans and not taken:
                 return
             await asyncio.sleep(0.01)

@@ -63,7 +63,9 @@ def serve(name: str, folder: str, database: str, told: Connection) -> None:
     output = os.open(f"{folder}/{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    settings = Settings(state=f"{folder}/{name}", embedded_transport=False, port=0, database=database, front_name=name)
+    settings = Settings.from_values(
+        state=f"{folder}/{name}", embedded_transport=False, port=0, database=database, front_name=name
+    )
     run(create_app(settings, load=ScriptedLoader()), listen("127.0.0.1", 0), told.send)
 
 

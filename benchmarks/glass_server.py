@@ -41,13 +41,13 @@ class Notes:
         if number is not None:
             self.of.setdefault(number, {}).setdefault(what, at)
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         self.add(stamp_of(image), "seen", seen_at)
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         self.add(number_of(chunk[-1]), "planned", at)
 
-    def ticked(self, tick: Any) -> None:
+    def on_tick(self, tick: Any) -> None:
         if tick.command is not None and tick.hold is None:
             self.add(number_of(tick.command), "sent", tick.at)
 
@@ -98,7 +98,7 @@ def main() -> None:
         return Reading(ScriptedPolicy(NEEDS) if options.policy == "none" else jaxmodels.load_policy(SHIPPED), notes)
 
     needs = NEEDS if options.policy == "none" else jaxmodels.load_policy(SHIPPED).requirements
-    app = create_app(Settings(state="off"), load=load, read_requirements=lambda path, revision: needs)
+    app = create_app(Settings.from_values(state="off"), load=load, read_requirements=lambda path, revision: needs)
     watched: set[str] = set()
 
     def begin() -> None:

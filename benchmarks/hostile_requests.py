@@ -151,7 +151,7 @@ def serve() -> None:
 
     async def main() -> None:
         transport = MemoryTransport()
-        settings = Settings(creates_per_minute=100_000, limit_local=False, max_sessions=32)
+        settings = Settings.from_values(creates_per_minute=100_000, limit_local=False, max_sessions=32)
         app = create_app(settings, transport=transport, load=ScriptedLoader())
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()

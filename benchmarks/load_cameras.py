@@ -107,7 +107,7 @@ from flax import nnx
 from jaxmodels.policies import lerobot_folder as lerobot
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.weights import flatten
 
@@ -123,8 +123,9 @@ image = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 
 stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
 weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
 joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
-normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
-lerobot.write(Path(sys.argv[1]), Checkpoint(config, weights, normalization, Sidecar(rate=25.0, joint_names=joints)))
+normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
+sidecar = Sidecar(rate=25.0, joint_names=joints)
+lerobot.write_checkpoint(Path(sys.argv[1]), Checkpoint(config, weights, normalization, sidecar))
 """
 
 

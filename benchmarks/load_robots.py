@@ -92,13 +92,13 @@ async def robots(options: argparse.Namespace) -> None:
 class Nobody:
     """An inbox that throws everything away."""
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         pass
 
-    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         pass
 
-    def event(self, event: LinkEvent) -> None:
+    def on_event(self, event: LinkEvent) -> None:
         pass
 
 
@@ -130,7 +130,7 @@ async def bare(options: argparse.Namespace) -> None:
     links: list[Any] = []
     async with AsyncExitStack() as stack:
         for number in range(options.count):
-            opened = RoomsTransport(pace=PATIENT).connect(
+            opened = RoomsTransport(timeouts=PATIENT).connect(
                 options.url,
                 session_id=f"{options.prefix}{number}",
                 cameras=options.cameras,

@@ -40,16 +40,16 @@ class Ages:
         self.on_the_way = Recent(SAMPLES)
         self._taken: dict[str, float] = {}
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         taken = taken_at(image, seen_at)
         if taken is not None:
             self._taken[camera] = taken
             self.on_the_way.add(seen_at - taken)
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         pass
 
-    def ticked(self, tick: Any) -> None:
+    def on_tick(self, tick: Any) -> None:
         for taken in self._taken.values():
             self.at_ticks.add(tick.at - taken)
 
@@ -155,7 +155,7 @@ def server(options: argparse.Namespace) -> None:
     def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
         return ScriptedPolicy(needs, step=0.01)
 
-    settings = Settings(max_sessions=128, state="off", embedded_transport=False)
+    settings = Settings.from_values(max_sessions=128, state="off", embedded_transport=False)
     if options.policy == "real":
         app = create_app(settings)
     else:

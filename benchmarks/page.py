@@ -1,4 +1,4 @@
-"""What do pages that look on cost the robots? ``python benchmarks/page.py``
+"""What do open dashboard pages cost the robots? ``python benchmarks/page.py``
 
 A session at 50 ticks per second with a camera of 640x480 at 30 frames per second, rooms in memory, the real server. In
 turns of five seconds nobody looks on, then two pages in a process of their own do, with plots and pictures: lateness of
@@ -60,7 +60,7 @@ def spread(lateness: list[float]) -> dict[str, float]:
 
 async def measure() -> dict[str, object]:
     took: list[float] = []
-    message = live.Viewer._message
+    message = live.Viewer._build_message
 
     def timed(self, now: float) -> bytes:
         began = time.thread_time()
@@ -68,9 +68,9 @@ async def measure() -> dict[str, object]:
         took.append(time.thread_time() - began)
         return made
 
-    live.Viewer._message = timed
+    live.Viewer._build_message = timed
     transport = MemoryTransport()
-    app = create_app(Settings(state="off"), transport=transport, load=ScriptedLoader())
+    app = create_app(Settings.from_values(state="off"), transport=transport, load=ScriptedLoader())
     lateness: dict[bool, list[float]] = {False: [], True: []}
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
         from service.sessions.request import NewSession
@@ -100,7 +100,7 @@ async def measure() -> dict[str, object]:
             if process is not None:
                 process.kill()
                 process.wait()
-        made, missed = app.ctx.live.pictures.made, control.missed_ticks
+        made, missed = app.ctx.live.pictures.encoded, control.missed_ticks
         moving.cancel()
     p50, p99 = np.percentile(took, (50, 99)) * 1e6
     return {

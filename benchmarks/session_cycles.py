@@ -44,7 +44,7 @@ def serve(state: str, log: str, told: Connection) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    app = create_app(Settings(state=state, port=0), load=ScriptedLoader())
+    app = create_app(Settings.from_values(state=state, port=0), load=ScriptedLoader())
 
     async def count(request: Request[Any, Any]) -> HTTPResponse:
         gc.collect()

@@ -26,7 +26,7 @@ import numpy as np
 import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
-from service.control.aggregation import DEFAULT, OVERLAPS
+from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
 from service.control.chunk_scheduler import PolicyRequest
 from service.control.controller import Controller, PolicyAnswer
 from service.control.observation_buffer import ObservationBuffer
@@ -147,7 +147,7 @@ def measure(policy: Any, overlap: str, delay: int, jitter: int, seeds: Sequence[
         "inferences_per_episode": round(control.chunks / len(episodes), 1),
         "starvations": control.starvations,
         "chunks_clamped": sum(control.guard.clamped.by_reason().values()),
-        **control.scheduler.figures(control.queue.period),
+        **control.scheduler.get_stats(control.queue.period),
     }
 
 
@@ -203,7 +203,9 @@ def main() -> None:
     """Measure, or only draw what was measured."""
     asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asking.add_argument("--policy", default=str(SHIPPED))
-    asking.add_argument("--overlap", action="append", choices=list(OVERLAPS), help="default: all that fit the policy")
+    asking.add_argument(
+        "--overlap", action="append", choices=list(AGGREGATIONS), help="default: all that fit the policy"
+    )
     asking.add_argument("--delay", action="append", type=int, help="milliseconds; default: 0 100 200 300 400")
     asking.add_argument("--jitter", type=int, default=0, help="milliseconds at most")
     asking.add_argument("--episodes", type=int, default=len(SEEDS))
@@ -220,7 +222,7 @@ def main() -> None:
         draw(found, picture)
         return
     policy = jaxmodels.load_policy(options.policy)
-    fitting = [one for one, how in OVERLAPS.items() if policy.requirements.takes_prefix or not how.sends_plan]
+    fitting = [one for one, how in AGGREGATIONS.items() if policy.requirements.takes_prefix or not how.sends_plan]
     seeds = range(SEEDS.start, SEEDS.start + options.episodes)
     asked = {"action_steps": options.action_steps, "ask_ahead": options.ask_ahead}
     rows = []
@@ -234,7 +236,7 @@ def main() -> None:
         {"is_virtual_time": True},
         "mujoco",
         policy="shipped" if options.policy == str(SHIPPED) else Path(options.policy).name,
-        default=DEFAULT,
+        default=DEFAULT_AGGREGATION,
         jitter_ms=options.jitter,
         asked={name: value for name, value in asked.items() if value is not None},
         rows=rows,

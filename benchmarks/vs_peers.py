@@ -61,7 +61,7 @@ def serve() -> None:
     def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
         return ScriptedPolicy(needs)
 
-    app = create_app(Settings(state="off"), load=load, read_requirements=lambda path, revision: needs)
+    app = create_app(Settings.from_values(state="off"), load=load, read_requirements=lambda path, revision: needs)
     run(app, listen("127.0.0.1", 0), lambda url: say(event="ready", url=url))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's ``__getattr__`` and ``__dir__`` (https://peps.python.org/pep-0562).
+    """The ``__getattr__`` and ``__dir__`` of a package that imports its names on first use (PEP 562).
 
     Type checkers follow neither: the package imports the same names under ``TYPE_CHECKING``, and lists them in
     ``__all__``. The package lazy_loader knows neither names that another package has nor errors that say what to

@@ -1,4 +1,4 @@
-"""Cache folders, and the compilation cache."""
+"""Folders of caches, and JAX's persistent compilation cache."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ OFF = ("", "0", "off", "none", "false")
 
 
 def user_cache() -> Path:
-    """``XDG_CACHE_HOME``, else ``~/.cache`` (https://specifications.freedesktop.org/basedir-spec)."""
+    """The user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache`` (basedir specification of freedesktop.org)."""
     # A variable that is set and empty counts as not set, as that specification has it.
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def cache_folder(name: str, asked: str | None = None) -> Path | None:
-    """What was asked for: a folder, or ``off``, which is None; else ``robojax/NAME`` in the user's cache folder."""
+    """The folder of one of our caches: `asked`, or ``robojax/NAME`` in the user's cache folder; None for ``off``."""
     if asked is None:
         return user_cache() / "robojax" / name
     return None if asked.lower() in OFF else Path(asked).expanduser()
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def use_compile_cache() -> Path | None:
-    """Switches JAX's persistent cache on, unless whoever started us configured one; gives its folder.
+    """Switch on JAX's persistent compilation cache, unless the caller configured one; returns its folder.
 
     It is ``ROBOJAX_COMPILE_CACHE`` (a folder, or ``off``), else ``robojax/xla`` in the user's cache folder.
     A folder that cannot be written only costs compile time, so it is said in the log and nothing is cached.

@@ -1,4 +1,4 @@
-"""Devices, precision, placement, meshes and sharding, several hosts.
+"""Devices and dtypes by name, placement of arrays, meshes and sharding, processes of several hosts.
 
 A mesh has the axes ``data`` and ``fsdp``: a batch is split over both, parameters and what the optimizer remembers of
 them over ``fsdp`` alone (https://arxiv.org/abs/2304.11277); XLA moves what a product needs.
@@ -34,7 +34,7 @@ PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def find_device(name: str | None) -> Device:
-    """A device by name: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; None is JAX's first choice here.
+    """The device of a name: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``; JAX's default device for None.
 
     Raises:
         ConfigError: there is no such device; the message lists those there are.
@@ -49,8 +49,8 @@ def find_device(name: str | None) -> Device:
         # By its id: where several processes have joined, those of one do not begin at 0.
         return next(device for device in jax.devices(backend) if device.id == int(number))
     except (RuntimeError, ValueError, IndexError, StopIteration) as error:
-        there = ", ".join(device_name(device) for device in jax.devices())
-        raise ConfigError(f"device is {name!r}; found {there} (and cpu:0)") from error
+        available = ", ".join(device_name(device) for device in jax.devices())
+        raise ConfigError(f"device is {name!r}; found {available} (and cpu:0)") from error
 
 
 def device_name(device: Device) -> str:
@@ -58,7 +58,7 @@ def device_name(device: Device) -> str:
 
 
 def find_dtype(name: str | None) -> jnp.dtype:
-    """The dtype a policy computes in.
+    """The dtype of a name that a policy computes in.
 
     float32 by default, with true float32 products on every device. bfloat16 is meant for accelerators; on a CPU it
     is slower than float32 and allowed only because it is asked for by name.
@@ -72,22 +72,22 @@ def find_dtype(name: str | None) -> jnp.dtype:
 
 
 def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:
-    """A model's dtype, by name or as NumPy and JAX write it; float32 when None.
+    """A model's dtype from a name, or as NumPy and JAX write it; float32 for None.
 
     Raises:
         ConfigError: none of `MODEL_DTYPES`.
     """
     try:
-        found = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        resolved = jnp.dtype(jnp.float32 if dtype is None else dtype)
     except TypeError as error:
         raise ConfigError(f"dtype is {dtype!r}; wanted one of {', '.join(MODEL_DTYPES)}") from error
-    if found.name not in MODEL_DTYPES:
-        raise ConfigError(f"dtype is {found.name}; wanted one of {', '.join(MODEL_DTYPES)}")
-    return found
+    if resolved.name not in MODEL_DTYPES:
+        raise ConfigError(f"dtype is {resolved.name}; wanted one of {', '.join(MODEL_DTYPES)}")
+    return resolved
 
 
-def exact_products(dtype: DTypeLike) -> AbstractContextManager[Any]:
-    """While this is entered, float32 means float32: accelerators round products to fewer bits unless told otherwise."""
+def use_exact_products(dtype: DTypeLike) -> AbstractContextManager[Any]:
+    """Context in which float32 products are exact; accelerators otherwise round them to fewer bits."""
     return jax.default_matmul_precision("highest" if jnp.dtype(dtype) == jnp.float32 else None)
 
 
@@ -100,51 +100,51 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of devices, of this process and of the others."""
+    """A mesh of devices for training, of this process and of the others."""
 
     mesh: Mesh
 
     @cached_property
-    def whole(self) -> NamedSharding:
-        """For what every device has all of."""
+    def replicated(self) -> NamedSharding:
+        """Sharding of arrays that every device has all of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
-    def batch(self) -> NamedSharding:
-        """For arrays whose first axis is the batch."""
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of arrays whose first axis is the batch."""
         return NamedSharding(self.mesh, PartitionSpec((DATA, FSDP)))
 
     @cached_property
-    def parts(self) -> NamedSharding:
-        """For batches in parts, which are the first axis."""
+    def microbatch_sharding(self) -> NamedSharding:
+        """Sharding of batches in microbatches, which are the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(None, (DATA, FSDP)))
 
-    def spread(self, shape: tuple[int, ...]) -> NamedSharding:
-        """For a parameter: split along its widest axis that the devices of ``fsdp`` divide."""
+    def parameter_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Sharding of a parameter: split along its widest axis that the ``fsdp`` devices divide."""
         count = self.mesh.shape[FSDP]
         axes = [axis for axis, size in enumerate(shape) if size % count == 0]
         if count == 1 or not axes or np.prod(shape) < SHARDED_FROM:
-            return self.whole
+            return self.replicated
         widest = max(axes, key=lambda axis: shape[axis])
         return NamedSharding(
             self.mesh, PartitionSpec(*(FSDP if axis == widest else None for axis in range(widest + 1)))
         )
 
-    def spread_tree(self, shapes: Tree) -> Tree:
-        """`spread` for every leaf of a tree of arrays or shapes."""
-        return jax.tree.map(lambda leaf: self.spread(np.shape(leaf)), shapes)
+    def parameter_shardings(self, shapes: Tree) -> Tree:
+        """`parameter_sharding` for every leaf of a tree of arrays or shapes."""
+        return jax.tree.map(lambda leaf: self.parameter_sharding(np.shape(leaf)), shapes)
 
     def put(self, array: Any, sharding: NamedSharding) -> jax.Array:
-        """An array of the host, the same in every process, onto the devices."""
+        """Put an array of the host, the same in every process, onto the devices."""
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     def put_batch(self, batch: Tree) -> Tree:
-        """A batch, of which every process brings its own part."""
-        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch, array), batch)
+        """Put a batch onto the devices, of which every process brings its own part."""
+        return jax.tree.map(lambda array: jax.make_array_from_process_local_data(self.batch_sharding, array), batch)
 
     def gather(self, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-        """Arrays as the host knows them, whole; every process has to ask."""
+        """Whole arrays on the host; every process has to call it."""
         return {name: _gather(array) for name, array in arrays.items()}
 
 
@@ -157,7 +157,7 @@ def _gather(array: jax.Array) -> np.ndarray:
 
 
 def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_size: int, parts: int) -> Layout:
-    """A mesh of this many devices.
+    """A mesh of as many devices as a training asks for.
 
     Args:
         device: a kind (``cpu``, ``gpu``, ``cuda``, ``tpu``) or a single one of them (``cuda:1``); JAX's choice if None.
@@ -172,13 +172,15 @@ def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_si
         data = data or 1
         fsdp = max(1, len(devices) // data)
     count = (data or max(1, len(devices) // fsdp)) * fsdp
-    found = ", ".join(device_name(device) for device in devices)
+    available = ", ".join(device_name(device) for device in devices)
     if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
-        wanted = "all of them, as there are several processes" if count <= len(devices) else "no more than there are"
-        raise ConfigError(f"mesh of {count // fsdp} x {fsdp} devices; found {len(devices)} ({found}), wanted {wanted}")
+        advice = "all of them, as there are several processes" if count <= len(devices) else "no more than there are"
+        raise ConfigError(
+            f"mesh of {count // fsdp} x {fsdp} devices; found {len(devices)} ({available}), wanted {advice}"
+        )
     if batch_size % (count * parts):
         raise ConfigError(
-            f"batch_size is {batch_size}; wanted a multiple of {count * parts}: {count} devices ({found})"
+            f"batch_size is {batch_size}; wanted a multiple of {count * parts}: {count} devices ({available})"
             + (f" and {parts} parts" if parts > 1 else "")
             + "; choose another, or fewer devices (--mesh=data:1)"
         )
@@ -187,15 +189,15 @@ def find_layout(device: str | None, data: int | None, fsdp: int | None, batch_si
 
 
 def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Makes this process one of several that train together; before anything else is done with JAX.
+    """Make this process one of several that train together; to be called before anything else of JAX.
 
     Without arguments JAX asks the cluster.
 
     Raises:
         ConfigError: some are given and others are not, or the others cannot be reached.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if any(value is None for value in given) and any(value is not None for value in given):
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(value is None for value in arguments) and any(value is not None for value in arguments):
         raise ConfigError(
             f"of several processes: coordinator_address is {coordinator_address}, num_processes {num_processes}, "
             f"process_id {process_id}; wanted all three, or none"
@@ -223,7 +225,7 @@ HOSTS = "hosts"
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of one kind; what comes and goes is whole on each, weights are spread.
+    """The devices that a policy runs on: inputs and outputs are whole on each, weights are split.
 
     For policies too large for one device: each array is split along its largest axis that the devices divide, and XLA
     moves what a product needs. Answers differ in the last bits from those of one device.
@@ -233,7 +235,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """As `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
+        """Name of the devices as `find_placement` reads it, e.g. ``cpu:0`` or ``cuda:0+cuda:1``."""
         if self.is_shared:
             return HOSTS
         return "+".join(device_name(device) for device in self.devices)
@@ -244,7 +246,7 @@ class Placement:
 
     @property
     def is_host(self) -> bool:
-        """Whether arrays of the host are where they are computed on."""
+        """Whether computing on the host's own arrays needs no copy."""
         return self.platform == "cpu" and len(self.devices) == 1
 
     @cached_property
@@ -253,7 +255,7 @@ class Placement:
         return any(device.process_index != jax.process_index() for device in self.devices)
 
     def put(self, arrays: Any, shardings: Any) -> Any:
-        """A tree of arrays on the devices of this process, as one sharding for all or a tree of them says.
+        """Put a tree of arrays onto the devices of this process, with one sharding or a tree of them.
 
         Of devices that other processes have, too, each process puts its own parts, and nothing travels between them:
         all have to give the same numbers.
@@ -265,18 +267,18 @@ class Placement:
         return jax.tree.map(_part, arrays, shardings)
 
     @property
-    def whole(self) -> jax.sharding.Sharding:
-        """For what every device has all of."""
+    def replicated(self) -> jax.sharding.Sharding:
+        """Sharding of arrays that every device has all of."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def spread(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-        """For a weight of this shape."""
+    def weight_sharding(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        """Sharding of a weight of this shape."""
         count = len(self.devices)
         axes = [axis for axis, size in enumerate(shape) if size % count == 0]
         if count == 1 or not axes or np.prod(shape) < SPLIT_FROM:
-            return self.whole
+            return self.replicated
         widest = max(axes, key=lambda axis: shape[axis])
         return NamedSharding(
             self._mesh, PartitionSpec(*(AXIS if axis == widest else None for axis in range(len(shape))))
@@ -288,7 +290,8 @@ class Placement:
 
 
 def find_placement(name: str | None) -> Placement:
-    """A device by name (see `find_device`), several with ``+`` between them, or ``hosts`` for all of all processes.
+    """The placement of a name: a device (see `find_device`), several with ``+`` between, or ``hosts`` for all of all
+    processes.
 
     Raises:
         ConfigError: there is no such device, one is named twice, or they are of different kinds.
@@ -302,7 +305,7 @@ def find_placement(name: str | None) -> Placement:
 
 
 def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, ...]:
-    """Places as `find_placement` reads them, each of which is there.
+    """Check names of devices; returns them as `find_placement` reads them.
 
     Args:
         asked: names, ``all`` for all devices of this process that JAX prefers, or numbers of those.
@@ -316,7 +319,7 @@ def name_devices(asked: Sequence[str], *, together: bool = False) -> tuple[str, 
     named: list[str] = []
     for name in asked:
         named += mine if name == "all" else [f"{platform}:{name}" if name.isdecimal() else name]
-    return tuple(find_placement(place).name for place in (["+".join(named)] if together else named))
+    return tuple(find_placement(name).name for name in (["+".join(named)] if together else named))
 
 
 def _part(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -334,8 +337,8 @@ TENSOR_PARALLEL: Mapping[str, str] = MappingProxyType({"heads": "model", "mlp": 
 FULLY_SHARDED: Mapping[str, str] = MappingProxyType({"embed": "data"})
 
 
-def logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:
-    """Path of every variable to the names of its axes; None for an axis without a name."""
+def get_logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, ...]]:
+    """Names of the axes of every variable of a model by its path; None for an axis without a name."""
     named = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         axes = variable.get_metadata().get("axes")
@@ -345,8 +348,8 @@ def logical_axes(model: nnx.Module) -> dict[tuple[Any, ...], tuple[str | None, .
     return named
 
 
-def shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> Any:
-    """A sharding for every variable, as a state of the model's structure.
+def build_shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> Any:
+    """A sharding for every variable of a model, as a state of its structure.
 
     Args:
         rules: logical name to an axis of the mesh; a name without a rule is whole on every device, and so is an axis
@@ -363,7 +366,7 @@ def shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_P
     unknown = sorted(set(rules.values()) - set(mesh.axis_names))
     if unknown:
         raise ConfigError(f"rules name {', '.join(unknown)}; the mesh has axes {', '.join(map(str, mesh.axis_names))}")
-    names = logical_axes(model)
+    names = get_logical_axes(model)
     state = nnx.state(model)
     flat = [
         (path, variable.replace(NamedSharding(mesh, _spec(variable.shape, names[path], mesh, rules))))
@@ -373,11 +376,11 @@ def shardings(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_P
 
 
 def shard(model: nnx.Module, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> None:
-    """Puts the weights of a model onto a mesh, in place; calls then run on all of its devices.
+    """Put a model's weights onto a mesh, in place; calls then run on all of its devices.
 
     Inputs are spread by whoever calls, e.g. ``jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))``.
     """
-    nnx.update(model, jax.device_put(nnx.state(model), shardings(model, mesh, rules)))
+    nnx.update(model, jax.device_put(nnx.state(model), build_shardings(model, mesh, rules)))
 
 
 def _spec(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh, rules: Mapping[str, str]) -> PartitionSpec:
@@ -392,7 +395,7 @@ def _spec(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: Mesh, rul
 def join_hosts(
     count: int, number: int | None = None, coordinator: str | None = None, *, patience: float = 300.0
 ) -> tuple[str, int]:
-    """Make this process one of several; before anything else is asked of JAX. Waits for the others.
+    """Make this process one of several that serve together, and wait for the others; before anything else of JAX.
 
     Args:
         count: of processes.

@@ -1,4 +1,4 @@
-"""Temporal ensembling: overlapping chunks averaged into one action per step, by LeRobot's recurrence.
+"""Temporal ensembling: overlapping chunks are averaged into one action per step, by LeRobot's recurrence.
 
 Source: lerobot/policies/act/modeling_act.py, ACTTemporalEnsembler; algorithm 2 of https://arxiv.org/abs/2304.13705.
 """
@@ -10,7 +10,7 @@ from jaxmodels.errors import ConfigError, ObservationError
 
 
 class TemporalEnsembler:
-    """A weighted running mean of what every chunk so far said about each coming step.
+    """Weighted running mean of what all chunks so far predicted for each coming step.
 
     The weight of the i-th chunk since the first that spoke about a step is exp(-coeff * i), so that a positive
     `coeff` trusts the oldest most. Inference must happen at every step.
@@ -25,12 +25,12 @@ class TemporalEnsembler:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every chunk, for a new episode."""
+        """Forget all chunks, for a new episode."""
         self._actions: np.ndarray | None = None
         self._counts = np.ones((self._chunk, 1), np.int64)  # chunks in the mean, per coming step
 
     def update(self, chunk: Float[np.ndarray, "b c a"]) -> Float[np.ndarray, "b a"]:
-        """Takes the newest chunk and gives the action of this step.
+        """Add the newest chunk; returns the action of this step.
 
         Raises:
             ObservationError: the chunk has another length or batch than the ones before.

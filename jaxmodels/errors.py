@@ -1,4 +1,4 @@
-"""Errors of policies and models, as a tree.
+"""Exceptions of policies and models.
 
 JaxModelsError
 ├── ConfigError          a config field is missing, unknown or makes no sense
@@ -13,11 +13,11 @@ JaxModelsError
 
 
 class JaxModelsError(Exception):
-    """Base of every error this package raises on purpose; its text is safe to show to a user."""
+    """Base class of all exceptions that this package raises on purpose; their texts are safe to show to users."""
 
 
 class ConfigError(JaxModelsError, ValueError):
-    """A config field is missing, unknown or makes no sense."""
+    """A field of a config is missing, unknown or makes no sense."""
 
 
 class CheckpointError(JaxModelsError, ValueError):
@@ -41,8 +41,8 @@ class DatasetError(JaxModelsError, ValueError):
 
 
 class TrainingError(JaxModelsError):
-    """A training cannot begin or go on: its folder holds another one, or its loss is no number any more."""
+    """A training cannot begin or go on: its folder holds another one, or its loss is NaN."""
 
 
 class HubError(JaxModelsError):
-    """A repo could not be fetched from the Hub."""
+    """A repository could not be fetched from the Hub."""

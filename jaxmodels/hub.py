@@ -1,4 +1,4 @@
-"""Files of the Hugging Face Hub at one commit.
+"""Downloads of repositories of the Hugging Face Hub at one commit, with limits and hashes.
 
 Only files with known names are fetched, never a pickle. The only place of this package that uses a network.
 
@@ -61,11 +61,11 @@ POLICY_FILES = (
 )
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
-LARGEST_ANSWER = 16 << 20
+MAX_ANSWER = 16 << 20
 # Seconds for an answer to begin, between two pieces of it, and for all that is said about a repo.
 QUIET, ANSWER = 10.0, 60.0
 # Seconds that files may take in all: so many, and those of their bytes at this rate.
-GRACE, LEAST_RATE = 300.0, 250_000
+GRACE, MIN_RATE = 300.0, 250_000
 # Of one answer: after so many seconds fewer bytes than these are as good as none.
 STALLED, STALLED_BYTES = 60.0, 300_000
 DOWNLOADS = 8
@@ -78,7 +78,7 @@ Result = TypeVar("Result")
 
 
 class Downloading(str):
-    """The word ``downloading``, with how much of it is done.
+    """The progress text ``downloading``, with the bytes so far and in all.
 
     Attributes:
         done, total: bytes; ``total`` is 0 where the Hub does not say.
@@ -95,12 +95,12 @@ class Downloading(str):
 
 
 class LimitExceeded(RuntimeError):
-    """The Hub's answer takes more than it may; the text says what was found and what is allowed."""
+    """An answer of the Hub takes more time or bytes than allowed; the text gives both figures."""
 
 
 @dataclass
 class Limits:
-    """What a Hub may take of this machine until now and from here on; for all threads of one fetch.
+    """Deadline and bytes left for all requests of one download, shared by its threads.
 
     Attributes:
         host: of the endpoint; others are only followed to where everybody may go.
@@ -120,14 +120,14 @@ class Limits:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
-        """Raises LimitExceeded when the time is over, or nobody waits."""
+        """Raise LimitExceeded when the deadline is over, or nobody waits any more."""
         if self.stopped.is_set():
             raise LimitExceeded("nobody waits for it any more")
         if time.monotonic() > self.until:
             raise LimitExceeded("the Hub is too slow: the time for it is over")
 
     def take(self, count: int) -> None:
-        """Raises LimitExceeded when these bytes are too many."""
+        """Count received bytes; raise LimitExceeded when they are too many."""
         with self._lock:
             self.bytes -= count
             if self.bytes < 0:
@@ -138,12 +138,12 @@ _LIMITS: contextvars.ContextVar[Limits | None] = contextvars.ContextVar("hub_lim
 
 
 @contextmanager
-def limited(limits: Limits) -> Iterator[None]:
-    """What this context asks of a Hub is limited, whoever of the Hub's client asks it."""
+def apply_limits(limits: Limits) -> Iterator[None]:
+    """Context whose requests to the Hub are limited, also those made inside huggingface_hub."""
     if _check_request not in get_session().event_hooks["request"]:
         # Added to what is in use: somebody may have set proxies or certificates.
         make = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
-        set_client_factory(partial(_hooked, make))
+        set_client_factory(partial(_add_hooks, make))
     token = _LIMITS.set(limits)
     try:
         yield
@@ -152,16 +152,16 @@ def limited(limits: Limits) -> Iterator[None]:
 
 
 def hub_limits(seconds: float, size: int) -> AbstractContextManager[None]:
-    """What this context asks of the usual Hub takes so many seconds and bytes at most."""
-    return limited(limits_of(None, seconds, size))
+    """Context whose requests to the Hub take at most this many seconds and bytes."""
+    return apply_limits(build_limits(None, seconds, size))
 
 
-def limits_of(endpoint: str | None, seconds: float, size: int, *, commit: str | None = None) -> Limits:
-    """For an endpoint (as of `fetch`), so many seconds from now and so many bytes."""
+def build_limits(endpoint: str | None, seconds: float, size: int, *, commit: str | None = None) -> Limits:
+    """Limits for an endpoint (as in `fetch`): `seconds` from now, and `size` bytes."""
     return Limits(urlsplit(endpoint or constants.ENDPOINT).hostname or "", time.monotonic() + seconds, size, commit)
 
 
-def _hooked(make: Callable[[], Any]) -> Any:
+def _add_hooks(make: Callable[[], Any]) -> Any:
     client = make()
     hooks = client.event_hooks
     client.event_hooks = {
@@ -172,7 +172,7 @@ def _hooked(make: Callable[[], Any]) -> Any:
 
 
 def _check_request(request: Any) -> None:
-    """Of every request, also of those that follow a redirect."""
+    """Check and limit every request, also those of redirects."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -197,7 +197,7 @@ def _is_public(host: str) -> bool:
 
 
 def _check_response(response: Any) -> None:
-    """Before anything of its body is read."""
+    """Check the headers of an answer before its body is read."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -229,24 +229,26 @@ class _Counted(httpx2.SyncByteStream):
         self._stream, self._limits = stream, limits
 
     def __iter__(self) -> Iterator[bytes]:
-        began, came = time.monotonic(), 0
+        began, received = time.monotonic(), 0
         for piece in self._stream:
             self._limits.check()
             self._limits.take(len(piece))
-            came += len(piece)
+            received += len(piece)
             if (now := time.monotonic()) - began > STALLED:
-                if came < STALLED_BYTES:
-                    raise LimitExceeded(f"the Hub is too slow: {came} bytes in {STALLED:g} s; wanted {STALLED_BYTES}")
-                began, came = now, 0
+                if received < STALLED_BYTES:
+                    raise LimitExceeded(
+                        f"the Hub is too slow: {received} bytes in {STALLED:g} s; wanted {STALLED_BYTES}"
+                    )
+                began, received = now, 0
             yield piece
 
     def close(self) -> None:
         self._stream.close()
 
 
-def _counting(tell: Callable[[str], None], total: int) -> type[tqdm]:
+def _make_progress_bar(on_progress: Callable[[str], None], total: int) -> type[tqdm]:
     """A silent bar that tells at every hundredth: the Hub's client would draw on the terminal of a server, too."""
-    done = told = 0
+    done = reported = 0
     counting = threading.Lock()  # files come in several threads
 
     class Counting(tqdm):
@@ -259,14 +261,14 @@ def _counting(tell: Callable[[str], None], total: int) -> type[tqdm]:
             return done
 
         def update(self, n: int | float | None = 1) -> bool | None:
-            nonlocal done, told
+            nonlocal done, reported
             if n:
                 with counting:
                     done += int(n)
-                    is_news = (done - told) * 100 >= max(total, 1)
-                    told = done if is_news else told
+                    is_news = (done - reported) * 100 >= max(total, 1)
+                    reported = done if is_news else reported
                     if is_news:
-                        tell(Downloading(min(done, total) if total else done, total))
+                        on_progress(Downloading(min(done, total) if total else done, total))
             return super().update(n)
 
     return Counting
@@ -283,11 +285,11 @@ def fetch(
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
 ) -> Path:
-    """The folder of a repo's files at one commit; what is in the cache is not fetched again.
+    """Download a repository's files at one commit and return their folder; cached files are not fetched again.
 
     When the Hub cannot be reached, the commit that the revision was when it last could is used, if all of its files
-    are cached. What it may take is limited: `ANSWER` seconds and `LARGEST_ANSWER` bytes for what it says of the repo,
-    `GRACE` seconds and `LEAST_RATE` for files, and no more bytes than it announced.
+    are cached. What it may take is limited: `ANSWER` seconds and `MAX_ANSWER` bytes for what it says of the repo,
+    `GRACE` seconds and `MIN_RATE` for files, and no more bytes than it announced.
 
     Args:
         revision: branch, tag or commit; the default branch when None.
@@ -311,36 +313,36 @@ def fetch(
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
     store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
-    what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
-    tell = on_progress or (lambda word: None)
+    repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
+    report = on_progress or (lambda word: None)
     try:
         # A large repo is somebody's who waits for it at a terminal.
-        most = LARGEST_ANSWER if largest is not None else 4 * LARGEST_ANSWER
-        limits = limits_of(endpoint, ANSWER, most)
+        most = MAX_ANSWER if largest is not None else 4 * MAX_ANSWER
+        limits = build_limits(endpoint, ANSWER, most)
         ask = partial(HfApi(endpoint=endpoint).repo_info, repo_id, repo_type=kind, revision=revision, timeout=QUIET)
-        (found,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
-        commit, listed = _read_listing(what, found)
-        wanted = {name: one for name, one in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
-        size = sum(one.size for one in wanted.values())
-        _check(what, wanted, list(listed), size, largest)
+        (answer,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
+        commit, listed = _read_listing(repo, answer)
+        selected = {name: file for name, file in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
+        size = sum(file.size for file in selected.values())
+        _check_files(repo, selected, list(listed), size, largest)
         folder = _download(
-            store, commit, wanted, list(listed), size, endpoint, kind, repo_id, tell, largest is not None
+            store, commit, selected, list(listed), size, endpoint, kind, repo_id, report, largest is not None
         )
-        store.note_ref(revision, commit)
+        store.write_ref(revision, commit)
     except HubError:
         raise
     except GatedRepoError as error:
-        raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
+        raise HubError(f"{repo}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
-        raise HubError(f"{what}: the repo has no such revision; wanted a branch, a tag or a commit") from error
+        raise HubError(f"{repo}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"{what}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
+        raise HubError(f"{repo}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
     except LimitExceeded as error:
-        raise HubError(f"{what}: {error}") from error
+        raise HubError(f"{repo}: {error}") from error
     except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
-            raise HubError(f"{what}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
+            raise HubError(f"{repo}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
         is_known, folder = store.find(revision, files)
         if not is_known:
             # Of another version of this package, or of another program.
@@ -357,13 +359,13 @@ def fetch(
                 )
         if folder is None:
             raise HubError(
-                f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+                f"{repo}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
                 "complete copy is cached here; connect once, or give a local folder"
             ) from error
-        logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
+        logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", repo, type(cause).__name__)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise HubError(f"{what}: the Hub's answer makes no sense ({type(error).__name__})") from error
-    logger.info("%s: commit %s", what, folder.name)
+        raise HubError(f"{repo}: the Hub's answer makes no sense ({type(error).__name__})") from error
+    logger.info("%s: commit %s", repo, folder.name)
     return folder
 
 
@@ -378,41 +380,41 @@ class _Listed:
     size: int
     hash: str
 
-    def is_of(self, path: Path) -> bool:
+    def matches(self, path: Path) -> bool:
         """Whether this is what is in a file."""
-        found = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(usedforsecurity=False)
+        digest = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(usedforsecurity=False)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if len(self.hash) != 64:
-                found.update(b"blob %d\0" % size)
+                digest.update(b"blob %d\0" % size)
             while piece := file.read(1 << 20):
-                found.update(piece)
-        return size == self.size and found.hexdigest() == self.hash
+                digest.update(piece)
+        return size == self.size and digest.hexdigest() == self.hash
 
 
-def _read_listing(what: str, found: Any) -> tuple[str, Mapping[str, _Listed]]:
+def _read_listing(repo: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
     """The commit, and its files by name."""
-    if not _SHA.fullmatch(str(found.sha)):
-        raise HubError(f"{what}: the Hub names commit {str(found.sha)[:50]!r}; wanted 40 hexadecimal digits")
+    if not _SHA.fullmatch(str(answer.sha)):
+        raise HubError(f"{repo}: the Hub names commit {str(answer.sha)[:50]!r}; wanted 40 hexadecimal digits")
     listed = {}
-    for file in found.siblings or ():
+    for file in answer.siblings or ():
         hashed = str(file.lfs.sha256 if file.lfs is not None else file.blob_id)
         size = file.size
         is_known = isinstance(size, int) and not isinstance(size, bool) and size >= 0
         listed[str(file.rfilename)] = _Listed(size if is_known else -1, hashed)
-    return found.sha, listed
+    return answer.sha, listed
 
 
-def _check(what: str, wanted: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:
-    for name, one in wanted.items():
+def _check_files(repo: str, files: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:
+    for name, file in files.items():
         if not _FILE.fullmatch(name):
-            raise HubError(f"{what}: the Hub names a file {name[:80]!r}; wanted letters, digits and _./+@=-")
-        if one.size < 0 or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", one.hash):
-            raise HubError(f"{what}: the Hub does not say how large {name} is, or what its hash is")
+            raise HubError(f"{repo}: the Hub names a file {name[:80]!r}; wanted letters, digits and _./+@=-")
+        if file.size < 0 or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", file.hash):
+            raise HubError(f"{repo}: the Hub does not say how large {name} is, or what its hash is")
     if largest is not None and size > largest:
-        raise HubError(f"{what}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
+        raise HubError(f"{repo}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
     if ignored := sorted(name for name in names if name.endswith(UNSAFE)):
-        logger.info("%s: %s may run code and are not fetched", what, ", ".join(name[:80] for name in ignored[:20]))
+        logger.info("%s: %s may run code and are not fetched", repo, ", ".join(name[:80] for name in ignored[:20]))
 
 
 class _Store:
@@ -427,16 +429,16 @@ class _Store:
     def read(self, commit: str) -> tuple[set[str], list[str]]:
         """Names that were compared, and all names of the commit."""
         try:
-            found = json.loads(self._note(commit).read_text())
-            return {str(name) for name in found["verified"]}, [str(name) for name in found["names"]]
+            note = json.loads(self._get_note_path(commit).read_text())
+            return {str(name) for name in note["verified"]}, [str(name) for name in note["names"]]
         except (OSError, ValueError, LookupError, TypeError):
             return set(), []
 
     def write(self, commit: str, verified: set[str], names: Sequence[str]) -> None:
-        self._replace(self._note(commit), json.dumps({"verified": sorted(verified), "names": list(names)}))
+        self._replace(self._get_note_path(commit), json.dumps({"verified": sorted(verified), "names": list(names)}))
 
-    def note_ref(self, revision: str | None, commit: str) -> None:
-        """What a branch or tag was when the Hub was last seen; after its files are here, not before."""
+    def write_ref(self, revision: str | None, commit: str) -> None:
+        """Record the commit of a branch or tag; called when its files are here, not before."""
         if revision != commit:
             self._replace(self.folder / "refs" / (revision or constants.DEFAULT_REVISION), commit)
 
@@ -448,9 +450,9 @@ class _Store:
         if not _SHA.fullmatch(commit):
             return False, None
         verified, names = self.read(commit)
-        wanted = {name for name in names if any(fnmatch(name, pattern) for pattern in files)}
-        there = all((self.snapshot(commit) / name).is_file() for name in wanted)
-        return bool(names), self.snapshot(commit) if wanted and wanted <= verified and there else None
+        selected = {name for name in names if any(fnmatch(name, pattern) for pattern in files)}
+        is_complete = all((self.snapshot(commit) / name).is_file() for name in selected)
+        return bool(names), self.snapshot(commit) if selected and selected <= verified and is_complete else None
 
     def remove(self, commit: str, name: str) -> None:
         """A file and what it points to: other commits would take that for the right one."""
@@ -460,14 +462,14 @@ class _Store:
         if target.is_relative_to(self.folder.resolve()):
             target.unlink(missing_ok=True)
 
-    def tidy(self) -> None:
+    def remove_partial_downloads(self) -> None:
         """Remove what downloads left that were killed."""
         for path in (self.folder / "blobs").glob("*.incomplete"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _LEFT_OVER:
                     path.unlink()
 
-    def _note(self, commit: str) -> Path:
+    def _get_note_path(self, commit: str) -> Path:
         return self.folder / ".robojax" / f"{commit}.json"
 
     def _replace(self, path: Path, text: str) -> None:
@@ -486,23 +488,23 @@ class _Store:
 def _download(
     store: _Store,
     commit: str,
-    wanted: Mapping[str, _Listed],
+    files: Mapping[str, _Listed],
     names: Sequence[str],
     size: int,
     endpoint: str | None,
     kind: str,
     repo_id: str,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     without_xet: bool,
 ) -> Path:
     """Each file that is not here, compared with its hash before anybody sees it."""
     folder = store.snapshot(commit)
     verified, _ = store.read(commit)
-    store.tidy()
-    limits = limits_of(endpoint, GRACE + size / LEAST_RATE, size + size // 2 + LARGEST_ANSWER, commit=commit)
+    store.remove_partial_downloads()
+    limits = build_limits(endpoint, GRACE + size / MIN_RATE, size + size // 2 + MAX_ANSWER, commit=commit)
     limits.without_xet = without_xet
     # The bar is of tqdm's usual kind; the declared type is its asyncio variant.
-    bar: Any = _counting(tell, size)
+    bar: Any = _make_progress_bar(on_progress, size)
     get = partial(
         hf_hub_download,
         repo_id,
@@ -513,28 +515,28 @@ def _download(
         tqdm_class=bar,
     )
 
-    def bring(name: str, one: _Listed) -> None:
+    def download_file(name: str, file: _Listed) -> None:
         path = folder / name
         if path.is_file():
-            if name in verified or one.is_of(path):
+            if name in verified or file.matches(path):
                 return
             store.remove(commit, name)  # it was being written when somebody was killed
         get(filename=name)
         limits.check()
-        if not one.is_of(path):
+        if not file.matches(path):
             store.remove(commit, name)
             raise HubError(
                 f"{repo_id!r} at {commit[:12]}: {name} came with other bytes than the commit has; it was removed, try "
                 "again"
             )
 
-    tell(Downloading(0, size))
-    jobs = [partial(bring, name, one) for name, one in wanted.items()]
-    _in_threads(jobs, limits, lambda: tell(Downloading(min(bar.done(), size), size)))
-    if not set(wanted) <= verified:
-        store.write(commit, verified | set(wanted), names)
+    on_progress(Downloading(0, size))
+    jobs = [partial(download_file, name, file) for name, file in files.items()]
+    _in_threads(jobs, limits, lambda: on_progress(Downloading(min(bar.done(), size), size)))
+    if not set(files) <= verified:
+        store.write(commit, verified | set(files), names)
     folder.mkdir(parents=True, exist_ok=True)
-    tell(Downloading(size, size))
+    on_progress(Downloading(size, size))
     return folder
 
 
@@ -553,7 +555,7 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
 
     def work(number: int, job: Callable[[], Result]) -> None:
         try:
-            with limited(limits):
+            with apply_limits(limits):
                 outcomes.put((number, job(), None))
         except BaseException as error:  # belongs to whoever waits
             outcomes.put((number, None, error))
@@ -585,7 +587,7 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
             start()
     except BaseException:
         limits.stopped.set()
-        threading.Thread(target=_end, args=(threads,), name="hub-end", daemon=True).start()
+        threading.Thread(target=_end_threads, args=(threads,), name="hub-end", daemon=True).start()
         raise
     finally:
         with _downloading_changes:
@@ -593,7 +595,7 @@ def _in_threads(jobs: Sequence[Callable[[], Result]], limits: Limits, tick: Call
     return [results[number] for number in range(len(jobs))]
 
 
-def _end(threads: Sequence[threading.Thread]) -> None:
+def _end_threads(threads: Sequence[threading.Thread]) -> None:
     """See to it that threads end whose Hub sends just enough to keep them: by closing all connections.
 
     Those of another download would break with them, so that is waited for.
@@ -619,7 +621,7 @@ def find_policy(
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
 ) -> tuple[Path, str | None]:
-    """The folder of a policy's files, and the commit where it is a repo's.
+    """Folder of a policy's files, and the commit when it comes from the Hub.
 
     Args:
         path_or_repo, revision, on_progress, largest: as of `jaxmodels.load_policy`.

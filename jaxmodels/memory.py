@@ -1,4 +1,4 @@
-"""Memory and work of a policy, from its config alone, and whether this machine has room for it.
+"""Estimates of a policy's memory and operations from its config, and checks that the machine has room.
 
 A config is a kilobyte, and what it asks for can be any amount: layers that are built one by one, tables of positions,
 feature maps of frames. Here are the numbers in plain integers, in microseconds: `Sizes` of a policy, which its folder
@@ -22,7 +22,7 @@ import jax
 from jaxmodels.devices import Placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.layers import attention_kernels, vision
-from jaxmodels.layers.vision import RESNETS, STAGE_WIDTHS, WIDTHS, BlockPlan, blocks
+from jaxmodels.layers.vision import RESNETS, STAGE_WIDTHS, WIDTHS, BlockPlan, plan_blocks
 
 Frame: TypeAlias = tuple[int, int]
 
@@ -32,12 +32,12 @@ QUICK_LAYERS = 32
 NEAR = 100_000_000  # parameters; twice those of an ACT with three cameras
 # Additions and multiplications of one chunk: ten seconds of a fast accelerator. The largest published policy (3e9
 # parameters, a thousand tokens, ten steps) takes 6e13, ACT with three cameras of 480x640 3e11.
-MOST_OPERATIONS = 10**15
+MAX_OPERATIONS = 10**15
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What follows from a config.
+    """Parameters, activations and operations that follow from a config.
 
     Attributes:
         parameters: numbers in the weights, as files hold them: exact.
@@ -58,54 +58,54 @@ class Sizes:
     operations: int
 
     def check(self) -> None:
-        """Whether anything can compute it in a time that a robot could wait.
+        """Refuse configs that nothing could compute in a time that a robot could wait.
 
         Raises:
             ConfigError: it is beyond any device.
         """
-        if self.operations > MOST_OPERATIONS:
+        if self.operations > MAX_OPERATIONS:
             raise ConfigError(
                 f"one chunk takes about {self.operations:.0e} operations ({self.tokens} tokens of {self.pixels} "
-                f"pixels, {self.parameters} parameters); wanted {MOST_OPERATIONS:.0e} at most"
+                f"pixels, {self.parameters} parameters); wanted {MAX_OPERATIONS:.0e} at most"
             )
 
-    def check_found(self, found: int, tensors: int, where: str) -> None:
-        """Whether a file can be of the config, before a module is built for the names of its tensors.
+    def check_file(self, count: int, tensors: int, where: str) -> None:
+        """Compare a file's count of parameters with the config's, before a module is built to compare names.
 
         Args:
-            found: numbers in the file's tensors, of which there are `tensors`.
+            count: numbers in the file's tensors, of which there are `tensors`.
 
         Raises:
             WeightsMismatch: it has other parameters, and so many that its tensors are not worth comparing.
         """
-        is_near = max(found, self.parameters) <= 4 * min(found, self.parameters) + NEAR
-        if found != self.parameters and not (is_near and self.layers <= QUICK_LAYERS):
+        is_near = max(count, self.parameters) <= 4 * min(count, self.parameters) + NEAR
+        if count != self.parameters and not (is_near and self.layers <= QUICK_LAYERS):
             raise WeightsMismatch(
-                f"{where}: {found} parameters in {tensors} tensors; the config asks for {self.parameters} in "
+                f"{where}: {count} parameters in {tensors} tensors; the config asks for {self.parameters} in "
                 f"{self.layers} layers; the weights belong to another config, or the config was edited"
             )
 
 
-def linear(inputs: int, outputs: int) -> int:
+def count_linear(inputs: int, outputs: int) -> int:
     """Parameters of a linear layer."""
     return inputs * outputs + outputs
 
 
-def attention(width: int) -> int:
-    return 4 * linear(width, width)
+def count_attention(width: int) -> int:
+    return 4 * count_linear(width, width)
 
 
-def feed_forward(width: int, hidden: int, inputs: int = 1) -> int:
-    """As `jaxmodels.layers.feed_forward.FeedForward`; gated activations take two inputs for one."""
-    return linear(width, hidden) + linear(hidden // inputs, width)
+def count_feed_forward(width: int, hidden: int, inputs: int = 1) -> int:
+    """Parameters of a `FeedForward`; gated activations take two inputs for one."""
+    return count_linear(width, hidden) + count_linear(hidden // inputs, width)
 
 
-def layer_norm(width: int) -> int:
+def count_layer_norm(width: int) -> int:
     return 2 * width
 
 
-def attention_scores(queries: int, keys: int, heads: int, batch: int = 1, *, platform: str = "cpu") -> int:
-    """Numbers of an attention's scores that are in memory at once, as jaxmodels/layers/attention_kernels.py does it."""
+def count_attention_scores(queries: int, keys: int, heads: int, batch: int = 1, *, platform: str = "cpu") -> int:
+    """Attention scores in memory at once, as the kernels of jaxmodels/layers/attention_kernels.py hold them."""
     scores, every = queries * keys, batch * heads * queries * keys
     if platform != "cpu":
         return 2 * min(every, max(attention_kernels.WHOLE_SCORES, batch * heads * keys))
@@ -120,7 +120,7 @@ def attention_scores(queries: int, keys: int, heads: int, batch: int = 1, *, pla
 
 @dataclass(frozen=True)
 class Backbone:
-    """A vision backbone: what it has, and what a frame takes in it.
+    """Sizes of a vision backbone, and what one frame takes in it.
 
     Attributes:
         parameters: those of its norms, and their statistics, are among them.
@@ -138,23 +138,23 @@ class Backbone:
         """Height and width of the last feature map."""
         height, width = frame
         for _ in range(4 if self.name not in RESNETS or self.dilate else 5):
-            height, width = _half(height), _half(width)
+            height, width = _halve(height), _halve(width)
         return height, width
 
     def activations(self, frame: Frame, together: int = 1, *, folded: bool = False, platform: str = "cpu") -> int:
-        """Numbers at the widest point of so many frames at once.
+        """Numbers at the widest point, for this many frames at once.
 
         Args:
             folded: norms are part of the convolutions, which on a CPU may be Winograd's.
         """
         height, width = frame
         if self.name not in RESNETS:
-            pixels, first = height * width, _half(height) * _half(width) * WIDTHS[0]
+            pixels, first = height * width, _halve(height) * _halve(width) * WIDTHS[0]
             return together * (8 * pixels + 2 * first)
-        stem = _half(height) * _half(width) * STAGE_WIDTHS[0]
+        stem = _halve(height) * _halve(width) * STAGE_WIDTHS[0]
         copies = 1 if folded else 2
         most = 3 * height * width + copies * stem
-        for block in blocks(self.name, self.dilate):
+        for block in plan_blocks(self.name, self.dilate):
             most = max(most, self._of_block(block, frame, folded=folded, platform=platform))
         return together * most
 
@@ -168,7 +168,7 @@ class Backbone:
             most += area * block.convolutions[1][0]
         for inputs, size, stride, dilation in block.convolutions:
             is_plain = (size, stride, dilation) == (3, 1, 1) and folded and platform == "cpu"
-            planes = vision.winograd_bytes(rows, columns, inputs)
+            planes = vision.count_winograd_bytes(rows, columns, inputs)
             if is_plain and planes <= 12 << 20:
                 most = max(most, before + area * block.outputs + 2 * planes // 4)
         return most
@@ -178,25 +178,25 @@ class Backbone:
         if self.name not in RESNETS:
             total, inputs = 0, 5
             for outputs in WIDTHS:
-                height, width = _half(height), _half(width)
+                height, width = _halve(height), _halve(width)
                 total += 18 * inputs * outputs * height * width
                 inputs = outputs
             return total
-        total = 2 * 49 * 3 * STAGE_WIDTHS[0] * _half(height) * _half(width)
-        for block in blocks(self.name, self.dilate):
+        total = 2 * 49 * 3 * STAGE_WIDTHS[0] * _halve(height) * _halve(width)
+        for block in plan_blocks(self.name, self.dilate):
             area = -(-height // block.scale) * -(-width // block.scale)
             total += 2 * area * _kernels(block)
         return total
 
 
-def backbone(name: str, dilate: bool = False) -> Backbone:
-    """A vision backbone by its name."""
+def measure_backbone(name: str, dilate: bool = False) -> Backbone:
+    """Sizes of the vision backbone of this name."""
     if name not in RESNETS:
         inputs = (3 + 2, *WIDTHS[:-1])
         count = sum(9 * before * after + 3 * after for before, after in zip(inputs, WIDTHS, strict=True))
         return Backbone(count, count, WIDTHS[-1], name)
     kernels, channels, last = 49 * 3 * STAGE_WIDTHS[0], STAGE_WIDTHS[0], 0
-    for block in blocks(name, dilate):
+    for block in plan_blocks(name, dilate):
         kernels += _kernels(block)
         widths = [inputs for inputs, *_ in block.convolutions[1:]] + [block.outputs]
         channels += sum(widths) + (block.outputs if block.projects else 0)
@@ -204,8 +204,8 @@ def backbone(name: str, dilate: bool = False) -> Backbone:
     return Backbone(kernels + 4 * channels, kernels + channels, last, name, dilate)
 
 
-def resized(frames: Sequence[Frame], sizes: Sequence[Frame]) -> int:
-    """Numbers in memory while frames of any size become those that a policy looks at (`jaxmodels.program.pixels`)."""
+def count_resize_numbers(frames: Sequence[Frame], sizes: Sequence[Frame]) -> int:
+    """Numbers in memory while frames are resized (`jaxmodels.program.prepare_pixels`)."""
     total = 0
     for (height, width), (rows, columns) in zip(frames, sizes, strict=True):
         total += 3 * height * width
@@ -223,7 +223,7 @@ def _kernels(block: BlockPlan) -> int:
     return kernels + (block.inputs * block.outputs if block.projects else 0)
 
 
-def _half(pixels: int) -> int:
+def _halve(pixels: int) -> int:
     return -(-pixels // 2)
 
 
@@ -237,7 +237,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a policy takes, estimated.
+    """Estimated bytes that a policy takes on the host and on the device.
 
     Attributes:
         host: of the machine's memory, on its own side: weights as they were read, and while they are prepared.
@@ -254,8 +254,8 @@ class Needs:
         return self.weights + self.activations
 
 
-def needs_of(sizes: Sizes, item: int = FLOAT) -> Needs:
-    """What loading and running it takes.
+def estimate_needs(sizes: Sizes, item: int = FLOAT) -> Needs:
+    """Estimate the bytes that loading and running a policy takes.
 
     Args:
         item: bytes of a number on the device.
@@ -264,26 +264,31 @@ def needs_of(sizes: Sizes, item: int = FLOAT) -> Needs:
 
 
 def check_loading(sizes: Sizes, placement: Placement, item: int = FLOAT) -> None:
-    """Whether there is room for a policy that is to be loaded.
+    """Refuse to load a policy for which there is no room.
 
     Raises:
         ConfigError: there is not; with what it needs, what for, and what is free.
     """
-    needs = needs_of(sizes, item)
+    needs = estimate_needs(sizes, item)
     what = (
-        f"weights {_written(needs.host + (needs.weights if placement.platform == 'cpu' else 0))}, activations "
-        f"{_written(needs.activations)} for {sizes.tokens} tokens of {sizes.pixels} pixels"
+        f"weights {_format_bytes(needs.host + (needs.weights if placement.platform == 'cpu' else 0))}, activations "
+        f"{_format_bytes(needs.activations)} for {sizes.tokens} tokens of {sizes.pixels} pixels"
     )
     if placement.platform == "cpu":
-        _compare(needs.host + needs.device, free_on_host(), "the machine", what)
+        _compare(needs.host + needs.device, get_free_host_memory(), "the machine", what)
     else:
-        _compare(needs.host, free_on_host(), "the machine", f"weights {_written(needs.host)} before they are sent")
+        _compare(
+            needs.host,
+            get_free_host_memory(),
+            "the machine",
+            f"weights {_format_bytes(needs.host)} before they are sent",
+        )
         share = needs.weights // len(placement.devices) + needs.activations
-        _compare(share, free_on_device(placement), placement.name, what)
+        _compare(share, get_free_device_memory(placement), placement.name, what)
 
 
 def check_running(sizes: Sizes, placement: Placement, item: int, what: str) -> None:
-    """Whether there is room for one more program of a policy that is loaded.
+    """Refuse to compile one more program of a loaded policy when there is no room to run it.
 
     Args:
         what: of which frames and batch it is, for the error.
@@ -292,40 +297,40 @@ def check_running(sizes: Sizes, placement: Placement, item: int, what: str) -> N
         ObservationError: there is not.
     """
     needed = item * sizes.activations
-    free = free_on_host() if placement.platform == "cpu" else free_on_device(placement)
+    free = get_free_host_memory() if placement.platform == "cpu" else get_free_device_memory(placement)
     if free is not None and needed > max(free, SPARE):
         raise ObservationError(
-            f"{what} need about {_written(needed)} of memory; {_written(free)} are free on {placement.name}"
+            f"{what} need about {_format_bytes(needed)} of memory; {_format_bytes(free)} are free on {placement.name}"
         )
 
 
 def check_host(bytes_needed: int, what: str) -> None:
-    """Whether arrays of so many bytes fit into this machine's memory.
+    """Refuse arrays of so many bytes when they do not fit into this machine's memory.
 
     Raises:
         ConfigError: they do not.
     """
-    _compare(bytes_needed, free_on_host(), "the machine", what)
+    _compare(bytes_needed, get_free_host_memory(), "the machine", what)
 
 
-def free_on_device(placement: Placement) -> int | None:
-    """Bytes that are free on that device of a place that has the fewest; None where devices do not say."""
-    found = [stats for device in placement.devices if (stats := _stats(device)) is not None]
-    return min((stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found), default=None)
+def get_free_device_memory(placement: Placement) -> int | None:
+    """Free bytes of the fullest device of a placement; None when devices do not say."""
+    known = [stats for device in placement.devices if (stats := _stats(device)) is not None]
+    return min((stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in known), default=None)
 
 
-def free_on_host() -> int | None:
-    """Bytes that this process can still have: of the machine, of its group (a container's limit) and of its own limits;
-    None where nothing says."""
-    limits = [*_machine(), *_groups(), *_own_limits()]
+def get_free_host_memory() -> int | None:
+    """Bytes that this process can still allocate, by the machine, its control group (a container's limit) and its own
+    limits; None when unknown."""
+    limits = [*_machine(), *_list_group_limits(), *_list_process_limits()]
     return max(min(limits), 0) if limits else None
 
 
 def _compare(needed: int, free: int | None, where: str, what: str) -> None:
     if free is not None and needed > max(free, SPARE):
         raise ConfigError(
-            f"it needs about {_written(needed)} of memory ({what}); {_written(free)} are free on {where}. Use a "
-            "smaller policy or more memory"
+            f"it needs about {_format_bytes(needed)} of memory ({what}); {_format_bytes(free)} are free on {where}. "
+            "Use a smaller policy or more memory"
         )
 
 
@@ -337,13 +342,13 @@ def _stats(device: Any) -> dict[str, int] | None:
 
 
 def _machine() -> list[int]:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
-    return [int(found[1]) << 10] if found else []
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(_PROC / "meminfo"), re.MULTILINE)
+    return [int(match[1]) << 10] if match else []
 
 
-def _groups() -> list[int]:
-    """What is left of the limits of this process' control group and of all above it."""
-    found = []
+def _list_group_limits() -> list[int]:
+    """Bytes left of the memory limits of this process' control group and of all above it."""
+    limits = []
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         number, kinds, path = line.split(":", 2)
         if number == "0":
@@ -363,18 +368,18 @@ def _groups() -> list[int]:
             if most.isdecimal() and now.isdecimal():
                 # Files that were read lie in memory as long as nobody else needs it.
                 spare = re.search(rf"^{cache} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-                found.append(int(most) - int(now) + (int(spare[1]) if spare else 0))
-    return found
+                limits.append(int(most) - int(now) + (int(spare[1]) if spare else 0))
+    return limits
 
 
-def _own_limits() -> list[int]:
-    found, status = [], _read(_PROC / "self" / "status")
+def _list_process_limits() -> list[int]:
+    limits, status = [], _read(_PROC / "self" / "status")
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
         now = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
         if most != resource.RLIM_INFINITY and now:
-            found.append(most - (int(now[1]) << 10))
-    return found
+            limits.append(most - (int(now[1]) << 10))
+    return limits
 
 
 def _read(path: Path) -> str:
@@ -384,5 +389,5 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _written(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

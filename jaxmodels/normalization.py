@@ -26,7 +26,7 @@ STATISTICS = {
 
 
 class Affine(NamedTuple):
-    """Numbers of one feature; a tree of three vectors, channels last."""
+    """Scale and offset of one feature: a tree of three vectors, channels last."""
 
     offset: np.ndarray
     scale: np.ndarray
@@ -41,7 +41,7 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalizer:
-    """One normalising (or un-normalising) step of a processor file.
+    """One normalising or un-normalising step of a LeRobot processor file.
 
     Attributes:
         features: the features it knows.
@@ -58,8 +58,8 @@ class Normalizer:
     epsilon: float = EPSILON
     only: tuple[str, ...] | None = None
 
-    def mode(self, feature: Feature) -> str:
-        """The mode that really applies to this feature."""
+    def get_mode(self, feature: Feature) -> str:
+        """The mode that applies to this feature in the end."""
         listed = any(known.name == feature.name for known in self.features) or feature.type == "ACTION"
         left_out = self.only is not None and feature.name not in self.only and feature.type != "ACTION"
         if not listed or left_out or feature.name not in self.stats:
@@ -67,7 +67,7 @@ class Normalizer:
         return dict(self.modes).get(feature.type, "IDENTITY")
 
     def without_stats(self) -> list[str]:
-        """Features whose type has a mode but that have no statistics to apply it with."""
+        """Features whose type has a mode but that lack statistics to apply it with."""
         modes = dict(self.modes)
         return [
             feature.name
@@ -77,16 +77,16 @@ class Normalizer:
             and (self.only is None or feature.name in self.only)
         ]
 
-    def forward(self, feature: Feature) -> Affine:
-        """Numbers for `Affine.normalize`."""
+    def get_forward(self, feature: Feature) -> Affine:
+        """The numbers for `Affine.normalize`."""
         return self._affine(feature, inverse=False)
 
-    def backward(self, feature: Feature) -> Affine:
-        """Numbers for `Affine.unnormalize`; with MEAN_STD the epsilon is only in the forward direction."""
+    def get_backward(self, feature: Feature) -> Affine:
+        """The numbers for `Affine.unnormalize`; MEAN_STD has its epsilon in the forward direction only."""
         return self._affine(feature, inverse=True)
 
-    def range_of(self, feature: Feature) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Smallest and largest value of each number of a feature in the data, whichever mode applies."""
+    def get_range(self, feature: Feature) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Smallest and largest value of each number of a feature in the data, whatever the mode."""
         stats = self.stats.get(feature.name, {})
         if not {"min", "max"} <= set(stats):
             return None
@@ -97,7 +97,7 @@ class Normalizer:
 
     def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
         width = feature.shape[0]
-        mode = self.mode(feature)
+        mode = self.get_mode(feature)
         if mode == "IDENTITY":
             return Affine(np.zeros(width, np.float32), np.ones(width, np.float32), np.zeros(width, np.float32))
         low, high = (self._statistic(feature, name, mode) for name in STATISTICS[mode])
@@ -117,10 +117,10 @@ class Normalizer:
                 f"normalisation of {feature.name!r}: {mode} needs the statistic {name!r}; "
                 f"found {', '.join(sorted(self.stats[feature.name])) or 'none'}"
             )
-        wanted = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
-        if values.shape not in (wanted, (1,) * len(wanted), ()):
+        shape = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
+        if values.shape not in (shape, (1,) * len(shape), ()):
             raise CheckpointError(
-                f"normalisation of {feature.name!r}: {name} has shape {list(values.shape)}; wanted {list(wanted)}"
+                f"normalisation of {feature.name!r}: {name} has shape {list(values.shape)}; wanted {list(shape)}"
             )
         vector = np.broadcast_to(values.reshape(-1), feature.shape[:1]).astype(np.float32)
         if not np.isfinite(vector).all():
@@ -135,7 +135,7 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Normalization:
-    """Both steps of a policy: what happens before the model and after it.
+    """The two normalising steps of a policy: of its inputs and of its outputs.
 
     Attributes:
         inputs: the pre-processor's step; it also normalises actions for training.
@@ -147,18 +147,18 @@ class Normalization:
     outputs: Normalizer
     renames: Mapping[str, str] = field(default_factory=dict)
 
-    def outside_name(self, feature: str) -> str:
-        """What the robot's side calls a feature of the policy."""
+    def get_outside_name(self, feature: str) -> str:
+        """The robot's name of a feature of the policy."""
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
-def from_stats(
+def build_normalization(
     inputs: tuple[Feature, ...],
     outputs: tuple[Feature, ...],
     modes: tuple[tuple[str, str], ...],
     stats: Mapping[str, Mapping[str, np.ndarray]],
 ) -> Normalization:
-    """What LeRobot makes for a new policy, from a dataset's statistics.
+    """Normalization of a new policy from a dataset's statistics, as LeRobot builds it.
 
     Raises:
         CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
@@ -166,18 +166,18 @@ def from_stats(
     normalization = Normalization(
         inputs=Normalizer((*inputs, *outputs), modes, stats), outputs=Normalizer(outputs, modes, stats)
     )
-    check(normalization)
+    check_normalization(normalization)
     return normalization
 
 
-def check(normalization: Normalization) -> None:
-    """Computes every number once, so that a bad statistic is found when a policy is read, not when it acts.
+def check_normalization(normalization: Normalization) -> None:
+    """Compute all numbers once, so that bad statistics are found when a policy is read and not when it acts.
 
     Raises:
         CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
     """
     for feature in normalization.inputs.features:
-        normalization.inputs.forward(feature)
+        normalization.inputs.get_forward(feature)
     for feature in normalization.outputs.features:
         if feature.name == ACTION:
-            normalization.outputs.backward(feature)
+            normalization.outputs.get_backward(feature)

@@ -1,4 +1,4 @@
-"""Policy: load, describe requirements, act on instructions."""
+"""Policies: loading, requirements, and acting on observations and instructions."""
 
 import os
 import tempfile
@@ -22,9 +22,9 @@ from jaxmodels.checkpoints.folder import PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
-from jaxmodels.memory import Needs, Sizes, check_loading, check_running, needs_of
-from jaxmodels.policies import lerobot_folder, policy_type
-from jaxmodels.policies.integrity import check_weights, read_small
+from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
+from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies.integrity import check_weights, read_description
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.text import Tokenizer, tokenizer
@@ -37,10 +37,10 @@ def read_requirements(
     path_or_repo: str | Path,
     revision: str | None = None,
     *,
-    read: Callable[[PolicyFolder], Mapping[str, Any]] = read_small,
+    read: Callable[[PolicyFolder], Mapping[str, Any]] = read_description,
     roots: Iterable[Path] | None = None,
 ) -> Requirements:
-    """What a policy in a folder or on the Hub needs, from its small files alone.
+    """Read what a policy in a folder or on the Hub needs of a robot, without its weights.
 
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
@@ -59,29 +59,29 @@ def read_requirements(
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         with PolicyFolder(folder, roots=roots) as opened:
             check_weights(opened, has_orbax=opened.has_tree())
-            return _of(lerobot_folder.described(read(opened)))
+            return _check_description(lerobot_folder.build_description(read(opened)))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
         try:
-            found = fetch(str(path_or_repo), revision, files=DESCRIBING, cache=Path(cache))
+            snapshot = fetch(str(path_or_repo), revision, files=DESCRIBING, cache=Path(cache))
         except HubError:
-            found = fetch(str(path_or_repo), revision, files=DESCRIBING)
-        with PolicyFolder(found, roots=found.parents[1:2]) as opened:
-            return _of(lerobot_folder.described(read(opened)))
+            snapshot = fetch(str(path_or_repo), revision, files=DESCRIBING)
+        with PolicyFolder(snapshot, roots=snapshot.parents[1:2]) as opened:
+            return _check_description(lerobot_folder.build_description(read(opened)))
 
 
-def _of(description: lerobot_folder.Description) -> Requirements:
-    """Of a policy that is still a stranger's: whether anything could compute it is asked, too."""
+def _check_description(description: lerobot_folder.Description) -> Requirements:
+    """Requirements of a policy that was not checked yet; refuses one that nothing could compute."""
     config = description.config
-    sizes: Sizes = policy_type(config.type).sizes(config)
+    sizes: Sizes = get_policy_type(config.type).sizes(config)
     sizes.check()
-    return requirements_of(description)
+    return build_requirements(description)
 
 
-def requirements_of(description: lerobot_folder.Description) -> Requirements:
-    """The same in the words of whoever runs a robot."""
+def build_requirements(description: lerobot_folder.Description) -> Requirements:
+    """Requirements of a policy, in terms of the robot."""
     config = description.config
-    name = description.outside_name
+    name = description.get_outside_name
     return Requirements(
         policy_type=config.type,
         cameras={camera_name(name(camera.name)): camera.shape[1:] for camera in config.cameras},
@@ -93,7 +93,7 @@ def requirements_of(description: lerobot_folder.Description) -> Requirements:
         joint_names=description.sidecar.joint_names,
         rate=description.sidecar.rate,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
-        takes_prefix=policy_type(config.type).takes_prefix,
+        takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None,
     )
 
@@ -102,27 +102,27 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 # Texts, and batches of them, that are kept; those that were longest unused go first. A long CLIP text is 0.2 MB.
-TEXTS_KEPT = 64
-BATCHES_KEPT = 32
+MAX_CACHED_TEXTS = 64
+MAX_CACHED_BATCHES = 32
 
 
-def texts_of(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
-    """What each member of a batch is told to do.
+def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
+    """The instruction of each member of a batch.
 
     Raises:
         ObservationError: it is missing, says nothing, or is not one text for each member.
     """
-    wanted = f"wanted {batch} text{'s' if batch > 1 else ''}, e.g. {TASK!r}: {['pick up the cube'] * min(batch, 2)}"
+    advice = f"wanted {batch} text{'s' if batch > 1 else ''}, e.g. {TASK!r}: {['pick up the cube'] * min(batch, 2)}"
     if TASK not in observation:
-        raise ObservationError(f"{TASK} is missing: this policy is told what to do; {wanted}")
-    found = observation[TASK]
-    if isinstance(found, str):
-        raise ObservationError(f"{TASK} is one text without a batch axis; {wanted}")
-    texts = found.tolist() if isinstance(found, np.ndarray) and found.ndim == 1 else found
+        raise ObservationError(f"{TASK} is missing: this policy is told what to do; {advice}")
+    given = observation[TASK]
+    if isinstance(given, str):
+        raise ObservationError(f"{TASK} is one text without a batch axis; {advice}")
+    texts = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ObservationError(f"{TASK} is {type(found).__name__}{list(np.shape(found))}; {wanted}")
+        raise ObservationError(f"{TASK} is {type(given).__name__}{list(np.shape(given))}; {advice}")
     if len(texts) != batch:
-        raise ObservationError(f"{TASK} has {len(texts)} texts and the other features {batch} members; {wanted}")
+        raise ObservationError(f"{TASK} has {len(texts)} texts and the other features {batch} members; {advice}")
     for member, text in enumerate(texts):
         if not text.strip():
             raise ObservationError(f"{TASK} is blank for member {member}; this policy is told what to do, in words")
@@ -130,18 +130,20 @@ def texts_of(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
 
 
 class Instructions:
-    """Texts in, what their encoder makes of them out. May be used from several threads.
+    """Cache and encoder of instructions: texts to language tokens. Several threads may use it.
 
     Args:
         tokenizer: of the policy's folder.
         encode: tokens (1, n) and their mask to `Language`, in a compiled program.
-        place: where the policy runs.
+        placement: where the policy runs.
     """
 
-    def __init__(self, tokenizer: Tokenizer, encode: Callable[[np.ndarray, np.ndarray], Language], place: Placement):
+    def __init__(
+        self, tokenizer: Tokenizer, encode: Callable[[np.ndarray, np.ndarray], Language], placement: Placement
+    ):
         self._tokenizer = tokenizer
         self._encode = encode
-        self._place = place
+        self._placement = placement
         self._texts: OrderedDict[str, Language] = OrderedDict()
         self._batches: OrderedDict[tuple[str, ...], Language] = OrderedDict()
         self._lock = threading.Lock()
@@ -152,37 +154,37 @@ class Instructions:
         Raises:
             ObservationError: a text cannot be read.
         """
-        found = self._kept(self._batches, texts)
-        if found is not None:
-            return found
+        cached = self._get_cached(self._batches, texts)
+        if cached is not None:
+            return cached
         members = [self._read(text) for text in texts]
         together = Language(*(np.concatenate(parts) for parts in zip(*members, strict=True)))
-        placed = self._place.put(together, self._place.whole)
-        self._keep(self._batches, texts, placed, BATCHES_KEPT)
-        return placed
+        language = self._placement.put(together, self._placement.replicated)
+        self._put_cached(self._batches, texts, language, MAX_CACHED_BATCHES)
+        return language
 
     def _read(self, text: str) -> Language:
-        found = self._kept(self._texts, text)
-        if found is None:
-            found = Language(*map(np.asarray, self._encode(*self._tokenizer([text]))))
-            self._keep(self._texts, text, found, TEXTS_KEPT)
-        return found
+        language = self._get_cached(self._texts, text)
+        if language is None:
+            language = Language(*map(np.asarray, self._encode(*self._tokenizer([text]))))
+            self._put_cached(self._texts, text, language, MAX_CACHED_TEXTS)
+        return language
 
-    def _kept(self, kept: "OrderedDict[Key, Value]", key: Key) -> Value | None:
+    def _get_cached(self, cache: "OrderedDict[Key, Value]", key: Key) -> Value | None:
         with self._lock:
-            if key in kept:
-                kept.move_to_end(key)
-            return kept.get(key)
+            if key in cache:
+                cache.move_to_end(key)
+            return cache.get(key)
 
-    def _keep(self, kept: "OrderedDict[Key, Value]", key: Key, value: Value, most: int) -> None:
+    def _put_cached(self, cache: "OrderedDict[Key, Value]", key: Key, value: Value, max_entries: int) -> None:
         with self._lock:
-            kept[key] = value
-            if len(kept) > most:
-                kept.popitem(last=False)
+            cache[key] = value
+            if len(cache) > max_entries:
+                cache.popitem(last=False)
 
 
 class Policy:
-    """Observations in, chunks of actions out. Safe to call from any one thread at a time.
+    """A loaded policy: observations to chunks of actions. One thread at a time may use it.
 
     `compile` may run in one thread while `act` runs in another.
 
@@ -202,26 +204,26 @@ class Policy:
         config: Any = checkpoint.config
         self.commit: str | None = None
         self._checkpoint = checkpoint
-        self._kind = policy_type(config.type)
-        self._dtype, self._place = find_dtype(dtype), find_placement(device)
+        self._kind = get_policy_type(config.type)
+        self._dtype, self._placement = find_dtype(dtype), find_placement(device)
         scales = _scales(checkpoint)
-        serving = self._kind.prepare(config, checkpoint.weights, self._place.platform)
+        serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
             shapes = {
                 name: jax.ShapeDtypeStruct(np.shape(array), self._dtype) for name, array in sorted(serving.items())
             }
             plan, read = self._kind.architecture(config), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
-            _programs = Programs(act, shapes, scales, config.frames, self._dtype, self._place, read)
+            _programs = Programs(act, shapes, scales, config.frames, self._dtype, self._placement, read)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None
         if config.text_encoder is not None:
             reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
-            self._instructions = Instructions(reads, self._encode, self._place)
+            self._instructions = Instructions(reads, self._encode, self._placement)
         renames = checkpoint.normalization.renames
-        needs = requirements_of(lerobot_folder.Description(config, checkpoint.sidecar, renames))
-        self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.range_of(config.action))
+        needs = build_requirements(lerobot_folder.Description(config, checkpoint.sidecar, renames))
+        self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.get_range(config.action))
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 
@@ -231,8 +233,8 @@ class Policy:
 
     @property
     def device(self) -> str:
-        """Where it runs, e.g. ``cpu:0``."""
-        return self._place.name
+        """Name of the device it runs on, e.g. ``cpu:0``."""
+        return self._placement.name
 
     @property
     def dtype(self) -> str:
@@ -240,17 +242,17 @@ class Policy:
 
     @property
     def sizes(self) -> Sizes:
-        """How large it is and what a chunk takes, as its config says."""
-        return self._kind.sizes(self._checkpoint.config, platform=self._place.platform)
+        """Parameters, activations and operations, as its config says."""
+        return self._kind.sizes(self._checkpoint.config, platform=self._placement.platform)
 
     @property
     def needs(self) -> Needs:
-        """Bytes of memory that it takes, estimated."""
-        return needs_of(self.sizes, self._dtype.itemsize)
+        """Estimated bytes of memory it takes."""
+        return estimate_needs(self.sizes, self._dtype.itemsize)
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds that the last `act` spent on ``to_device``, ``compute`` and ``to_host``; empty before the first.
+        """Seconds of the last `act` in ``to_device``, ``compute`` and ``to_host``; empty before the first.
 
         ``to_device`` is handing over what is sent: it travels while the program is started, and on a CPU not at all.
         """
@@ -261,7 +263,7 @@ class Policy:
         return self._checkpoint
 
     def act(self, observation: Mapping[str, np.ndarray]) -> Float[np.ndarray, "b t a"]:
-        """A chunk of un-normalised actions, float32.
+        """Compute a chunk of un-normalised actions, float32.
 
         Args:
             observation: LeRobot's feature names to arrays with a leading batch axis; ``observation.state``
@@ -273,15 +275,15 @@ class Policy:
         Raises:
             ObservationError: a feature is missing, has the wrong shape or dtype, or is not finite.
         """
-        seen, inputs = self._reader.read(observation)
+        arrays, inputs = self._reader.read(observation)
         if self._instructions is not None:
-            seen = seen._replace(language=self._instructions(texts_of(observation, inputs.batch)))
+            arrays = arrays._replace(language=self._instructions(read_texts(observation, inputs.batch)))
         program = self._program(inputs)
-        actions, self._timings = self._run(program, seen)
+        actions, self._timings = self._run(program, arrays)
         return actions
 
     def prepare_task(self, text: str) -> None:
-        """Reads an instruction ahead, so that the next `act` need not; nothing for a policy that reads no language.
+        """Encode an instruction ahead of the next `act`; nothing for a policy without language.
 
         May run in one thread while `act` runs in another.
 
@@ -289,11 +291,11 @@ class Policy:
             ObservationError: the policy cannot read it.
         """
         if self._instructions is not None:
-            self._instructions(texts_of({TASK: [text]}, 1))
+            self._instructions(read_texts({TASK: [text]}, 1))
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
-        program = self._programs.reading(ids.shape[1])
-        return program(self._weights, *self._place.put((ids, mask), self._place.whole))
+        program = self._programs.get_reader(ids.shape[1])
+        return program(self._weights, *self._placement.put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
         """The executable for these shapes; where it is new, after a look at whether there is room to run it.
@@ -302,26 +304,26 @@ class Policy:
             ObservationError: there is none.
         """
         if not self._programs.has(inputs):
-            config, place = self._checkpoint.config, self._place
-            sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=place.platform)
+            config, placement = self._checkpoint.config, self._placement
+            sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=placement.platform)
             frames = ", ".join(f"{height}x{width}" for height, width in inputs.frames)
-            check_running(sizes, place, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
-        return self._programs.get(inputs)
+            check_running(sizes, placement, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
+        return self._programs.get_program(inputs)
 
-    def _run(self, program: Any, seen: Observation) -> tuple[np.ndarray, dict[str, float]]:
+    def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
         # A program on the CPU reads the arrays where they are, when they are aligned; a device_put of its own before
         # took 0.2 ms of 1.2. An accelerator computes while nobody waits for what was sent.
-        placed = seen if self._place.is_host else self._place.put(seen, self._place.whole)
+        on_device = arrays if self._placement.is_host else self._placement.put(arrays, self._placement.replicated)
         sent = time.perf_counter()
-        chunk = jax.block_until_ready(program(self._weights, placed))
+        chunk = jax.block_until_ready(program(self._weights, on_device))
         computed = time.perf_counter()
         actions = np.array(chunk)  # a copy: the buffer may be the device's own
         ended = time.perf_counter()
         return actions, {"to_device": sent - start, "compute": computed - sent, "to_host": ended - computed}
 
-    def _zeros(self, inputs: Inputs) -> Observation:
-        shapes = inputs.shapes(self._place.whole)
+    def _make_zeros(self, inputs: Inputs) -> Observation:
+        shapes = inputs.shapes(self._placement.replicated)
         zeros: Observation = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
         if zeros.language is None:
             return zeros
@@ -329,7 +331,7 @@ class Policy:
         return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
 
     def build(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """What `compile` does, but for the run: nothing is asked of the devices.
+        """Compile as `compile` does, without running anything on the devices.
 
         Over the devices of several processes, runs have to come in the same order in all of them; this need not.
 
@@ -338,11 +340,11 @@ class Policy:
         """
         inputs = self._reader.inputs(batch, cameras)
         if inputs.language is not None:
-            self._programs.reading(inputs.language[0])
+            self._programs.get_reader(inputs.language[0])
         self._program(inputs)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """Compiles for frames of these sizes (the policy's own by default) and runs once on zeros.
+        """Compile for frames of these sizes (the policy's own by default) and run once on zeros.
 
         Args:
             cameras: camera name to (height, width) of the frames that will arrive.
@@ -354,12 +356,12 @@ class Policy:
         if inputs.language is not None:
             length = inputs.language[0]
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
-        self._run(self._program(inputs), self._zeros(inputs))
+        self._run(self._program(inputs), self._make_zeros(inputs))
 
     def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
-        """Seconds that `act` takes for such a batch just now, measured with zeros; compiles first when it has to."""
+        """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
         inputs = self._reader.inputs(batch, cameras)
-        program, zeros = self._program(inputs), self._zeros(inputs)
+        program, zeros = self._program(inputs), self._make_zeros(inputs)
         start = time.perf_counter()
         self._run(program, zeros)
         return time.perf_counter() - start
@@ -373,7 +375,7 @@ class Policy:
         return type(mine) is type(other) and self._kind.architecture(mine) == self._kind.architecture(other)
 
     def with_weights(self, checkpoint: Checkpoint) -> "Policy":
-        """The same programs over another checkpoint: a swap that compiles nothing.
+        """A policy with another checkpoint's weights in the same programs: nothing is compiled.
 
         Raises:
             ConfigError: its architecture is another one.
@@ -383,12 +385,12 @@ class Policy:
         return Policy(checkpoint, dtype=self.dtype, device=self.device, _programs=self._programs)
 
     def on(self, device: str | None) -> "Policy":
-        """The same policy on another device; on its own, one that shares weights and programs with it.
+        """This policy on another device; on its own device, one that shares weights and programs.
 
         Raises:
             ConfigError: there is no such device.
         """
-        if find_placement(device) == self._place:
+        if find_placement(device) == self._placement:
             other = copy(self)
             other._timings = {}
             return other
@@ -397,18 +399,18 @@ class Policy:
         return other
 
     def save(self, path: str | Path) -> None:
-        """Writes LeRobot's layout, and ``robojax.json`` for what it has no field for."""
-        lerobot_folder.write(Path(path), self._checkpoint)
+        """Write the policy in LeRobot's layout, with ``robojax.json`` for the fields LeRobot lacks."""
+        lerobot_folder.write_checkpoint(Path(path), self._checkpoint)
 
 
 def _scales(checkpoint: Checkpoint) -> Scales:
     config: Any = checkpoint.config
     inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
     return Scales(
-        images=tuple(inputs.forward(feature) for feature in config.cameras),
-        state=None if config.state is None else inputs.forward(config.state),
-        environment_state=None if config.environment_state is None else inputs.forward(config.environment_state),
-        action=outputs.backward(config.action),
+        images=tuple(inputs.get_forward(feature) for feature in config.cameras),
+        state=None if config.state is None else inputs.get_forward(config.state),
+        environment_state=None if config.environment_state is None else inputs.get_forward(config.environment_state),
+        action=outputs.get_backward(config.action),
     )
 
 
@@ -424,7 +426,7 @@ def load_policy(
     largest: int | None = None,
     roots: Iterable[Path] | None = None,
 ) -> Policy:
-    """Reads a LeRobot policy from a folder or from the Hub.
+    """Load a LeRobot policy from a folder or from the Hub.
 
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
@@ -445,20 +447,22 @@ def load_policy(
         ConfigError: the config, dtype or device makes no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
-    tell = on_progress or (lambda stage: None)
+    report = on_progress or (lambda stage: None)
     where, compute = find_placement(device), find_dtype(dtype)
-    folder, commit = find_policy(path_or_repo, revision, on_progress=tell, largest=largest)
-    tell("reading")
+    folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
+    report("reading")
     # A snapshot of the Hub's cache links to files beside it.
     with PolicyFolder(folder, roots=roots if commit is None else folder.parents[1:2], largest=largest) as opened:
         if inspect is not None:
             inspect(opened)
-        checkpoint = lerobot_folder.read(opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize))
+        checkpoint = lerobot_folder.read_checkpoint(
+            opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize)
+        )
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)
     else:
         policy = Policy(checkpoint, dtype=dtype, device=device)
     policy.commit = commit
-    tell("ready")
+    report("ready")
     return policy

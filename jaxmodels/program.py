@@ -1,4 +1,4 @@
-"""Ahead-of-time programs from frames to actions, over weights as a flat tuple.
+"""Ahead-of-time compiled programs from frames to actions, over weights as a flat tuple.
 
 A flat tuple because the cost of a call grows with the tree: for 200 arrays 0.25 ms instead of 0.7 ms for NNX state
 and 20 ms for an NNX transform. Everything a checkpoint says, normalisation included, is an argument, so another
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxmodels.cache_dirs import use_compile_cache
-from jaxmodels.devices import Placement, exact_products
+from jaxmodels.devices import Placement, use_exact_products
 from jaxmodels.normalization import Affine
 from jaxmodels.types import Language, Observation, Prefix
 
@@ -29,7 +29,7 @@ STILL = 1e-6
 
 @dataclass(frozen=True)
 class Inputs:
-    """Shapes of one observation: everything an executable depends on besides the architecture.
+    """Shapes of an observation: all that an executable depends on besides the architecture.
 
     Attributes:
         frames: (height, width) of each camera's frames as they arrive.
@@ -63,7 +63,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Scales:
-    """Normalisation of everything a policy reads and writes; images' numbers are for pixels in [0, 1]."""
+    """Normalization of all inputs and outputs of a policy; for images, of pixels in [0, 1]."""
 
     images: tuple[Affine, ...]
     state: Affine | None
@@ -74,16 +74,18 @@ class Scales:
 jax.tree_util.register_dataclass(Scales, data_fields=["images", "state", "environment_state", "action"], meta_fields=[])
 
 
-def pixels(frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: DTypeLike) -> Float[Array, "b h2 w2 3"]:
-    """Frames resized to the policy's size and normalised; stretched when the aspect differs."""
+def prepare_pixels(
+    frames: UInt8[Array, "b h w 3"], size: Size, scale: Affine, dtype: DTypeLike
+) -> Float[Array, "b h2 w2 3"]:
+    """Resize frames to the policy's size, stretched where the aspect differs, and normalise them."""
     x = frames.astype(jnp.float32) / 255.0
     if frames.shape[1:3] != size:
         x = jax.image.resize(x, (frames.shape[0], *size, 3), "linear")
     return scale.normalize(x).astype(dtype)
 
 
-def planned(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array, "b t a"]:
-    """Actions as the policy gave them, from what its un-normalisation made of them."""
+def normalize_plan(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array, "b t a"]:
+    """Convert a plan's un-normalised actions to the policy's normalised ones."""
     # Where a joint never moved in the data, rounding of its value divided by next to nothing could be anything.
     moves = scale.scale > STILL * (1 + jnp.abs(scale.offset))
     return jnp.where(moves, (actions - scale.offset) / jnp.where(moves, scale.scale, 1), 0) + scale.shift
@@ -92,19 +94,19 @@ def planned(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array, "b t 
 def normalize(
     observation: Observation, scales: Scales, sizes: tuple[Size, ...], dtype: DTypeLike = jnp.float32
 ) -> Observation:
-    """A raw observation (uint8 frames) as the model wants it."""
+    """Convert a raw observation (uint8 frames) to the normalised one that the model takes."""
 
     def vector(x: Any, scale: Affine | None) -> Any:
         return None if scale is None else scale.normalize(x).astype(dtype)
 
     images = zip(observation.images, sizes, scales.images, strict=True)
     return Observation(
-        images=tuple(pixels(frames, size, scale, dtype) for frames, size, scale in images),
+        images=tuple(prepare_pixels(frames, size, scale, dtype) for frames, size, scale in images),
         state=vector(observation.state, scales.state),
         environment_state=vector(observation.environment_state, scales.environment_state),
         prefix=None
         if observation.prefix is None
-        else observation.prefix._replace(actions=planned(observation.prefix.actions, scales.action)),
+        else observation.prefix._replace(actions=normalize_plan(observation.prefix.actions, scales.action)),
         language=None
         if observation.language is None
         else observation.language._replace(tokens=observation.language.tokens.astype(dtype)),
@@ -112,7 +114,7 @@ def normalize(
 
 
 class Programs:
-    """Executables of one architecture in one place, made when first asked for.
+    """Executables of one architecture on one placement, compiled when first asked for.
 
     Args:
         act: serving weights (by name) and a normalised observation to a normalised chunk.
@@ -129,7 +131,7 @@ class Programs:
         scales: Scales,
         sizes: tuple[Size, ...],
         dtype: DTypeLike,
-        place: Placement,
+        placement: Placement,
         read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
     ):
         self._act = act
@@ -137,7 +139,7 @@ class Programs:
         self._scales = scales
         self._sizes = sizes
         self._dtype = dtype
-        self._place = place
+        self._placement = placement
         self._read = read
         self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
@@ -146,18 +148,18 @@ class Programs:
     def has(self, inputs: Inputs) -> bool:
         return inputs in self._compiled
 
-    def get(self, inputs: Inputs) -> jax.stages.Compiled:
+    def get_program(self, inputs: Inputs) -> jax.stages.Compiled:
         """The executable for these shapes: ``(flat weights and scales, observation) -> (b, t, a) float32``."""
-        found = self._compiled.get(inputs)
-        if found is not None:
-            return found  # without the lock, which is held for seconds while another one is compiled
+        compiled = self._compiled.get(inputs)
+        if compiled is not None:
+            return compiled  # without the lock, which is held for seconds while another one is compiled
         with self._lock:  # two threads that want the same one wait for one compilation
             if inputs not in self._compiled:
                 self._compiled[inputs] = self._compile(inputs)
             return self._compiled[inputs]
 
-    def reading(self, length: int) -> jax.stages.Compiled:
-        """The executable for one text: ``(flat weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
+    def get_reader(self, length: int) -> jax.stages.Compiled:
+        """The executable for texts of a length: ``(weights and scales, tokens (1, n), mask (1, n)) -> Language``."""
         if length in self._reading:
             return self._reading[length]  # without the lock, as above
         with self._lock:
@@ -166,15 +168,15 @@ class Programs:
             return self._reading[length]
 
     def flatten(self, weights: Mapping[str, Any], scales: Scales) -> Weights:
-        """Weights and scales on the device, in the order the executables want."""
+        """Weights and scales on the device, in the order of the executables' arguments."""
         # Those that are spread are cast here: whole on one device there may be no room for them. On a CPU, too: what
         # is float32 and aligned already is used where it lies (164 MB of ACT: 0.03 s instead of 0.35).
-        cast = jnp.asarray if len(self._place.devices) == 1 and not self._place.is_host else np.asarray
+        cast = jnp.asarray if len(self._placement.devices) == 1 and not self._placement.is_host else np.asarray
         arrays = [cast(weights[name], shape.dtype) for name, shape in self._weights.items()]
         everything = [*arrays, *jax.tree.leaves(scales)]
-        places = [*(self._place.spread(np.shape(array)) for array in arrays)]
-        places += [self._place.whole] * (len(everything) - len(places))
-        return tuple(self._place.put(everything, places))
+        shardings = [*(self._placement.weight_sharding(np.shape(array)) for array in arrays)]
+        shardings += [self._placement.replicated] * (len(everything) - len(shardings))
+        return tuple(self._placement.put(everything, shardings))
 
     def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
         names, tree = list(self._weights), jax.tree.structure(self._scales)
@@ -185,29 +187,29 @@ class Programs:
             chunk = self._act(weights, normalize(observation, scales, self._sizes, self._dtype))
             return scales.action.unnormalize(chunk.astype(jnp.float32))
 
-        return self._lowered(run, inputs.shapes(self._place.whole))
+        return self._lower_and_compile(run, inputs.shapes(self._placement.replicated))
 
     def _compile_reading(self, length: int) -> jax.stages.Compiled:
         read, names = self._read, list(self._weights)
         assert read is not None, "only of policies that read language"
 
         def run(flat: tuple[Array, ...], ids: Array, mask: Array) -> Language:
-            tokens, seen = read(dict(zip(names, flat, strict=False)), ids, mask)
-            return Language(tokens.astype(jnp.float32), seen)
+            tokens, is_token = read(dict(zip(names, flat, strict=False)), ids, mask)
+            return Language(tokens.astype(jnp.float32), is_token)
 
         kinds = (jnp.int32, jnp.bool_)
-        return self._lowered(
-            run, *(jax.ShapeDtypeStruct((1, length), kind, sharding=self._place.whole) for kind in kinds)
+        return self._lower_and_compile(
+            run, *(jax.ShapeDtypeStruct((1, length), kind, sharding=self._placement.replicated) for kind in kinds)
         )
 
-    def _lowered(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Compiled:
+    def _lower_and_compile(self, run: Callable[..., Any], *shapes: Any) -> jax.stages.Compiled:
         use_compile_cache()
-        whole = self._place.whole
+        whole = self._placement.replicated
         flat = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._place.spread(leaf.shape))
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.weight_sharding(leaf.shape))
             for leaf in self._weights.values()
         ]
         leaves = jax.tree.leaves(self._scales)
         flat += [jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=whole) for leaf in leaves]
-        with exact_products(self._dtype):
+        with use_exact_products(self._dtype):
             return jax.jit(run, out_shardings=whole).lower(tuple(flat), *shapes).compile()

@@ -1,4 +1,4 @@
-"""Ranges of the numbers in configs, declared beside each field and checked before anything is computed.
+"""Ranges of numbers in configs, declared beside each field and checked before anything is computed.
 
 A config is a stranger's: its numbers size loops, tables and programs. A field says what is possible at all,
 ``n_layers: Annotated[int, Range(1, 256)] = 6``, generously for checkpoints that exist; whether what follows from all
@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from jaxmodels.errors import ConfigError
 
-MOST_BITS = 256  # of an integer that is written out; Python refuses to write very long ones
+MAX_BITS = 256  # of an integer that is written out; Python refuses to write very long ones
 
 # Ranges that several configs share. The largest published policies have 24 layers of width 4096, CLIP's towers 32.
 LAYERS_WRITTEN_OUT = 64  # each is a piece of the program, and takes 25 ms to build
@@ -25,29 +25,29 @@ CHUNK = 10_000
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a field may have.
+    """Range of the values that a number may have.
 
     Attributes:
-        least, most: both belong to it, unless the next two say otherwise.
-        above: whether numbers must be above `least`.
-        below: whether numbers must be below `most`.
+        minimum, maximum: both belong to it, unless the next two say otherwise.
+        above: whether numbers must be above `minimum`.
+        below: whether numbers must be below `maximum`.
     """
 
-    least: float | int
-    most: float | int
+    minimum: float | int
+    maximum: float | int
     above: bool = False
     below: bool = False
 
     def __contains__(self, value: float | int) -> bool:
-        is_high = value > self.least if self.above else value >= self.least
-        return is_high and (value < self.most if self.below else value <= self.most)
+        is_high = value > self.minimum if self.above else value >= self.minimum
+        return is_high and (value < self.maximum if self.below else value <= self.maximum)
 
-    def words(self, kind: str = "a number") -> str:
-        """E.g. ``an integer of 1 or more, at most 256``."""
-        if (self.least, self.most, self.above, self.below) == (0, 1, False, False) and kind == "a number":
+    def describe(self, kind: str = "a number") -> str:
+        """The range in words, e.g. ``an integer of 1 or more, at most 256``."""
+        if (self.minimum, self.maximum, self.above, self.below) == (0, 1, False, False) and kind == "a number":
             return "a share, 0 to 1"
-        low = f"above {self.least:g}" if self.above else f"of {_plain(self.least)} or more"
-        return f"{kind} {low}, {'below' if self.below else 'at most'} {_plain(self.most)}"
+        low = f"above {self.minimum:g}" if self.above else f"of {_format_number(self.minimum)} or more"
+        return f"{kind} {low}, {'below' if self.below else 'at most'} {_format_number(self.maximum)}"
 
 
 SHARE = Range(0, 1)
@@ -58,7 +58,7 @@ NOT_NEGATIVE = Range(0, 1e6)
 
 @dataclass(frozen=True)
 class Number:
-    """What a field of numbers is declared as.
+    """Declared type of a config's number: integer or not, range, how many, whether None is allowed.
 
     Attributes:
         is_integer: no fraction, and no number that is written as one.
@@ -72,34 +72,34 @@ class Number:
     count: int | None
     range: Range | None
 
-    def complaint(self, name: str, value: Any) -> str | None:
-        """What is wrong with a value, in words: what was found, and what was wanted."""
+    def describe_error(self, name: str, value: Any) -> str | None:
+        """Error text for a value, or None when it is allowed."""
         if value is None and self.may_be_none:
             return None
-        wanted = self.range or Range(-math.inf, math.inf)
+        allowed = self.range or Range(-math.inf, math.inf)
         parts: list[Any] = [value]
         if self.count is not None:
             parts = list(value) if isinstance(value, list | tuple) and len(value) == self.count else [None]
-        is_right = all(_is_number(part, self.is_integer) and part in wanted for part in parts)
-        return None if is_right else f"{name} is {shown(value)}; wanted {self.words()}"
+        is_right = all(_is_number(part, self.is_integer) and part in allowed for part in parts)
+        return None if is_right else f"{name} is {shorten_value(value)}; wanted {self.describe()}"
 
-    def words(self) -> str:
+    def describe(self) -> str:
         kind = "integer" if self.is_integer else "number"
         article = "an" if self.is_integer else "a"
         kind = f"{article} {kind}" if self.count is None else f"{_COUNTS.get(self.count, self.count)} {kind}s"
-        words = kind if self.range is None else self.range.words(kind)
+        words = kind if self.range is None else self.range.describe(kind)
         return f"{words} (or null)" if self.may_be_none else words
 
 
 _COUNTS = {2: "two", 3: "three"}
 
 
-def number_of(declared: Any) -> Number | None:
-    """What the type of a field says about numbers; None where it is none of numbers."""
-    found, kind = None, declared
+def read_number_type(declared: Any) -> Number | None:
+    """Number type out of a field's annotation; None for a field of another type."""
+    number, kind = None, declared
     if get_origin(declared) is Annotated:
         kind, *notes = get_args(declared)
-        found = next((note for note in notes if isinstance(note, Range)), None)
+        number = next((note for note in notes if isinstance(note, Range)), None)
     count = None
     if get_origin(kind) is tuple:
         parts = get_args(kind)
@@ -109,47 +109,47 @@ def number_of(declared: Any) -> Number | None:
     kinds = set(get_args(kind)) or {kind}
     if not kinds & {int, float} or not kinds <= {int, float, type(None)}:
         return None
-    return Number(float not in kinds, type(None) in kinds, count, found)
+    return Number(float not in kinds, type(None) in kinds, count, number)
 
 
-def numbers_of(config: type[Any]) -> Mapping[str, Number]:
-    """The fields of a dataclass that are numbers, and what they are declared as."""
-    found = {field.name: number_of(field.type) for field in fields(config)}
-    return {name: number for name, number in found.items() if number is not None}
+def list_numbers(config: type[Any]) -> Mapping[str, Number]:
+    """Number types of a dataclass's fields, by name."""
+    numbers = {field.name: read_number_type(field.type) for field in fields(config)}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
-def wrong_numbers(config: Any, *, integers: bool) -> list[str]:
-    """Complaints about the numbers of a dataclass; integers come before all others, which may compute with them."""
-    return wrong_values(
-        {name: number for name, number in numbers_of(type(config)).items() if number.is_integer is integers},
+def find_number_errors(config: Any, *, integers: bool) -> list[str]:
+    """Errors of the numbers of a dataclass: of its integers, or of all others."""
+    return find_value_errors(
+        {name: number for name, number in list_numbers(type(config)).items() if number.is_integer is integers},
         vars(config),
     )
 
 
-def wrong_values(numbers: Mapping[str, Number], values: Mapping[str, Any]) -> list[str]:
-    """Complaints about those values that are numbers."""
-    found = (number.complaint(name, values[name]) for name, number in numbers.items() if name in values)
-    return [complaint for complaint in found if complaint is not None]
+def find_value_errors(numbers: Mapping[str, Number], values: Mapping[str, Any]) -> list[str]:
+    """Errors of the values of numbers, by name."""
+    errors = (number.describe_error(name, values[name]) for name, number in numbers.items() if name in values)
+    return [error for error in errors if error is not None]
 
 
 def check_numbers(config: Any, what: str) -> None:
-    """All numbers of a dataclass at once.
+    """Check all numbers of a dataclass; one error lists all that are wrong.
 
     Raises:
         ConfigError: with every one that is outside of its range.
     """
-    if wrong := [*wrong_numbers(config, integers=True), *wrong_numbers(config, integers=False)]:
+    if wrong := [*find_number_errors(config, integers=True), *find_number_errors(config, integers=False)]:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
 
 
-def is_number(value: Any, wanted: Range, *, integer: bool = False) -> bool:
-    """Whether something out of a file is a finite number in a range; true and false are none."""
-    return _is_number(value, integer) and value in wanted
+def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:
+    """Whether a value out of a file is a finite number in a range; booleans are not."""
+    return _is_number(value, integer) and value in allowed
 
 
-def shown(value: Any) -> str:
-    """A value in an error: never more than a line, whatever a stranger wrote."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MOST_BITS:
+def shorten_value(value: Any) -> str:
+    """A value for an error text, never longer than a line."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
     return _SHORT.repr(value)
 
@@ -161,19 +161,19 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 90
 
     def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= MOST_BITS else f"an integer of {x.bit_length()} bits"
+        return repr(x) if x.bit_length() <= MAX_BITS else f"an integer of {x.bit_length()} bits"
 
 
 _SHORT = _Short()
 
 
-def table(configs: Mapping[str, type[Any]]) -> list[str]:
-    """Rows of a table in Markdown: every number of some configs, which of them have it, and its range."""
-    found: dict[tuple[str, str], list[str]] = {}
+def render_table(configs: Mapping[str, type[Any]]) -> list[str]:
+    """Rows of a Markdown table of all numbers of some configs: name, configs, range."""
+    fields_by_range: dict[tuple[str, str], list[str]] = {}
     for kind, config in configs.items():
-        for name, number in numbers_of(config).items():
-            found.setdefault((name, number.words()), []).append(kind)
-    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in found.items()]
+        for name, number in list_numbers(config).items():
+            fields_by_range.setdefault((name, number.describe()), []).append(kind)
+    return [f"| `{name}` | {', '.join(kinds)} | {words} |" for (name, words), kinds in fields_by_range.items()]
 
 
 def _is_number(value: Any, is_integer: bool) -> bool:
@@ -183,5 +183,5 @@ def _is_number(value: Any, is_integer: bool) -> bool:
     return isinstance(value, int) or math.isfinite(value)
 
 
-def _plain(number: float | int) -> str:
+def _format_number(number: float | int) -> str:
     return f"{number:,}".replace(",", "_") if isinstance(number, int) and abs(number) >= 10_000 else f"{number:g}"

@@ -1,11 +1,11 @@
-"""Features, observations and requirements of a policy."""
+"""Features, observations and requirements of policies."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import WIDTH, Range, is_number, shown
+from jaxmodels.ranges import WIDTH, Range, is_number, shorten_value
 
 # What an observation may hold besides features, for policies that continue a plan (`Requirements.takes_prefix`): the
 # rest of the plan that is being executed, un-normalised and aligned with the observation (b, t, a); how many of its
@@ -18,7 +18,7 @@ TASK = "task"
 
 
 class Prefix(NamedTuple):
-    """A plan that is being executed, which a new chunk continues; `PREFIX_ACTIONS` and the others, as a tree of arrays.
+    """The plan that is being executed and that a new chunk continues (`PREFIX_ACTIONS` and so on), as a tree of arrays.
 
     Attributes:
         actions: (b, t, a), aligned with the new chunk. What lies beyond `length` is not read.
@@ -32,7 +32,7 @@ class Prefix(NamedTuple):
 
 
 class Language(NamedTuple):
-    """What a text encoder made of an instruction.
+    """Tokens that a text encoder computed from an instruction, and their mask.
 
     Attributes:
         tokens: (b, n, d).
@@ -44,7 +44,7 @@ class Language(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a policy sees, in the order of its config; a NamedTuple, so JAX knows it as a tree of arrays.
+    """Inputs of a policy in the order of its config; a NamedTuple and so a tree of arrays.
 
     Attributes:
         images: one array (b, h, w, 3) per camera. uint8 pixels outside a program; inside, floats.
@@ -65,7 +65,7 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a policy needs from a robot, and the shape of what it gives back.
+    """What a policy needs from a robot, and the shape of its actions.
 
     Attributes:
         policy_type: the registry name, e.g. ``"act"``.
@@ -82,6 +82,8 @@ class Requirements:
         takes_prefix: whether an observation may hold the rest of the plan that is being executed (`PREFIX_ACTIONS`),
             which the new chunk then continues: real-time chunking.
         language: whether an observation must say what to do, in words (`TASK`).
+        observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
+            two on, every feature has a time axis behind the batch's, oldest first.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -98,6 +100,7 @@ class Requirements:
     temporal_ensemble_coeff: float | None = None
     takes_prefix: bool = False
     language: bool = False
+    observation_steps: int = 1
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
 
 
@@ -120,7 +123,7 @@ PIXELS = 1 << 25  # of all cameras together: sixteen frames of 1080x1920
 
 @dataclass(frozen=True)
 class Feature:
-    """One named array.
+    """Name, type and shape of one array.
 
     Attributes:
         name: LeRobot's key, e.g. ``observation.images.front``.
@@ -137,18 +140,24 @@ class Feature:
     def __post_init__(self) -> None:
         if self.type not in TYPES:
             raise ConfigError(
-                f"feature {shown(self.name)}: type is {shown(self.type)}; wanted one of {', '.join(TYPES)}"
+                f"feature {shorten_value(self.name)}: type is {shorten_value(self.type)}; wanted one of "
+                f"{', '.join(TYPES)}"
             )
         if wrong := self._wrong_shape():
-            raise ConfigError(f"feature {shown(self.name)}: shape is {shown(list(self.shape))}; {wrong}")
+            raise ConfigError(
+                f"feature {shorten_value(self.name)}: shape is {shorten_value(list(self.shape))}; {wrong}"
+            )
         if self.names is not None and len(self.names) != self.shape[0]:
-            raise ConfigError(f"feature {shown(self.name)}: {len(self.names)} names for {self.shape[0]} numbers")
+            raise ConfigError(
+                f"feature {shorten_value(self.name)}: {len(self.names)} names for {self.shape[0]} numbers"
+            )
 
     def _wrong_shape(self) -> str | None:
         is_image = self.type == "VISUAL"
         sizes = SIDE if is_image else ACTIONS if self.type == "ACTION" else AXIS
         if len(self.shape) not in AXES or not all(is_number(size, sizes, integer=True) for size in self.shape):
-            return f"wanted sizes of {sizes.least:g} or more, at most {sizes.most:g}, on {AXES.most:g} axes at most"
+            bounds = f"{sizes.minimum:g} or more, at most {sizes.maximum:g}"
+            return f"wanted sizes of {bounds}, on {AXES.maximum:g} axes at most"
         if is_image and (len(self.shape) != 3 or self.shape[0] != 3):
             return "images are [3, height, width]"
         if self.type in ("STATE", "ENV", "ACTION") and len(self.shape) != 1:
@@ -157,16 +166,16 @@ class Feature:
 
 
 def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[str]:
-    """Complaints about features that are one by one as they should be, and together too many or too large."""
+    """Errors of features that are too many or too large together."""
     inputs, outputs = tuple(inputs), tuple(outputs)
     wrong = [
-        f"{name} has {len(features)} features; wanted {FEATURES.most:g} at most"
+        f"{name} has {len(features)} features; wanted {FEATURES.maximum:g} at most"
         for name, features in (("input_features", inputs), ("output_features", outputs))
         if len(features) not in FEATURES
     ]
     cameras = [feature for feature in inputs if feature.type == "VISUAL"]
     if len(cameras) not in CAMERAS:
-        wrong.append(f"input_features has {len(cameras)} cameras; wanted {CAMERAS.most:g} at most")
+        wrong.append(f"input_features has {len(cameras)} cameras; wanted {CAMERAS.maximum:g} at most")
     pixels = sum(camera.shape[1] * camera.shape[2] for camera in cameras)
     if pixels > PIXELS:
         wrong.append(f"frames of all {len(cameras)} cameras have {pixels} pixels; wanted {PIXELS} at most")
@@ -174,12 +183,12 @@ def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[s
 
 
 def camera_name(feature: str) -> str:
-    """``observation.images.front`` is the camera ``front``; ``observation.image`` is ``image``."""
+    """Name of a feature's camera: ``observation.images.front`` is ``front``, ``observation.image`` is ``image``."""
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
 
 
 def parse_features(where: str, value: Any) -> tuple[Feature, ...]:
-    """Reads ``{name: {type, shape[, names]}}``, keeping the order: it is the order of the cameras' tokens."""
+    """Parse ``{name: {type, shape[, names]}}`` in its order, which is that of the cameras' tokens."""
     if value is None:
         return ()
     if not isinstance(value, Mapping):
@@ -192,21 +201,21 @@ def parse_feature(where: str, name: str, entry: Any) -> Feature:
         raise ConfigError(f"{where}: wanted an object with type and shape (and perhaps names)")
     shape = entry["shape"]
     if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
-        raise ConfigError(f"{where}: shape is {shown(shape)}; wanted a list of integers")
+        raise ConfigError(f"{where}: shape is {shorten_value(shape)}; wanted a list of integers")
     return Feature(name, str(entry["type"]), tuple(shape), parse_names(where, entry.get("names")))
 
 
 def parse_names(where: str, value: Any) -> tuple[str, ...] | None:
-    """Joint names, as a list or as datasets write them: ``{"motors": ["shoulder_pan", ...]}``."""
+    """Parse joint names: a list, or a map as datasets have it: ``{"motors": ["shoulder_pan", ...]}``."""
     if isinstance(value, Mapping):
         value = next(iter(value.values()), None) if len(value) == 1 else value
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{where}: names are {shown(value)}; wanted a list of strings")
+        raise ConfigError(f"{where}: names are {shorten_value(value)}; wanted a list of strings")
     return tuple(value)
 
 
 def dump_features(features: Iterable[Feature]) -> dict[str, dict[str, Any]]:
-    """The way back, without `names`: LeRobot refuses a feature with more than type and shape."""
+    """The features as JSON, without `names`: LeRobot refuses more than type and shape."""
     return {feature.name: {"type": feature.type, "shape": list(feature.shape)} for feature in features}

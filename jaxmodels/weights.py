@@ -1,4 +1,4 @@
-"""Weights of a module as a flat mapping, e.g. ``encoder.layers.0.attention.query.kernel``, and back."""
+"""Conversion of a module's weights to a flat mapping (``encoder.layers.0.attention.query.kernel``) and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def flatten(module: nnx.Module) -> dict[str, jax.Array]:
-    """Every variable of `module` by name, parameters and buffers alike."""
+    """All variables of `module` by name, parameters and buffers alike."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(module))
     return {_name(path): leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True)
 class Blueprint(Generic[Module]):
-    """A module without its weights: what they must be, and how to put them in.
+    """A module without weights: their shapes, and how to put them in.
 
     Attributes:
         shapes: name to shape and dtype of every weight.
@@ -40,7 +40,7 @@ class Blueprint(Generic[Module]):
     learned: tuple[str, ...]
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
-        """The module over these arrays (or tracers); their names must be exactly those of `shapes`."""
+        """The module over these arrays (or tracers), whose names must be exactly those of `shapes`."""
         return nnx.merge(self.graph, jax.tree_util.tree_unflatten(self.tree, [weights[name] for name in self.shapes]))
 
 
@@ -62,7 +62,7 @@ class _SameKeys(nnx.Rngs):
 
 
 def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
-    """Builds the module abstractly: no memory for weights, no random numbers.
+    """Build a module without allocating or drawing its weights.
 
     Args:
         build: makes the module with the random keys that it is given.
@@ -75,19 +75,19 @@ def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
 
 
 def check_fit(
-    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, where: str, hint: str = ""
+    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, where: str, hint: str = ""
 ) -> None:
-    """Compares names and shapes.
+    """Compare names and shapes of weights with the expected ones.
 
     Raises:
         WeightsMismatch: with every missing, unused and misshaped tensor in one message.
     """
-    missing = [f"{name} {list(wanted[name])}" for name in wanted if name not in found]
-    unused = [f"{name} {list(found[name])}" for name in found if name not in wanted]
+    missing = [f"{name} {list(expected[name])}" for name in expected if name not in stored]
+    unused = [f"{name} {list(stored[name])}" for name in stored if name not in expected]
     misshaped = [
-        f"{name}: found {list(found[name])}, wanted {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+        f"{name}: found {list(stored[name])}, wanted {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and tuple(stored[name]) != tuple(shape)
     ]
     lists = {"missing": missing, "unused": unused, "misshaped": misshaped}
     if missing or unused or misshaped:

@@ -1,4 +1,4 @@
-"""Public names of robojax, imported when they are first used: policies, clients, robots and webhooks.
+"""Public names of robojax: policies, clients, robots and webhooks, each imported on first use.
 
 ``import robojax`` imports neither JAX nor Sanic.
 """

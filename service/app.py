@@ -46,11 +46,12 @@ from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
 from service.sessions.request import Allowance
 from service.sessions.room_authority import Authority
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
+from service.settings import Settings
 from service.shared_sessions import SharedDatabase
 from service.state import lock_state_folder, state_folder
 from service.streaming.clients import StreamClients
-from service.streaming.direct_transport import ByAddress
+from service.streaming.direct_transport import TransportByUrl
 from service.transport.address import AddressRules, Destinations
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -65,7 +66,7 @@ def create_destinations(app: App, rules: AddressRules) -> Destinations:
         SettingsError: one that is named cannot be meant.
     """
     try:
-        return Destinations(app.ctx.settings.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
+        return Destinations(app.ctx.settings.transport.transport_hosts, rules, lambda: app.config.get("OWN_PORT"))
     except ValueError as error:
         raise SettingsError(f"transport_hosts: {error}") from error
 
@@ -77,18 +78,19 @@ def create_rooms_transport(app: App, destinations: Destinations | None) -> Rooms
         SettingsError: the file of keys for other transport servers cannot be used.
     """
     return RoomsTransport(
-        ice_servers=app.ctx.settings.ice_servers, destinations=destinations, credentials=_create_room_keys(app)
+        ice_servers=app.ctx.settings.transport.ice_servers,
+        destinations=destinations,
+        credentials=_create_room_keys(app),
     )
 
 
 def _create_room_keys(app: App) -> RoomKeys:
-    settings = app.ctx.settings
-    named = None if settings.transport_key_file is None else Path(settings.transport_key_file).expanduser()
+    settings, named = app.ctx.settings, app.ctx.settings.access.transport_key_file
     keys = RoomKeys(
         app.ctx.guard.admissions.own,
-        lambda: app.config.get("OWN_ADDRESS") if settings.embedded_transport else None,
+        lambda: app.config.get("OWN_ADDRESS") if settings.transport.embedded_transport else None,
         lambda session_id: app.ctx.sessions.get(session_id).new.owner,
-        named,
+        None if named is None else Path(named).expanduser(),
         lambda session_id: app.ctx.sessions.get(session_id).claim,
     )
     try:
@@ -140,25 +142,25 @@ def create_app(
         read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
     """
     settings = settings or Settings()
-    rooms = TransportSettings(origins=settings.origins, is_odd=settings.transport_oddities)
-    context = _create_context(settings, rooms, read_requirements or requirements_reader(settings))
+    rooms = TransportSettings(origins=settings.server.origins, is_odd=settings.transport.transport_oddities)
+    context = _create_context(settings, rooms, read_requirements or requirements_reader(settings.policies))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
-    app: App = Sanic(name, config=configuration(settings), ctx=context, configure_logging=False)
+    app: App = Sanic(name, config=configuration(settings.limits), ctx=context, configure_logging=False)
     watch(app)
     context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
     source = create_engine_source(app, lambda: context.sessions.engine.first_device)
     install_errors(app)
-    origins = Origins(settings.origins)
+    origins = Origins(settings.server.origins)
     for prefix in PREFIXES:
         app.blueprint(api(prefix, origins))
         app.blueprint(live_blueprint(prefix, origins))
         app.blueprint(doors_blueprint(prefix, origins))
         if context.table is not None:
             add_transport(app, context.table, rooms, prefix)
-    webhooks = Webhooks(settings, settings, settings, settings.origins)
+    webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
         app.blueprint(webhooks.registry.blueprint())
@@ -168,17 +170,17 @@ def create_app(
         app,
         source=source,
         shared=shared,
-        transport=ByAddress(context.doors.direct, transport or create_rooms_transport(app, destinations)),
+        transport=TransportByUrl(context.doors.direct, transport or create_rooms_transport(app, destinations)),
         load=context.places.guarded(webhooks.identified(load or source.load)),
-        load_model=load_model or model_loader(settings),
+        load_model=load_model or model_loader(settings.policies),
         webhooks=webhooks,
         admit=Allowance(context.places, destinations).check,
-        records=lambda: _open_records(settings),
+        records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
     for blueprint in webhooks.blueprints():
         app.blueprint(blueprint)
-    if load is None and settings.engine == "here":
+    if load is None and settings.cluster.engine == "here":
         import_jax_early(app)
     hold_robots_first(app)
     return app
@@ -187,17 +189,18 @@ def create_app(
 def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
     """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
     authority = Authority(lambda: getattr(context, "sessions", None))
-    table = rooms.table(authority) if settings.embedded_transport else None
+    table = rooms.table(authority) if settings.transport.embedded_transport else None
+    server, limits, policies = settings.server, settings.limits, settings.policies
     guard = create_guard(
-        settings, host=settings.host, origins=settings.origins, state=settings.state, rules=UNLISTED_ROUTES
+        settings.access, host=server.host, origins=server.origins, state=settings.webhooks.state, rules=UNLISTED_ROUTES
     )
     places = PolicyPlaces(
-        settings.policy_roots, settings.policy_owners, is_open=is_loopback(settings.host) and not guard.requires_key
+        policies.policy_roots, policies.policy_owners, is_open=is_loopback(server.host) and not guard.requires_key
     )
     watchdog = LoopWatchdog()
     context = Context(
         settings=settings,
-        documents=_build_documents(settings.max_rate, settings.max_cameras),
+        documents=_build_documents(settings.control.max_rate, limits.max_cameras),
         page=pages.document_page(),
         versions=read_versions(),
         metrics=Metrics(
@@ -207,14 +210,14 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
             watchdog,
         ),
         loop_watchdog=watchdog,
-        logs=RecentLogs(settings.log_lines),
+        logs=RecentLogs(settings.logging.log_lines),
         table=table,
         guard=guard,
         places=places,
         policy_reader=PolicyReader(places.guarded_reading(read)),
         live=Live(lambda: context.sessions),
         create_limiter=CreateLimiter(
-            Rates(settings.creates_per_minute / 60, settings.creates_per_minute), settings.limit_local
+            Rates(limits.creates_per_minute / 60, limits.creates_per_minute), limits.limit_local
         ),
         doors=StreamClients(lambda: context.sessions),
     )
@@ -232,8 +235,8 @@ def _build_documents(max_rate: float, max_cameras: int) -> Mapping[str, bytes]:
 
 
 @contextmanager
-def _open_records(settings: Settings) -> Iterator[SessionRecords]:
-    folder, is_shared = state_folder(settings.state), settings.database is not None
+def _open_records(state: str | None, *, is_shared: bool) -> Iterator[SessionRecords]:
+    folder = state_folder(state)
     if folder is None:
         yield SessionRecords(is_shared=is_shared)
         return

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Literal
 
 import jaxmodels
-from service.auth.config import keys_path
+from service.auth.config import AccessSettings, keys_path
 from service.auth.guard import create_guard
+from service.http.config import ServerSettings
 from service.http.origins import is_loopback
 from service.http.server import CannotListen, listen
+from service.inference.config import PolicySettings
+from service.recording.recorder import RecordingSettings
 from service.reloading_file import FileUnusable
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
+from service.settings import Settings
 from service.state import state_folder
 
 Level = Literal["ok", "warn", "fail"]
@@ -49,22 +53,23 @@ class Finding:
 
 def diagnose(settings: Settings) -> list[Finding]:
     """Run all checks of this machine, in the order in which one would repair what they find."""
-    checks: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
-        _python,
-        _packages,
-        _devices,
-        _rendering,
-        _codecs,
-        _port,
-        _keys,
-        _state,
-        _recording,
-        _caches,
+    server, state = settings.server, settings.webhooks.state
+    checks = (
+        _python(),
+        _packages(),
+        _devices(),
+        _rendering(),
+        _codecs(),
+        _port(server),
+        _keys(settings.access, server, state),
+        _state(state),
+        _recording(settings.recording, state),
+        _caches(settings.policies),
     )
-    return [finding for check in checks for finding in check(settings)]
+    return [finding for check in checks for finding in check]
 
 
-def _python(settings: Settings) -> Iterator[Finding]:
+def _python() -> Iterator[Finding]:
     found = f"{sys.version.split()[0]}, {os.cpu_count()} cores"
     if (os.cpu_count() or 1) < 2:
         yield Finding("Python", "warn", found, "one core is shared by control and inference; use a machine with two")
@@ -72,7 +77,7 @@ def _python(settings: Settings) -> Iterator[Finding]:
         yield Finding("Python", "ok", found)
 
 
-def _packages(settings: Settings) -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
     found, missing = [], []
     for package in _PACKAGES:
         try:
@@ -85,7 +90,7 @@ def _packages(settings: Settings) -> Iterator[Finding]:
         yield Finding("packages", "ok", ", ".join(found))
 
 
-def _devices(settings: Settings) -> Iterator[Finding]:
+def _devices() -> Iterator[Finding]:
     # In a process of its own: a broken driver can take the process down that asks it.
     error, output = _run(_DEVICES, {})
     if error is not None:
@@ -100,7 +105,7 @@ def _devices(settings: Settings) -> Iterator[Finding]:
         yield Finding("JAX devices", "ok", found)
 
 
-def _rendering(settings: Settings) -> Iterator[Finding]:
+def _rendering() -> Iterator[Finding]:
     name = "rendering (for the demo)"
     try:
         found = f"MuJoCo {version('mujoco')}"
@@ -116,7 +121,7 @@ def _rendering(settings: Settings) -> Iterator[Finding]:
         yield Finding(name, "warn", f"{found}, but neither EGL nor OSMesa: {errors['egl']}", fix)
 
 
-def _codecs(settings: Settings) -> Iterator[Finding]:
+def _codecs() -> Iterator[Finding]:
     try:
         from av.codec import Codec
         from av.codec.codec import UnknownCodecError
@@ -140,37 +145,35 @@ def _codecs(settings: Settings) -> Iterator[Finding]:
     )
 
 
-def _port(settings: Settings) -> Iterator[Finding]:
+def _port(server: ServerSettings) -> Iterator[Finding]:
     try:
-        listen(settings.host, settings.port).close()
+        listen(server.host, server.port).close()
     except CannotListen as error:
         yield Finding("port", "fail", str(error), "end what listens there (a robojax that runs already?), or --port 0")
     else:
-        yield Finding("port", "ok", f"{settings.host}:{settings.port} is free")
+        yield Finding("port", "ok", f"{server.host}:{server.port} is free")
 
 
-def _keys(settings: Settings) -> Iterator[Finding]:
+def _keys(access: AccessSettings, server: ServerSettings, state: str | None) -> Iterator[Finding]:
     try:
-        admissions = create_guard(
-            settings, host=settings.host, origins=settings.origins, state=settings.state
-        ).admissions
+        admissions = create_guard(access, host=server.host, origins=server.origins, state=state).admissions
         is_keyed = admissions.check_files()
     except (SettingsError, FileUnusable) as error:
         yield Finding("keys", "fail", str(error), "docs/operate/access.md says how keys are made and kept")
         return
-    path = keys_path(settings, settings.state)
+    path = keys_path(access, state)
     if is_keyed:
         yield Finding("keys", "ok", f"wanted from everybody; they are in {path}")
-    elif is_loopback(settings.host):
+    elif is_loopback(server.host):
         yield Finding("keys", "ok", "none: whoever is on this machine may do everything")
     else:
-        found = f"none, and {settings.host} is open to the network"
+        found = f"none, and {server.host} is open to the network"
         fix = "robojax token new --role operator --name me, with the --port, --state or --keys-file of the server"
-        yield Finding("keys", "warn" if settings.insecure else "fail", found, fix)
+        yield Finding("keys", "warn" if access.insecure else "fail", found, fix)
 
 
-def _state(settings: Settings) -> Iterator[Finding]:
-    folder = state_folder(settings.state)
+def _state(state: str | None) -> Iterator[Finding]:
+    folder = state_folder(state)
     if folder is None:
         fix = "sessions, emergency stops and keys are not known after a restart; give --state or a port"
         yield Finding("state folder", "warn", "off", fix)
@@ -178,9 +181,9 @@ def _state(settings: Settings) -> Iterator[Finding]:
         yield _folder("state folder", folder, "set state to a folder that can be written", "fail")
 
 
-def _recording(settings: Settings) -> Iterator[Finding]:
+def _recording(recording: RecordingSettings, state: str | None) -> Iterator[Finding]:
     missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
-    folder = Path(settings.recordings).expanduser() if settings.recordings else state_folder(settings.state)
+    folder = Path(recording.recordings).expanduser() if recording.recordings else state_folder(state)
     if missing:
         fix = "only recordings need it: pip install 'robojax[recording]'"
         yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
@@ -190,14 +193,14 @@ def _recording(settings: Settings) -> Iterator[Finding]:
         yield _folder("recording", folder, "set recordings to a folder that can be written", "warn")
 
 
-def _caches(settings: Settings) -> Iterator[Finding]:
-    compiled = jaxmodels.cache_folder("xla", settings.compile_cache)
+def _caches(policies: PolicySettings) -> Iterator[Finding]:
+    compiled = jaxmodels.cache_folder("xla", policies.compile_cache)
     if compiled is None:
         yield Finding("compile cache", "warn", "off", "every start compiles anew; unset compile_cache")
     else:
         yield _folder("compile cache", compiled, "set compile_cache to a folder that can be written", "warn")
     home = os.environ.get("HF_HOME") or jaxmodels.user_cache() / "huggingface"
-    hub = settings.policy_cache or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
+    hub = policies.policy_cache or os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"
     fix = "set policy_cache to a folder that can be written; policies in local folders work without"
     yield _folder("Hub cache", Path(hub), fix, "warn")
 

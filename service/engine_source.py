@@ -12,12 +12,13 @@ from jaxmodels.errors import JaxModelsError
 from service.api.context import App
 from service.distributed.host_coordinator import HostCoordinator, host_options
 from service.errors import NoDevice
+from service.inference.config import PolicySettings
 from service.inference.engine import Engine, LoadPolicy
 from service.inference.policy_sources import name_caches, opened_in, policy_loader
 from service.inference.progress import Durations
 from service.inference.sandbox import CheckpointSandbox
 from service.sessions.request import Admit, NewSession
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
 from service.shared_sessions import front_name
 from service.threads import call_in_thread
 
@@ -25,15 +26,15 @@ from service.threads import call_in_thread
 class OwnEngine:
     """Engine source whose devices belong to this server alone: this machine's, or those of several hosts."""
 
-    def __init__(self, settings: Settings, hosts: HostCoordinator | None, first_device: Callable[[], str | None]):
+    def __init__(self, policies: PolicySettings, hosts: HostCoordinator | None, first_device: Callable[[], str | None]):
         """Choose how policies are loaded; nothing is started yet.
 
         Args:
             hosts: the other hosts, where policies are spread over several.
         """
-        self._settings = settings
+        self._policies = policies
         self._hosts = hosts
-        self.load: LoadPolicy = policy_loader(settings, first_device) if hosts is None else hosts.load
+        self.load: LoadPolicy = policy_loader(policies, first_device) if hosts is None else hosts.load
 
     @asynccontextmanager
     async def open(self, durations: Durations) -> AsyncIterator[Engine]:
@@ -42,14 +43,14 @@ class OwnEngine:
         Raises:
             NoDevice: a device of the settings is not there, or another host.
         """
-        settings = self._settings
+        policies = self._policies
         engine = Engine(
-            stuck_after=settings.stuck_after,
+            stuck_after=policies.stuck_after,
             durations=durations,
-            batch_sizes=settings.engine_batch_sizes,
-            devices=await _name_devices(settings) if self._hosts is None else await _join_hosts(self._hosts, settings),
-            load=settings.engine_load,
-            load_timeout=settings.load_timeout,
+            batch_sizes=policies.engine_batch_sizes,
+            devices=await _name_devices(policies) if self._hosts is None else await _join_hosts(self._hosts, policies),
+            load=policies.engine_load,
+            load_timeout=policies.load_timeout,
         )
         if self._hosts is None:
             yield engine
@@ -73,20 +74,20 @@ class OwnEngine:
         return admit_together
 
 
-async def _name_devices(settings: Settings) -> tuple[str, ...]:
+async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
     """Return the devices of the settings by name. When any are named, JAX is imported before the server answers."""
-    if not settings.devices:
+    if not policies.devices:
         return ()
-    named = partial(jaxmodels.name_devices, settings.devices, together=settings.placement == "shard")
+    named = partial(jaxmodels.name_devices, policies.devices, together=policies.placement == "shard")
     try:
         return await call_in_thread(named, "import-jax")
     except JaxModelsError as error:
         raise NoDevice(f"devices: {error}") from error
 
 
-async def _join_hosts(hosts: HostCoordinator, settings: Settings) -> tuple[str, ...]:
+async def _join_hosts(hosts: HostCoordinator, policies: PolicySettings) -> tuple[str, ...]:
     """Wait for all hosts and return the one name under which their devices are used together."""
-    name_caches(settings)
+    name_caches(policies)
     try:
         return (await call_in_thread(hosts.begin, "join-hosts"),)
     except JaxModelsError as error:
@@ -122,10 +123,11 @@ class ClusterEngine:
             from service.distributed.bootstrap import ClusterBootstrap
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"engine: {settings.engine} needs Ray ({error.name} is not installed); pip install 'robojax[ray]'"
+                f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); "
+                "pip install 'robojax[ray]'"
             ) from error
         self._app = app
-        self._bootstrap = ClusterBootstrap(settings, settings)
+        self._bootstrap = ClusterBootstrap(settings.policies, settings.cluster)
         self.load: LoadPolicy = self._bootstrap.load
 
     @asynccontextmanager
@@ -174,14 +176,15 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
         SettingsError: something is missing or makes no sense, or Ray is not installed.
     """
     settings = app.ctx.settings
-    options = host_options(settings, settings, settings.engine)
-    if settings.engine != "here":
+    policies = settings.policies
+    options = host_options(settings.hosts, policies, settings.cluster.engine)
+    if settings.cluster.engine != "here":
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:
         raise SettingsError(f"hosts_count: {options.count} needs Ray (it is not installed); pip install 'robojax[ray]'")
     hosts = (
         None
         if options is None
-        else HostCoordinator(options, CheckpointSandbox(settings.load_memory), opened_in(settings))
+        else HostCoordinator(options, CheckpointSandbox(policies.load_memory), opened_in(policies))
     )
-    return OwnEngine(settings, hosts, first_device)
+    return OwnEngine(policies, hosts, first_device)

@@ -6,12 +6,10 @@ from contextlib import AbstractContextManager, AsyncExitStack
 
 import jaxmodels
 from service.api.context import App, Context
-from service.control.limits import Asked, read_limits
-from service.control.watchdog import WatchdogTimeouts
+from service.control.limits import read_limits
 from service.engine_source import EngineSource
-from service.http.array_limits import ArrayLimits
 from service.inference.engine import LoadPolicy
-from service.inference.model_server import ForwardLimits, LoadModel, Models
+from service.inference.model_server import LoadModel, Models
 from service.inference.progress import Durations
 from service.logging import capture_logs
 from service.processes import pause_garbage_collection
@@ -28,53 +26,14 @@ from service.transport.link import Transport
 
 
 def session_settings(settings: Settings) -> SessionSettings:
-    """Collect the settings that sessions use.
+    """Collect what holds for all sessions.
 
     Raises:
         LimitsError: the file of limits cannot be used.
     """
-    return SessionSettings(
-        max_sessions=settings.max_sessions,
-        max_cameras=settings.max_cameras,
-        rate=settings.rate,
-        max_rate=settings.max_rate,
-        frame_age_limit=settings.frame_age_limit,
-        starved_after=settings.starved_after,
-        hold_repeats=settings.hold_repeats,
-        failures_allowed=settings.failures_allowed,
-        input_timeout=settings.input_timeout,
-        joint_ranges=settings.joint_ranges,
-        patience=_watchdog_timeouts(settings),
-        motion=Asked(
-            mode=settings.safety,
-            setting=settings.max_relative_target,
-            file=None if settings.limits is None else read_limits(settings.limits),
-        ),
-        on_hold=settings.on_hold,
-    )
-
-
-def _watchdog_timeouts(settings: Settings) -> WatchdogTimeouts:
-    return WatchdogTimeouts(
-        degraded_after=settings.degraded_after,
-        stop_after=settings.stop_after,
-        frozen_after=settings.frozen_after,
-        frozen_stops=settings.frozen_stops,
-        bad_inputs=settings.bad_inputs,
-        action_age=settings.action_age_limit,
-        slow=settings.slow_inference,
-    )
-
-
-def forward_limits(settings: Settings) -> ForwardLimits:
-    """Collect the limits of forward passes of models."""
-    return ForwardLimits(
-        arrays=ArrayLimits(bytes=settings.max_forward_bytes),
-        memory=settings.max_forward_memory,
-        places=settings.max_forwards,
-        seconds=settings.answer_deadline,
-        beside_robots=settings.forward_beside_robots,
-    )
+    path = settings.safety.limits
+    file = None if path is None else read_limits(path)
+    return SessionSettings(settings.limits, settings.control, settings.safety, file)
 
 
 def register_lifespan(
@@ -109,19 +68,26 @@ def register_lifespan(
         opened.enter_context(capture_logs(app.ctx.logs))
         app.ctx.started_at = time.monotonic()
         engine = await opened.enter_async_context(source.open(_create_durations(app.ctx)))
-        app.ctx.recordings = Recordings(settings, settings.state, lambda session_id: app.ctx.sessions.get(session_id))
+        app.ctx.recordings = Recordings(
+            settings.recording, settings.webhooks.state, lambda session_id: app.ctx.sessions.get(session_id)
+        )
         try:
             app.ctx.sessions = Sessions(
                 transport=transport,
                 load=load,
                 engine=engine,
                 settings=of_sessions,
-                tell=app.ctx.doors.direct.hears(app.ctx.recordings.hears(webhooks.tell)),
+                tell=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
                 admit=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )
             await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
-            app.ctx.models = Models(engine, forward_limits(settings), app.ctx.sessions.has_running_robot)
+            app.ctx.models = Models(
+                engine,
+                settings.models,
+                answer_deadline=settings.limits.answer_deadline,
+                has_running_robot=app.ctx.sessions.has_running_robot,
+            )
             await opened.enter_async_context(webhooks.telling())
             # Closed in the opposite order: no update begins any more while the sessions end.
             opened.push_async_callback(app.ctx.recordings.close)
@@ -129,7 +95,7 @@ def register_lifespan(
             opened.push_async_callback(app.ctx.models.close)
             app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))
             # The server answers when they are there: one that cannot be loaded stops the start.
-            for name, (path, revision) in settings.models.items():
+            for name, (path, revision) in settings.models.models.items():
                 await app.ctx.models.load(name, path, revision, load_model)
         except BaseException:
             await opened.aclose()
@@ -150,7 +116,7 @@ def hold_robots_first(app: App) -> None:
 
 
 def _create_durations(context: Context) -> Durations:
-    folder = state_folder(context.settings.state)
+    folder = state_folder(context.settings.webhooks.state)
     return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from service.setting_types import Group
+from service.setting_types import Common, Group, Private
 
 _LOG_CONTEXT: ContextVar[Mapping[str, str]] = ContextVar("log_context", default={})  # noqa: B039 - it is replaced, never changed
 
@@ -285,13 +285,13 @@ def _ids(record: logging.LogRecord) -> Mapping[str, str]:
 class LogSettings(Group):
     """Log"""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
+    log_level: Common[Literal["debug", "info", "warning", "error"]] = Field(
         default="info", description="The least that is logged."
     )
-    log_format: Literal["text", "json"] = Field(
+    log_format: Common[Literal["text", "json"]] = Field(
         default="text", description="Lines for people, or one JSON object per line."
     )
-    log_file: str | None = Field(default=None, description="File that is logged to besides standard error.")
+    log_file: Private[str | None] = Field(default=None, description="File that is logged to besides standard error.")
     log_file_bytes: int = Field(
         default=10 << 20, ge=10_000, description="Bytes after which the log file is set aside and a new one begun."
     )

@@ -3,13 +3,17 @@
 import json
 import re
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic_core import PydanticCustomError
 
-MODEL_NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
+# Of sessions, cameras, workspaces, models, keys and owners. Names travel in URL paths, and clients of the RobotHub wire
+# do not percent-encode.
+NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
+NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
 
 
 def _split(value: object) -> object:
@@ -51,7 +55,7 @@ def _sources(value: object) -> object:
 def _source(name: str, source: object) -> object:
     if not isinstance(source, str):
         return source  # read already
-    if not MODEL_NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ValueError("name=path with a name of 1 to 64 letters, digits, '_', '.' or '-' (not only dots)")
     path, _, revision = source.strip().rpartition("@") if "@" in source else (source.strip(), "", "")
     if not path or Path(source.strip()).expanduser().exists():
@@ -93,36 +97,54 @@ def _address(value: str) -> str:
 Where = Annotated[str, AfterValidator(_engine)]
 DatabaseUrl = Annotated[str, AfterValidator(_database)]
 Address = Annotated[str, AfterValidator(_address)]
-Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], NoDecode, BeforeValidator(_amounts)]
-Sources = Annotated[Mapping[str, tuple[str, str | None]], NoDecode, BeforeValidator(_sources)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], NoDecode, BeforeValidator(_split)]
-Ranges = Annotated[
-    Mapping[str, tuple[FiniteFloat, FiniteFloat]], NoDecode, BeforeValidator(_from_json), AfterValidator(_ranges)
-]
+Amounts = Annotated[Mapping[str, Annotated[FiniteFloat, Field(gt=0)]], BeforeValidator(_amounts)]
+Sources = Annotated[Mapping[str, tuple[str, str | None]], BeforeValidator(_sources)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=512)], ...], BeforeValidator(_split)]
+Ranges = Annotated[Mapping[str, tuple[FiniteFloat, FiniteFloat]], BeforeValidator(_from_json), AfterValidator(_ranges)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 Step = Annotated[FiniteFloat, Field(gt=0)]
-Steps = Annotated[Step | Mapping[str, Step] | None, NoDecode, BeforeValidator(_from_json)]
-
-
-PREFIX = "ROBOJAX_"
+Steps = Annotated[Step | Mapping[str, Step] | None, BeforeValidator(_from_json)]
 
 
 class SettingsError(Exception):
     """Settings that cannot be used; the text names each setting, its source, what was found and what was wanted."""
 
 
-class Group(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
+class Mark(Enum):
+    """What the type of a setting says about it beyond its value, as ``Common[int]``."""
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # Only what `load_settings` gathered, and what tests give: it knows where each value came from.
-        return (init_settings,)
+    COMMON = "common"
+    PRIVATE = "private"
+
+
+Value = TypeVar("Value")
+# In `robojax serve --help`, which shows what most people need; `--help-all` shows all.
+Common = Annotated[Value, Mark.COMMON]
+# A path on this machine, or a secret: GET /debug/system leaves it out.
+Private = Annotated[Value, Mark.PRIVATE]
+
+
+class Group(BaseModel):
+    """Base class of a group of settings. The docstring of a group is its heading in the help.
+
+    A setting is a field of one group. Its flag, its environment variable, its key in a file and its line in the help
+    and in docs/reference/settings.md follow from it. A field with ``repr=False`` is a secret and is never shown.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+def conflict(values: Mapping[str, object], wanted: str, found: str | None = None) -> PydanticCustomError:
+    """Make the error of settings that contradict each other, for validators to raise.
+
+    Args:
+        values: of the settings that a person has to change, by name.
+        found: what they say; their values when None.
+    """
+    shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in values.values())
+    return PydanticCustomError(
+        "conflict",
+        "found {found}; wanted {wanted}",
+        {"found": found or " and ".join(shown), "wanted": wanted, "names": tuple(values)},
+    )

@@ -1,13 +1,14 @@
 """All settings of the server: flags over environment over TOML over defaults."""
 
 import os
+import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
-from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from service.auth.config import AccessSettings
 from service.control.config import ControlSettings, SafetySettings
@@ -18,51 +19,85 @@ from service.inference.config import ModelSettings, PolicySettings
 from service.logging import LogSettings
 from service.recording.recorder import RecordingSettings
 from service.rollout.config import UpdateSettings, WebhookSettings
-from service.setting_types import PREFIX, Group, SettingsError
+from service.setting_types import Group, Mark, SettingsError, conflict
+from service.state import default_state
 
-__all__ = ["FILE", "GROUPS", "PREFIX", "Settings", "SettingsError", "load_settings", "unknown_variables"]
-
+PREFIX = "ROBOJAX_"
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-_SECRET = {"database"}  # what was found is not told again
 KEY_VARIABLE = f"{PREFIX}KEY"  # no setting of a server: what commands send to one
 
-# As they stand in the help and in the file; each setting is in exactly one of them.
-GROUPS: tuple[type[Group], ...] = (
-    ServerSettings,
-    AccessSettings,
-    LimitSettings,
-    ControlSettings,
-    SafetySettings,
-    PolicySettings,
-    HostSettings,
-    ClusterSettings,
-    ModelSettings,
-    TransportSettings,
-    UpdateSettings,
-    WebhookSettings,
-    RecordingSettings,
-    LogSettings,
-)
+
+class Settings(BaseModel):
+    """All settings by group, in the order of the help: ``settings.control.rate``.
+
+    Outside a setting has one name without its group: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``,
+    ``frame_age_limit`` in the file.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    server: ServerSettings = ServerSettings()
+    access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
+    control: ControlSettings = ControlSettings()
+    safety: SafetySettings = SafetySettings()
+    policies: PolicySettings = PolicySettings()
+    hosts: HostSettings = HostSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    models: ModelSettings = ModelSettings()
+    transport: TransportSettings = TransportSettings()
+    updates: UpdateSettings = UpdateSettings()
+    webhooks: WebhookSettings = WebhookSettings()
+    recording: RecordingSettings = RecordingSettings()
+    logging: LogSettings = LogSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        count, engine, policies = self.hosts.hosts_count, self.cluster.engine, self.policies
+        if count > 1 and (policies.devices, policies.placement) != (("all",), "shard"):
+            raise conflict({"hosts_count": count}, "--devices all --placement shard with it")
+        if count > 1 and engine != "here":
+            wanted = "one of the two: a policy over several hosts, or engines of a cluster"
+            raise conflict({"hosts_count": count, "engine": engine}, wanted)
+        return self
+
+    @classmethod
+    def from_values(cls, **values: object) -> Self:
+        """Make settings of these values by name, and of the defaults: no flag, environment or file is read.
+
+        Raises:
+            ValidationError: a value cannot be used.
+            KeyError: there is no setting of a name.
+        """
+        groups: dict[str, dict[str, object]] = {}
+        for name, value in values.items():
+            groups.setdefault(_GROUP_OF[name], {})[name] = value
+        return cls.model_validate(groups)
+
+    def public_values(self) -> dict[str, object]:
+        """Return the values by name, JSON-ready, without paths on this machine and secrets."""
+        groups = self.model_dump(mode="json").values()
+        values = {name: value for group in groups for name, value in group.items()}
+        return {name: value for name, value in values.items() if Mark.PRIVATE not in FIELDS[name].metadata}
+
+    def with_state(self) -> Self:
+        """Return the same settings with the state folder of this port where none is named."""
+        if self.webhooks.state is not None:
+            return self
+        webhooks = self.webhooks.model_copy(update={"state": default_state(self.server.port)})
+        return self.model_copy(update={"webhooks": webhooks})
 
 
-class Settings(
-    LogSettings,
-    RecordingSettings,
-    WebhookSettings,
-    UpdateSettings,
-    TransportSettings,
-    ModelSettings,
-    ClusterSettings,
-    HostSettings,
-    PolicySettings,
-    SafetySettings,
-    ControlSettings,
-    LimitSettings,
-    AccessSettings,
-    ServerSettings,
-):
-    """A setting has one name: ``--frame-age-limit``, ``ROBOJAX_FRAME_AGE_LIMIT``, ``frame_age_limit`` in the file."""
+GROUPS: Mapping[str, type[Group]] = {
+    name: field.annotation
+    for name, field in Settings.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Group)
+}
+FIELDS: Mapping[str, FieldInfo] = {
+    name: field for group in GROUPS.values() for name, field in group.model_fields.items()
+}
+_GROUP_OF = {name: attribute for attribute, group in GROUPS.items() for name in group.model_fields}
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Settings:
@@ -75,62 +110,31 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
     Raises:
         SettingsError: something cannot be read or used; lists everything that is wrong.
     """
-    path = _file(file)
+    path = _find_file(file)
     sources: list[tuple[str, Mapping[str, Any]]] = [
         ("flag --{flag}", {name: value for name, value in (flags or {}).items() if value is not None}),
-        (f"environment {PREFIX}{{upper}}", EnvSettingsSource(Settings, env_prefix=PREFIX, case_sensitive=False)()),
+        (f"environment {PREFIX}{{upper}}", _read_environment()),
     ]
     if path is not None:
-        sources.append((f"{path} {{name}}", _read(path)))
+        sources.append((f"{path} {{name}}", _read_file(path)))
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for place, values in reversed(sources):
         for name, value in values.items():
             merged[name] = value
             origin[name] = place.format(name=name, flag=name.replace("_", "-"), upper=name.upper())
+    wrong = [_explain_unknown(name, origin[name]) for name in merged if name not in FIELDS]
     try:
-        settings = Settings(**merged)
+        settings = Settings.from_values(**{name: value for name, value in merged.items() if name in FIELDS})
     except ValidationError as error:
-        raise SettingsError(_explain(error, origin)) from error
-    if settings.limits is not None:
+        raise SettingsError("\n".join([*_explain(error, origin), *wrong])) from error
+    if wrong:
+        raise SettingsError("\n".join(wrong))
+    if settings.safety.limits is not None:
         try:
-            read_limits(settings.limits)
+            read_limits(settings.safety.limits)
         except LimitsError as error:
             raise SettingsError(f"limits ({origin.get('limits', 'default')}): {error}") from error
-    if settings.update_quiet > settings.update_latest:
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("update_quiet", "update_latest"))
-        found = f"{settings.update_quiet:g} and {settings.update_latest:g}"
-        raise SettingsError(f"{where}: found {found}; wanted update_quiet <= update_latest")
-    if settings.degraded_after >= settings.stop_after:
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("degraded_after", "stop_after"))
-        found = f"{settings.degraded_after:g} and {settings.stop_after:g}"
-        raise SettingsError(f"{where}: found {found}; wanted degraded_after < stop_after")
-    if settings.placement == "shard" and not settings.devices:
-        where = origin.get("placement", "default")
-        raise SettingsError(f"placement ({where}): found shard without devices; wanted devices too, as --devices all")
-    if settings.engines_most is not None and settings.engines > settings.engines_most:
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("engines", "engines_most"))
-        raise SettingsError(
-            f"{where}: found {settings.engines} and {settings.engines_most}; wanted engines <= engines_most"
-        )
-    if settings.hosts_count > 1 and (settings.devices, settings.placement) != (("all",), "shard"):
-        where = origin.get("hosts_count", "default")
-        raise SettingsError(
-            f"hosts_count ({where}): found {settings.hosts_count}; wanted --devices all --placement shard with it"
-        )
-    if settings.hosts_count > 1 and settings.engine != "here":
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("hosts_count", "engine"))
-        raise SettingsError(
-            f"{where}: found {settings.hosts_count} and {settings.engine}; wanted one of the two: a policy over "
-            "several hosts, or engines of a cluster"
-        )
-    alone = [name for name in ("front_name", "front_url") if getattr(settings, name) is not None]
-    if alone and settings.database is None:
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in alone)
-        raise SettingsError(f"{where}: found without database; wanted --database postgresql://... for all servers, too")
-    if settings.rate > settings.max_rate:
-        where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in ("rate", "max_rate"))
-        raise SettingsError(f"{where}: found {settings.rate:g} and {settings.max_rate:g}; wanted rate <= max_rate")
     return settings
 
 
@@ -139,11 +143,18 @@ def unknown_variables() -> list[str]:
 
     They are no errors: container platforms put variables of this form there by themselves.
     """
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {FILE_VARIABLE, KEY_VARIABLE}
+    known = {f"{PREFIX}{name.upper()}" for name in FIELDS} | {FILE_VARIABLE, KEY_VARIABLE}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 
-def _file(asked: Path | None) -> Path | None:
+def _read_environment() -> Mapping[str, str]:
+    """Return what the environment says, by setting; variables may be in small letters."""
+    lowered = {name.lower(): value for name, value in os.environ.items()}
+    variables = {name: f"{PREFIX}{name}".lower() for name in FIELDS}
+    return {name: lowered[variable] for name, variable in variables.items() if variable in lowered}
+
+
+def _find_file(asked: Path | None) -> Path | None:
     named = asked or (Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None)
     if named is None:
         return Path(FILE) if Path(FILE).is_file() else None
@@ -153,27 +164,31 @@ def _file(asked: Path | None) -> Path | None:
     return named
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_file(path: Path) -> Mapping[str, Any]:
     try:
-        return TomlConfigSettingsSource(Settings, path)()
+        return tomllib.loads(path.read_text("utf-8"))
     except (ValueError, OSError) as error:  # TOML's and UTF-8's errors are ValueErrors
         raise SettingsError(f"config ({path}): {error}; wanted a readable TOML file") from error
 
 
-def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
+def _explain_unknown(name: str, origin: str) -> str:
+    close = get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"wanted one of {', '.join(sorted(FIELDS))}"
+    return f"{name} ({origin}): no such setting; {hint}"
+
+
+def _explain(error: ValidationError, origin: Mapping[str, str]) -> list[str]:
+    """Return a line for each thing that is wrong."""
     lines = []
-    for entry in error.errors(include_url=False, include_context=False):
-        name, *inside = map(str, entry["loc"])
-        if entry["type"] == "extra_forbidden":
-            close = get_close_matches(name, Settings.model_fields, n=1)
-            hint = (
-                f"did you mean {close[0]!r}?" if close else f"wanted one of {', '.join(sorted(Settings.model_fields))}"
-            )
-            lines.append(f"{name} ({origin.get(name, 'unknown')}): no such setting; {hint}")
+    for entry in error.errors(include_url=False):
+        if entry["type"] == "conflict":
+            where = " and ".join(f"{name} ({origin.get(name, 'default')})" for name in entry.get("ctx", {})["names"])
+            lines.append(f"{where}: {entry['msg']}")
             continue
+        _, name, *inside = map(str, entry["loc"])
         wanted = entry["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        found = "another value" if name in _SECRET else repr(entry["input"])
+        found = repr(entry["input"]) if FIELDS[name].repr else "another value"
         lines.append(
             f"{'.'.join([name, *inside])} ({origin.get(name, 'default')}): found {found[:80]}; wanted {wanted}"
         )
-    return "\n".join(lines)
+    return lines

@@ -11,7 +11,7 @@ from service.errors import NoDatabase
 from service.http.origins import Origins
 from service.sessions.request import Admit, NewSession
 from service.sessions.store import Sessions
-from service.settings import SettingsError
+from service.setting_types import SettingsError
 
 # Any address that is not of this machine: nothing is sent there, but which way it would go says which address is ours.
 _OUTSIDE_ADDRESS = ("192.0.2.1", 9)
@@ -27,7 +27,7 @@ class SharedDatabase:
     def __init__(self, app: App):
         """Install the redirects; nothing is connected yet."""
         self._app = app
-        self.is_configured = app.ctx.settings.database is not None
+        self.is_configured = app.ctx.settings.cluster.database is not None
         if not self.is_configured:
             return
         try:
@@ -36,7 +36,7 @@ class SharedDatabase:
             raise SettingsError(
                 f"database: PostgreSQL needs {error.name}, which is not installed; pip install 'robojax[postgres]'"
             ) from error
-        self._redirects = Redirects(Origins(app.ctx.settings.origins))
+        self._redirects = Redirects(Origins(app.ctx.settings.server.origins))
         self._redirects.watch(app)
 
     def wrap_admit(self, admit: Admit) -> Admit:
@@ -67,7 +67,7 @@ class SharedDatabase:
         from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres
 
         context = self._app.ctx
-        url = context.settings.database or ""
+        url = context.settings.cluster.database or ""
         database, lookups = (Postgres(url, session_table.SCHEMA, session_table.PREFIX) for _ in range(2))
         front = PeerSessions(front_name(self._app), front_url(self._app), sessions, database, lookups)
         try:
@@ -89,21 +89,21 @@ class SharedDatabase:
 
 def front_name(app: App) -> str:
     """Return the name under which other servers know this one."""
-    return app.ctx.settings.front_name or f"{socket.gethostname()}:{_own_address(app)[1]}"
+    return app.ctx.settings.cluster.front_name or f"{socket.gethostname()}:{_own_address(app)[1]}"
 
 
 def front_url(app: App) -> str:
     """Return the URL at which other servers, and redirected clients, reach this one."""
-    if app.ctx.settings.front_url is not None:
-        return app.ctx.settings.front_url
+    if app.ctx.settings.cluster.front_url is not None:
+        return app.ctx.settings.cluster.front_url
     host, port = _own_address(app)
     if host in ("0.0.0.0", "::"):
-        host = _find_own_host(app.ctx.settings.database)
+        host = _find_own_host(app.ctx.settings.cluster.database)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _own_address(app: App) -> tuple[str, int]:
-    own = app.config.get("OWN_ADDRESS") or ("127.0.0.1", app.ctx.settings.port)
+    own = app.config.get("OWN_ADDRESS") or ("127.0.0.1", app.ctx.settings.server.port)
     return str(own[0]), int(own[1])
 
 

@@ -13,7 +13,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError, ObservationError
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, TASK
 from service.errors import TransportError
-from service.transport.link import EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Made, Rooms
+from service.transport.link import CreatedRooms, EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
 from service.transport.protocol import rooms_of
 
 
@@ -96,30 +96,30 @@ class MemoryLink:
         if camera not in self._frames:
             raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._frames)}")
         self._frames[camera] += 1
-        self._inbox.frame(camera, image, self._clock() if seen_at is None else seen_at)
+        self._inbox.on_frame(camera, image, self._clock() if seen_at is None else seen_at)
 
     def deliver_joints(self, values: Mapping[str, float], seen_at: float | None = None) -> None:
         """As if the robot had sent this joint_update."""
         self._joints += 1
-        self._inbox.joints(values, self._clock() if seen_at is None else seen_at)
+        self._inbox.on_joints(values, self._clock() if seen_at is None else seen_at)
 
     def deliver_emergency_stop(self, reason: str = "a test", source: str = "robot") -> None:
         """As if somebody in a room had asked for an emergency stop."""
-        self._inbox.event(EmergencyStop(reason=reason, source=source))
+        self._inbox.on_event(EmergencyStop(reason=reason, source=source))
 
     def go_down(self, room: str | None = None, reason: str = "socket closed") -> None:
         """Lose the connection to one room, or to all."""
         for name in self._named(room):
             if self._up[name]:
                 self._up[name] = False
-                self._inbox.event(LinkDown(room=name, reason=reason))
+                self._inbox.on_event(LinkDown(room=name, reason=reason))
 
     def come_up(self, room: str | None = None) -> None:
         """Join one room, or all, again."""
         for name in self._named(room):
             if not self._up[name]:
                 self._up[name] = True
-                self._inbox.event(LinkUp(room=name))
+                self._inbox.on_event(LinkUp(room=name))
 
     def reconnect(self, room: str | None = None, reason: str = "socket closed") -> None:
         """Down and up again."""
@@ -172,7 +172,7 @@ class MemoryTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[MemoryLink]:
         """Make the rooms, say that each is joined, and take them away again at the end."""
         rooms = rooms_of(session_id, cameras, workspace_id)
@@ -185,11 +185,11 @@ class MemoryTransport:
         for room in link._named(None):
             name = f"{rooms.workspace_id}/{room}"
             if name not in self.existing:
-                if made is not None:
-                    await made.add(room)
+                if created_rooms is not None:
+                    await created_rooms.add(room)
                 self.existing.add(name)
                 ours[name] = room
-            elif made is not None and room in made:
+            elif created_rooms is not None and room in created_rooms:
                 ours[name] = room
         self.links.append(link)
         link.come_up()
@@ -199,9 +199,9 @@ class MemoryTransport:
             link.is_closed = True
             if self.leaving is not None:
                 await self.leaving.wait()
-            self.existing -= {name for name, room in ours.items() if made is None or room in made}
+            self.existing -= {name for name, room in ours.items() if created_rooms is None or room in created_rooms}
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Remove rooms but those that a test says somebody is in."""
@@ -279,6 +279,11 @@ class ScriptedPolicy:
         need = self.requirements
         batch = len(next(iter(observation.values())))
         state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
+        if need.observation_steps > 1:
+            shapes = {name: array.shape for name, array in observation.items() if name.startswith("observation.")}
+            if any(shape[1] != need.observation_steps for shape in shapes.values()):
+                raise ObservationError(f"wanted {need.observation_steps} observations on the second axis: {shapes}")
+            state = state[:, -1]
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
         chunk = (state[:, None, :] + steps).astype(np.float32)
         if PREFIX_ACTIONS in observation:

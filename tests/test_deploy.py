@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from service.api.blueprint import ROUTES
-from service.settings import PREFIX, Settings, load_settings, unknown_variables
+from service.settings import FIELDS, PREFIX, load_settings, unknown_variables
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "kubernetes"
@@ -248,18 +248,18 @@ def test_every_flag_is_a_setting(pod: Mapping[str, Any], container: Mapping[str,
     flags = served(container)
     assert flags
     names = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
-    assert set(names) - set(Settings.model_fields) == set()
+    assert set(names) - set(FIELDS) == set()
     # Placeholders of the shell, where only the pod knows.
     values = {name: re.sub(r"\$\{[A-Z_]+\}", "x", value or "") for name, value in names.items()}
     if any(one["name"] == "ROBOJAX_DATABASE" for one in container["env"]):
         values["database"] = "postgresql://user@host/name"  # out of a Secret
     settings = load_settings(values)
-    assert settings.host == "0.0.0.0"
-    assert not settings.insecure
+    assert settings.server.host == "0.0.0.0"
+    assert not settings.access.insecure
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert settings.state in mounts
-    assert settings.keys_file is not None
-    assert str(Path(settings.keys_file).parent) in mounts
+    assert settings.webhooks.state in mounts
+    assert settings.access.keys_file is not None
+    assert str(Path(settings.access.keys_file).parent) in mounts
 
 
 @pytest.mark.parametrize(("pod", "container"), named(CONTAINERS))
@@ -438,7 +438,7 @@ def test_the_image_serves_and_is_asked_whether_it_does() -> None:
     command = json.loads(said["CMD"])
     assert command[0] == "serve"
     flags = dict(zip(command[1::2], command[2::2], strict=True))
-    assert {flag.removeprefix("--").replace("-", "_") for flag in flags} <= set(Settings.model_fields)
+    assert {flag.removeprefix("--").replace("-", "_") for flag in flags} <= set(FIELDS)
     asked = json.loads(said["HEALTHCHECK"].partition(" CMD ")[2])
     assert asked[:2] == ["python", "-c"]
     compile(asked[2], "HEALTHCHECK", "exec")

@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "a recording of somebody else can be removed",
         "service/recording/recordings.py",
-        "if entry is None or not sees(entry.owner):",
+        "if entry is None or not can_see(entry.owner):",
         "if entry is None:",
         _tests("integration/http/test_routes_recordings.py"),
     ),
@@ -114,8 +114,8 @@ FAULTS = (
     Fault(
         "a session ticks faster than the server allows",
         "service/sessions/compatibility.py",
-        "rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)",
-        "rate = new.rate or requirements.rate or settings.rate",
+        "rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)",
+        "rate = new.rate or requirements.rate or settings.control.rate",
         _tests("unit/sessions/test_sessions.py", k="rate"),
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS = (
     Fault(
         "a smeared picture is decoded after a loss",
         "service/transport/webrtc/jitter_buffer.py",
-        "if self._wants_keyframe and not is_keyframe(frame.data):",
+        "if self._needs_keyframe and not is_keyframe(frame.data):",
         "if False:",
         _tests("unit/transport/test_link_jitter.py"),
     ),
@@ -214,9 +214,9 @@ FAULTS = (
     ),
     Fault(
         "what folders the server has is told",
-        "service/api/operations.py",
-        '    "recordings",\n',
-        "",
+        "service/recording/recorder.py",
+        "recordings: Common[Private[str | None]]",
+        "recordings: Common[str | None]",
         _tests("integration/http/test_routes_debug.py"),
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "a forward pass too many has a place",
         "service/inference/model_server.py",
-        "if self._places >= self.limits.places:",
-        "if self._places > self.limits.places:",
+        "if self._places >= self.settings.max_forwards:",
+        "if self._places > self.settings.max_forwards:",
         _tests("unit/inference/test_forwards.py"),
     ),
     Fault(
@@ -280,8 +280,8 @@ FAULTS = (
     Fault(
         "a page too many looks on",
         "service/dashboard/live.py",
-        "if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):",
-        "if len(self.viewers) > self.settings.viewers and not self._make_room(caller):",
+        "if len(self.viewers) >= self.settings.viewers and not self._evict_page(caller):",
+        "if len(self.viewers) > self.settings.viewers and not self._evict_page(caller):",
         _tests("integration/dashboard/test_ui_socket.py"),
     ),
     Fault(
@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "an executed action is not held to its plan",
         "jaxmodels/samplers/real_time_chunking.py",
-        "return jnp.where(place < delay, 1.0,",
-        "return jnp.where(place < delay + 1, 1.0,",
+        "return jnp.where(index < delay, 1.0,",
+        "return jnp.where(index < delay + 1, 1.0,",
         _tests("unit/jaxmodels/samplers/test_rtc.py"),
     ),
 )

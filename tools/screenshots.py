@@ -12,7 +12,7 @@ import numpy as np
 from playwright.async_api import Browser, Page, async_playwright
 
 from robojax.sim.arm import CAMERA, JOINTS
-from robojax.sim.demo import DemoShow, Request, show
+from robojax.sim.demo import Demo, Request, serve_demo
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -23,7 +23,7 @@ BLIND = "arm-2"
 
 
 @asynccontextmanager
-async def playing(running: DemoShow, request: Request) -> AsyncIterator[None]:
+async def playing(running: Demo, request: Request) -> AsyncIterator[None]:
     """The demo's arm picks up cubes meanwhile."""
 
     async def watch() -> None:
@@ -77,7 +77,7 @@ async def take(folder: Path) -> None:
     async with (
         async_playwright() as playwright,
         await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
-        show() as running,
+        serve_demo() as running,
         aiohttp.ClientSession(trust_env=False) as http,
     ):
         url = running.url

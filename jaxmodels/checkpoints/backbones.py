@@ -26,7 +26,7 @@ NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "variance": "
 
 
 def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
-    """The tensor of one weight. Layers of our own small backbone, which has no counterpart there, keep our names.
+    """The tensor in a file that holds one weight of a backbone. Our own small backbone's keep our names.
 
     Args:
         name: ours, within the backbone, e.g. ``stages.0.1.norms.0.scale``.
@@ -35,22 +35,22 @@ def backbone_tensor(name: str, *, ours: str = "", theirs: str = "") -> Tensor:
     layer, _, last = name.rpartition(".")
     match layer.split("."):
         case ["stem"]:
-            place = "conv1"
+            their_name = "conv1"
         case ["stem_norm"]:
-            place = "bn1"
+            their_name = "bn1"
         case ["stages", stage, block, "convolutions", i]:
-            place = f"layer{int(stage) + 1}.{block}.conv{int(i) + 1}"
+            their_name = f"layer{int(stage) + 1}.{block}.conv{int(i) + 1}"
         case ["stages", stage, block, "norms", i]:
-            place = f"layer{int(stage) + 1}.{block}.bn{int(i) + 1}"
+            their_name = f"layer{int(stage) + 1}.{block}.bn{int(i) + 1}"
         case ["stages", stage, block, "skip"]:
-            place = f"layer{int(stage) + 1}.{block}.downsample.0"
+            their_name = f"layer{int(stage) + 1}.{block}.downsample.0"
         case ["stages", stage, block, "skip_norm"]:
-            place = f"layer{int(stage) + 1}.{block}.downsample.1"
+            their_name = f"layer{int(stage) + 1}.{block}.downsample.1"
         case _:
-            place = layer
+            their_name = layer
     if last == "kernel":
-        return Tensor(f"{theirs}{place}.weight", (ours + name,), CONVOLUTION)
-    return Tensor(f"{theirs}{place}.{NORM[last]}", (ours + name,), SAME)
+        return Tensor(f"{theirs}{their_name}.weight", (ours + name,), CONVOLUTION)
+    return Tensor(f"{theirs}{their_name}.{NORM[last]}", (ours + name,), SAME)
 
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -66,7 +66,7 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Backbone:
-    """A trained ResNet without its classifier.
+    """Weights of a trained ResNet without its classifier, and the statistics of its images.
 
     Attributes:
         weights: by our names within a `ResNet`, float32.
@@ -87,7 +87,7 @@ def read_backbone(
     revision: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Backbone:
-    """Reads weights of a ResNet.
+    """Read the weights of a trained ResNet from a file or folder.
 
     Args:
         source: a safetensors file; a folder with one; or a repo id of the Hub such as ``timm/resnet18.tv_in1k``, whose
@@ -108,7 +108,7 @@ def read_backbone(
             f"{str(source)!r}; leave it out, or use one of {', '.join(RESNETS)}"
         )
     if named := _TORCHVISION_NAME.fullmatch(str(source)):
-        raise ConfigError(_what_to_give(str(source), *named.groups()))
+        raise ConfigError(_suggest_weights(str(source), *named.groups()))
     path = Path(source).expanduser()
     if not path.exists() and path.suffix not in (SAFETENSORS, *PICKLES):
         path = fetch(str(source), revision, files=(CONFIG, WEIGHTS), on_progress=on_progress)
@@ -121,8 +121,8 @@ def read_backbone(
     return Backbone(architecture, _read(path, architecture), mean, std)
 
 
-def put_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy's weights with those of its backbone in their place.
+def replace_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy's weights with those of its backbone replaced by a trained one's.
 
     Args:
         weights: of the whole policy, by our names; its backbone is an attribute ``backbone``, at any depth.
@@ -135,10 +135,10 @@ def put_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, An
         raise WeightsMismatch(
             f"the policy has {len(stems)} ResNets called backbone; wanted one {backbone.architecture}"
         )
-    found = {stems[0] + name: array for name, array in backbone.weights.items()}
-    wanted = {name: np.shape(array) for name, array in weights.items() if name.startswith(stems[0])}
-    check_fit({name: array.shape for name, array in found.items()}, wanted, where=backbone.architecture)
-    return {**weights, **found}
+    renamed = {stems[0] + name: array for name, array in backbone.weights.items()}
+    expected = {name: np.shape(array) for name, array in weights.items() if name.startswith(stems[0])}
+    check_fit({name: array.shape for name, array in renamed.items()}, expected, where=backbone.architecture)
+    return {**weights, **renamed}
 
 
 def _read(path: Path, architecture: str) -> dict[str, np.ndarray]:
@@ -168,8 +168,8 @@ def _only_file(folder: Path) -> Path:
     if len(names) != 1:
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
         others = f" ({', '.join(pickles)} can run code and is not opened)" if pickles else ""
-        found = ", ".join(names) or "no safetensors file"
-        raise CheckpointError(f"{folder.name}: found {found}; wanted {WEIGHTS} or one other{others}")
+        existing = ", ".join(names) or "no safetensors file"
+        raise CheckpointError(f"{folder.name}: found {existing}; wanted {WEIGHTS} or one other{others}")
     return folder / names[0]
 
 
@@ -206,7 +206,7 @@ def _is_triple(value: Any) -> TypeGuard[list[float]]:
     )
 
 
-def _what_to_give(name: str, size: str, weights: str) -> str:
+def _suggest_weights(name: str, size: str, weights: str) -> str:
     tag = TIMM_TAGS.get(weights)
     repo = f"the Hub's timm/resnet{size}.{tag} (timm's copy of them), or " if tag else ""
     return (

@@ -1,4 +1,4 @@
-"""JSON and safetensors files, bounded and strictly read.
+"""Bounded, strict readers and writers of JSON and safetensors files.
 
 A legal safetensors file of 67 MB can hold a header of a million empty tensors, which costs the library seconds and a
 gigabyte; so the length of the header and the number of tensors are bounded first. Format:
@@ -24,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
-from jaxmodels.checkpoints.folder import Source, opened
+from jaxmodels.checkpoints.folder import Source, open_source
 from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError
 
@@ -53,7 +53,7 @@ CODES = {dtype: code for code, dtype in FLOATS.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor where it lies in a file."""
+    """Where a tensor lies in a safetensors file, and its dtype and shape."""
 
     path: Source
     dtype: np.dtype[Any]
@@ -62,24 +62,21 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """How many it has."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
-        """
-        Raises:
-            CheckpointError: the file can no longer be read, or is shorter than it was.
-        """
+        """Read the tensor from its file."""
         try:
-            with opened(self.path) as file:
+            with open_source(self.path) as file:
                 raw = file.array(self.start, self.bytes)
             return raw.view(self.dtype).reshape(self.shape)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path.name}: cannot be read to its end ({error})") from error
 
 
-def find_floats(path: Source, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
-    """Where each tensor of a file lies that is wanted; none is read.
+def find_floats(path: Source, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+    """Position, dtype and shape of the selected tensors of a safetensors file; none is read.
 
     Raises:
         CheckpointError: no such file, a header beyond the limits, not a safetensors file, or wanted tensors that are
@@ -87,20 +84,20 @@ def find_floats(path: Source, is_wanted: Callable[[str], bool] = lambda name: Tr
     """
     header, start, end = _read_header(path)
     header.pop(METADATA, None)
-    if wrong := _misplaced(header, end - start):
+    if wrong := _describe_layout_error(header, end - start):
         raise CheckpointError(f"{path.name}: not a readable safetensors file ({wrong})")
-    wanted = {name: entry for name, entry in header.items() if is_wanted(name)}
-    others = [f"{name} ({entry.get('dtype')})" for name, entry in wanted.items() if entry.get("dtype") not in FLOATS]
+    selected = {name: entry for name, entry in header.items() if is_selected(name)}
+    others = [f"{name} ({entry.get('dtype')})" for name, entry in selected.items() if entry.get("dtype") not in FLOATS]
     if others:
         raise CheckpointError(f"{path.name}: tensors of other dtypes than {', '.join(FLOATS)}: {', '.join(others)}")
     return {
         name: Stored(path, FLOATS[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        for name, entry in wanted.items()
+        for name, entry in selected.items()
     }
 
 
 def read_metadata(path: Source) -> dict[str, str]:
-    """What a file says beside its tensors.
+    """The metadata (strings by name) of a safetensors file.
 
     Raises:
         CheckpointError: no such file, or not a safetensors file.
@@ -110,7 +107,7 @@ def read_metadata(path: Source) -> dict[str, str]:
 
 
 def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray]:
-    """Every tensor of a file, in its own dtype (bfloat16 as ml_dtypes' type).
+    """Every tensor of a safetensors file, in its own dtype (bfloat16 as ml_dtypes' type).
 
     Args:
         but: leave out tensors whose name ends so.
@@ -118,43 +115,45 @@ def read_floats(path: Source, *, but: str | None = None) -> dict[str, np.ndarray
     Raises:
         CheckpointError: as `find_floats`.
     """
-    found = find_floats(path, lambda name: but is None or not name.endswith(but))
-    return {name: stored.read() for name, stored in found.items()}
+    tensors = find_floats(path, lambda name: but is None or not name.endswith(but))
+    return {name: stored.read() for name, stored in tensors.items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes contiguous copies; PyTorch's loaders look for the format's name in the metadata."""
+    """Write arrays to a safetensors file that PyTorch's loaders read, too."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     # Not save_file: what it writes only its owner may read, whatever the umask says.
     path.write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
-def write_floats(path: Path, wanted: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]) -> None:
-    """Writes tensors one after the other, so that no more than one of them need be in memory.
+def write_floats(
+    path: Path, described: Mapping[str, tuple[np.dtype[Any], Shape]], tensor: Callable[[str], Any]
+) -> None:
+    """Write tensors to a safetensors file one after the other, so that only one of them need be in memory.
 
     Args:
-        wanted: dtype and shape of every tensor, in the order they are written.
+        described: dtype and shape of every tensor, in the order they are written.
         tensor: gives the tensor of a name.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}  # PyTorch's loaders look for it
     end = 0
-    for name, (dtype, shape) in wanted.items():
+    for name, (dtype, shape) in described.items():
         begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # data begins at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
-        for name, (dtype, _) in wanted.items():
+        for name, (dtype, _) in described.items():
             file.write(np.ascontiguousarray(tensor(name), dtype=dtype).reshape(-1).view(np.uint8).data)
 
 
-def _misplaced(header: Mapping[str, Any], size: int) -> str | None:
-    """What is wrong with where tensors lie: they have to fill the file, one after the other.
+def _describe_layout_error(header: Mapping[str, Any], size: int) -> str | None:
+    """Error text when tensors do not fill the file one after the other; None when they do.
 
     Not the library's own check, which maps the file into memory: one that is cut off meanwhile would end this process.
     """
-    places: list[tuple[int, int, str]] = []
+    ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         shape, offsets, bits = entry.get("shape"), entry.get("data_offsets"), BITS.get(str(entry.get("dtype")))
         if bits is None:
@@ -164,9 +163,9 @@ def _misplaced(header: Mapping[str, Any], size: int) -> str | None:
         begin, end = offsets
         if (end - begin) * 8 != math.prod(shape) * bits:
             return f"{name[:80]}: {end - begin} bytes do not hold {entry['dtype']} of this shape"
-        places.append((begin, end, name))
+        ranges.append((begin, end, name))
     at = 0
-    for begin, end, name in sorted(places):
+    for begin, end, name in sorted(ranges):
         if begin != at:
             return f"{name[:80]}: begins at {begin} and not at {at}, where the tensor before it ends"
         at = end
@@ -182,9 +181,9 @@ def _are_counts(values: Any) -> bool:
 
 
 def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
-    """What is there, where the tensors begin, and where the file ends."""
+    """A safetensors header: entries by name, the offset of the first tensor, and the size of the file."""
     try:
-        with opened(path) as file:
+        with open_source(path) as file:
             size = file.size
             prefix = file.read(0, 8)
             if len(prefix) < 8:
@@ -210,14 +209,14 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
 
 
 def read_json(path: Source) -> dict[str, Any]:
-    """Reads an object; of a pipe or a device, nothing.
+    """Read a JSON file that holds an object; pipes and devices are refused.
 
     Raises:
         CheckpointError: the file is missing, too long, or no JSON object of finite numbers and unique names.
     """
     name = path.name
     try:
-        with opened(path) as file:
+        with open_source(path) as file:
             raw = file.read(0, LIMIT + 1)
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
@@ -265,67 +264,68 @@ ANY = re.compile(rf"{STEM}(?:\.(\w+))?\.safetensors|{STEM}\.safetensors\.index(?
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def whole_name(variant: str | None) -> str:
-    """The one file of a model that is not in shards."""
-    return f"{STEM}.{_checked(variant)}.safetensors" if variant else f"{STEM}.safetensors"
+def get_weights_name(variant: str | None) -> str:
+    """File name of a model's weights when they are in one file."""
+    return f"{STEM}.{_check_variant(variant)}.safetensors" if variant else f"{STEM}.safetensors"
 
 
-def index_names(variant: str | None) -> tuple[str, ...]:
-    """The index of a model in shards, today's name first."""
+def list_index_names(variant: str | None) -> tuple[str, ...]:
+    """File names that the index of a sharded model may have, the current one first."""
     if not variant:
         return (f"{STEM}.safetensors.index.json",)
-    return (f"{STEM}.safetensors.index.{_checked(variant)}.json", f"{STEM}.safetensors.{variant}.index.json")
+    return (f"{STEM}.safetensors.index.{_check_variant(variant)}.json", f"{STEM}.safetensors.{variant}.index.json")
 
 
-def shard_patterns(variant: str | None) -> tuple[str, ...]:
-    """Names of all files that a model's weights may be in, ``?`` for any letter."""
+def list_shard_patterns(variant: str | None) -> tuple[str, ...]:
+    """Patterns of all file names that a model's weights may have, ``?`` for any letter."""
     middle = f".{variant}" if variant else ""
     numbers = "-?????-of-?????"
     # Older diffusers put the variant after the numbers.
     shards = {f"{STEM}{middle}{numbers}.safetensors": None, f"{STEM}{numbers}{middle}.safetensors": None}
-    return (whole_name(variant), *index_names(variant), *shards)
+    return (get_weights_name(variant), *list_index_names(variant), *shards)
 
 
 def is_shard(name: str, variant: str | None) -> bool:
     """Whether a file of this name is part of a model's weights."""
-    return any(fnmatchcase(name, pattern) for pattern in shard_patterns(variant))
+    return any(fnmatchcase(name, pattern) for pattern in list_shard_patterns(variant))
 
 
 def has_tensors(folder: Path, variant: str | None) -> bool:
     """Whether a folder has a model's weights."""
-    return any((folder / name).is_file() for name in (whole_name(variant), *index_names(variant)))
+    return any((folder / name).is_file() for name in (get_weights_name(variant), *list_index_names(variant)))
 
 
 def find_shards(
-    folder: Path, variant: str | None = None, is_wanted: Callable[[str], bool] = lambda name: True
+    folder: Path, variant: str | None = None, is_selected: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Stored]:
-    """Where the tensors of a model lie, those that are wanted; none is read. An index goes before a whole file.
+    """Position, dtype and shape of a model's selected tensors, in shards or one file; none is read. An index goes
+    first.
 
     Raises:
         CheckpointError: no such files (the message names the variants there are, and never opens a pickle), unreadable
             ones, or an index that names files outside of the folder or does not fit them.
     """
-    for name in index_names(variant):
+    for name in list_index_names(variant):
         if (folder / name).is_file():
-            return _find_in_shards(folder, name, is_wanted)
-    if not (folder / whole_name(variant)).is_file():
-        raise CheckpointError(_no_weights(folder, variant))
-    return find_floats(folder / whole_name(variant), is_wanted)
+            return _find_in_shards(folder, name, is_selected)
+    if not (folder / get_weights_name(variant)).is_file():
+        raise CheckpointError(_describe_missing_weights(folder, variant))
+    return find_floats(folder / get_weights_name(variant), is_selected)
 
 
 def write_shards(
     folder: Path,
-    wanted: Mapping[str, tuple[np.dtype[Any], Shape]],
+    described: Mapping[str, tuple[np.dtype[Any], Shape]],
     tensor: Callable[[str], Any],
     *,
     variant: str | None = None,
     max_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes tensors one after the other into an empty folder: one file, or shards of at most `max_bytes` (a larger
-    tensor has a shard of its own) and their index."""
-    shards = list(_split(wanted, max_bytes))
+    """Write a model's tensors into an empty folder: as one file, or as shards of at most `max_bytes` and their index (a
+    larger tensor has a shard of its own)."""
+    shards = list(_split(described, max_bytes))
     if len(shards) == 1:
-        write_floats(folder / whole_name(variant), wanted, tensor)
+        write_floats(folder / get_weights_name(variant), described, tensor)
         return
     middle = f".{variant}" if variant else ""
     index: dict[str, str] = {}
@@ -333,11 +333,11 @@ def write_shards(
         name = f"{STEM}{middle}-{number:05}-of-{len(shards):05}.safetensors"
         write_floats(folder / name, shard, tensor)
         index |= dict.fromkeys(shard, name)
-    size = sum(_bytes(*entry) for entry in wanted.values())
-    write_json(folder / index_names(variant)[0], {"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+    size = sum(_bytes(*entry) for entry in described.values())
+    write_json(folder / list_index_names(variant)[0], {"metadata": {"total_size": size}, "weight_map": index}, indent=2)
 
 
-def _find_in_shards(folder: Path, index: str, is_wanted: Callable[[str], bool]) -> dict[str, Stored]:
+def _find_in_shards(folder: Path, index: str, is_selected: Callable[[str], bool]) -> dict[str, Stored]:
     files = read_json(folder / index).get("weight_map")
     # Names come from a file of a stranger: they must not lead out of the folder.
     if not isinstance(files, dict) or not files:
@@ -345,24 +345,24 @@ def _find_in_shards(folder: Path, index: str, is_wanted: Callable[[str], bool]) 
     wrong = sorted({str(name) for name in files.values() if not isinstance(name, str) or not PLAIN.fullmatch(name)})
     if wrong:
         raise CheckpointError(f"{index}: weight_map names {', '.join(wrong)}; wanted plain names of .safetensors files")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     wrong = []
     for file in sorted(set(files.values())):
-        inside = find_floats(folder / file, is_wanted)
+        inside = find_floats(folder / file, is_selected)
         wrong += [f"{name} is in {file}, not in {files.get(name)}" for name in inside if files.get(name) != file]
-        found |= inside
-    wrong += [f"{name} is not in {file}" for name, file in files.items() if is_wanted(name) and name not in found]
+        tensors |= inside
+    wrong += [f"{name} is not in {file}" for name, file in files.items() if is_selected(name) and name not in tensors]
     if wrong:
         raise CheckpointError(f"{index}: does not fit its files; get all of them from one place: {'; '.join(wrong)}")
-    return found
+    return tensors
 
 
 def _split(
-    wanted: Mapping[str, tuple[np.dtype[Any], Shape]], max_bytes: int
+    described: Mapping[str, tuple[np.dtype[Any], Shape]], max_bytes: int
 ) -> Iterator[dict[str, tuple[np.dtype[Any], Shape]]]:
     shard: dict[str, tuple[np.dtype[Any], Shape]] = {}
     size = 0
-    for name, entry in wanted.items():
+    for name, entry in described.items():
         if shard and size + _bytes(*entry) > max_bytes:
             yield shard
             shard, size = {}, 0
@@ -375,25 +375,25 @@ def _bytes(dtype: np.dtype[Any], shape: Shape) -> int:
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
 
-def _checked(variant: str | None) -> str:
+def _check_variant(variant: str | None) -> str:
     if not variant or not VARIANT.fullmatch(variant):
         raise CheckpointError(f"variant {variant!r} is no part of a file name; wanted letters and digits, e.g. 'fp16'")
     return variant
 
 
-def _no_weights(folder: Path, variant: str | None) -> str:
+def _describe_missing_weights(folder: Path, variant: str | None) -> str:
     names = sorted(path.name for path in folder.iterdir())
-    wanted = whole_name(variant)
-    found = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
-    if others := sorted(name for name in found if name):
-        plain = ", or leave it out" if None in found else ""
-        return f"{folder.name}: no {wanted}; variants there: {', '.join(others)}; give one of them as variant{plain}"
-    if found:
-        return f"{folder.name}: no {wanted}; leave variant out, the files there have none"
+    expected = get_weights_name(variant)
+    variants = {match.group(1) or match.group(2) for name in names if (match := ANY.fullmatch(name))}
+    if others := sorted(name for name in variants if name):
+        plain = ", or leave it out" if None in variants else ""
+        return f"{folder.name}: no {expected}; variants there: {', '.join(others)}; give one of them as variant{plain}"
+    if variants:
+        return f"{folder.name}: no {expected}; leave variant out, the files there have none"
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return (
-            f"{folder.name}: only {', '.join(pickles)} and no {wanted}; pickle files can run code and are never "
+            f"{folder.name}: only {', '.join(pickles)} and no {expected}; pickle files can run code and are never "
             "opened. Load the model with diffusers where you trust it, and save it with "
             "save_pretrained(folder, safe_serialization=True)"
         )
-    return f"{folder.name}: no {wanted}; wanted a folder as diffusers' save_pretrained writes it"
+    return f"{folder.name}: no {expected}; wanted a folder as diffusers' save_pretrained writes it"

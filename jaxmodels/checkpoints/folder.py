@@ -1,4 +1,4 @@
-"""Files of a policy's folder, each opened once by descriptor after it was proved to be a regular file.
+"""A policy's folder, each of whose files is opened once and proved to be a regular file.
 
 A folder may be a stranger's, and may change while it is read. So nothing is asked of a name twice: whoever proves a
 file and whoever reads it have the same descriptor, and read as many bytes as it had when it was opened. A pipe or a
@@ -54,14 +54,14 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def empty_aligned(count: int) -> np.ndarray:
-    """So many bytes of memory, not written yet, from a multiple of `ALIGNMENT` on."""
+    """Uninitialised memory of `count` bytes that begins at a multiple of `ALIGNMENT`."""
     raw = np.empty(count + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + count]
 
 
 class OpenFile:
-    """A regular file that is open for reading.
+    """A regular file that is open for reading, by its descriptor.
 
     Attributes:
         name: the last part of its path.
@@ -72,18 +72,18 @@ class OpenFile:
         """Takes the descriptor, and closes it."""
         self.name = name
         self.descriptor = descriptor
-        self._identity = identity(os.fstat(descriptor))
+        self._identity = get_identity(os.fstat(descriptor))
         self.size = self._identity[2]
 
     def __repr__(self) -> str:
         return f"OpenFile({self.name!r}, {self.size} bytes)"
 
     def exists(self) -> bool:
-        """As of a path."""
+        """Always true; for callers that also take a path."""
         return True
 
     def read(self, start: int = 0, count: int | None = None) -> bytes:
-        """Bytes of it; fewer where it ends.
+        """Bytes from an offset; fewer where the file ends.
 
         Raises:
             CheckpointError: it is shorter than it was when it was opened.
@@ -91,7 +91,7 @@ class OpenFile:
         return self.array(start, self.size - start if count is None else min(count, self.size - start)).tobytes()
 
     def array(self, start: int, count: int) -> np.ndarray:
-        """Just so many bytes of it, as an array.
+        """Exactly `size` bytes from an offset, as an array.
 
         Raises:
             CheckpointError: it has not so many, or no longer.
@@ -106,15 +106,12 @@ class OpenFile:
         return raw
 
     def check_unchanged(self) -> None:
-        """
-        Raises:
-            CheckpointError: it was written to, renamed or removed since it was opened.
-        """
-        if identity(os.fstat(self.descriptor)) != self._identity:
+        """Compare the file with what it was when it was opened."""
+        if get_identity(os.fstat(self.descriptor)) != self._identity:
             raise CheckpointError(f"{self.name}: was changed while it was read; load it once more")
 
     def close(self) -> None:
-        """Its descriptor is another's from now on."""
+        """Close the descriptor; its number may be given to another file from now on."""
         os.close(self.descriptor)
 
 
@@ -123,23 +120,23 @@ Source: TypeAlias = "Path | OpenFile | MissingFile"
 
 @dataclass(frozen=True)
 class MissingFile:
-    """A name that a folder does not have, or that may not be read; why says ``error``."""
+    """Stand-in for a file that a folder lacks or that must not be read; `error` says why."""
 
     name: str
     error: CheckpointError | None = None
 
     def exists(self) -> bool:
-        """A pipe exists, and cannot be read."""
+        """Whether there is something of that name that cannot be read, e.g. a pipe."""
         return self.error is not None
 
     def refusal(self) -> Exception:
-        """What opening it raises."""
+        """The error that opening this file raises."""
         return self.error or FileNotFoundError(2, os.strerror(2))
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[OpenFile]:
-    """A file to read: one that is open already, or one at a path.
+def open_source(source: Source) -> Iterator[OpenFile]:
+    """Open a file to read: one that is open already, or one at a path.
 
     Raises:
         OSError: it cannot be opened.
@@ -158,7 +155,7 @@ def opened(source: Source) -> Iterator[OpenFile]:
 
 
 def open_file(path: str | Path, within: int | None = None) -> OpenFile:
-    """Opens a regular file, and waits for nothing else; the caller closes it.
+    """Open a regular file without blocking on pipes or devices; the caller closes it.
 
     Args:
         within: descriptor of the folder that ``path`` is a name in.
@@ -179,8 +176,8 @@ def open_file(path: str | Path, within: int | None = None) -> OpenFile:
         raise
 
 
-def path_of(descriptor: int) -> Path:
-    """Where the file or folder is that is open, whatever links led to it.
+def get_path(descriptor: int) -> Path:
+    """The real path of an open file or folder, with all links followed.
 
     Raises:
         OSError: the system does not say.
@@ -192,22 +189,22 @@ def path_of(descriptor: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
-def identity(found: os.stat_result) -> tuple[int, int, int, int, int]:
-    """Device, inode, size, and when content and inode were changed; nobody can set the last one back."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def get_identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """Device, inode, size and times of change of a file; nobody can set the last of them back."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_state_file(name: str) -> bool:
-    """Whether a file of statistics may have this name: a plain one, which leads nowhere else."""
+    """Whether a file of statistics may have this name: a plain one that does not lead out of the folder."""
     return (
         name.endswith(".safetensors")
         and not name.startswith((".", "-"))
-        and all(one.isascii() and (one.isalnum() or one in "_.-") for one in name)
+        and all(letter.isascii() and (letter.isalnum() or letter in "_.-") for letter in name)
     )
 
 
 class PolicyFolder:
-    """A folder whose files are open, as many as a policy can have; used like its path: ``folder / "config.json"``.
+    """A policy's folder whose files are all open; used like a path: ``folder / "config.json"``.
 
     Attributes:
         path: where it was found; for messages, and for what cannot be read by descriptor.
@@ -235,7 +232,7 @@ class PolicyFolder:
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(path, _FLAGS | os.O_DIRECTORY)
-            self._check_place(self._descriptor, self.name)
+            self._check_inside_roots(self._descriptor, self.name)
             self._open_all(self._descriptor)
         except OSError as error:
             self.close()
@@ -249,7 +246,7 @@ class PolicyFolder:
 
     @classmethod
     def of_descriptors(cls, path: Path, descriptors: Mapping[str, int], refused: Mapping[str, str]) -> "PolicyFolder":
-        """The folder as another process opened it, which gave this one its descriptors and what it would not open."""
+        """The folder as another process opened it and passed it on: descriptors by name, and refused files."""
         folder = cls.__new__(cls)
         folder.path, folder.name, folder._descriptor = path, path.name, None
         folder._roots = folder._largest = None
@@ -270,11 +267,11 @@ class PolicyFolder:
         return self.files.get(name) or MissingFile(name)
 
     def is_dir(self) -> bool:
-        """As of a path."""
+        """Always true; for callers that also take a path."""
         return True
 
     def close(self) -> None:
-        """All of its descriptors."""
+        """Close all descriptors of the folder's files."""
         for file in self.files.values():
             if isinstance(file, OpenFile):
                 file.close()
@@ -285,31 +282,28 @@ class PolicyFolder:
 
     @property
     def descriptors(self) -> Mapping[str, int]:
-        """Of its files, by name."""
+        """Descriptors of the files by name, to be passed to another process."""
         return {name: file.descriptor for name, file in self.files.items() if isinstance(file, OpenFile)}
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Files that nobody may read, and why."""
+        """Names of the files that must not be read, and why."""
         files = self.files.values()
         return {file.name: str(file.error) for file in files if isinstance(file, MissingFile)}
 
     @property
     def size(self) -> int:
-        """Bytes of all of its files."""
+        """Bytes of all files together."""
         return sum(file.size for file in self.files.values() if isinstance(file, OpenFile))
 
     def check_unchanged(self) -> None:
-        """
-        Raises:
-            CheckpointError: a file was written to, renamed or removed since it was opened.
-        """
+        """Compare all files with what they were when they were opened."""
         for file in self.files.values():
             if isinstance(file, OpenFile):
                 file.check_unchanged()
 
     def has_tree(self) -> bool:
-        """Whether it has Orbax's folder of arrays."""
+        """Whether the folder has arrays in Orbax's format."""
         if self._descriptor is None:
             return False
         with suppress(OSError):
@@ -317,7 +311,7 @@ class PolicyFolder:
         return False
 
     def tree(self) -> Path:
-        """Where Orbax's arrays are; `look_at_tree` says whether they can be read there.
+        """Path of the Orbax arrays; `check_tree` says whether they can be read there.
 
         Raises:
             CheckpointError: they are not where they may be.
@@ -326,8 +320,8 @@ class PolicyFolder:
         try:
             tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
             try:
-                self._check_place(tree, ORBAX)
-                return path_of(tree)
+                self._check_inside_roots(tree, ORBAX)
+                return get_path(tree)
             finally:
                 os.close(tree)
         except OSError as error:
@@ -363,79 +357,79 @@ class PolicyFolder:
         except OSError as error:
             raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted a regular file") from error
         try:
-            self._check_place(file.descriptor, name)
+            self._check_inside_roots(file.descriptor, name)
             if file.size > limit:
                 raise CheckpointError(f"{name}: {file.size} bytes, longer than {limit} bytes, the most such a file has")
             # Some file systems do not say: zero.
-            there = os.fstat(file.descriptor).st_blocks * 512
-            if file.size > SPARSE_BYTES and 0 < there < file.size // SPARSE_PART:
-                raise CheckpointError(f"{name}: {file.size} bytes, of which only {there} were ever written")
+            allocated = os.fstat(file.descriptor).st_blocks * 512
+            if file.size > SPARSE_BYTES and 0 < allocated < file.size // SPARSE_PART:
+                raise CheckpointError(f"{name}: {file.size} bytes, of which only {allocated} were ever written")
             return file
         except BaseException:
             file.close()
             raise
 
-    def _check_place(self, descriptor: int, name: str) -> None:
+    def _check_inside_roots(self, descriptor: int, name: str) -> None:
         if self._roots is None:
             return
-        place = path_of(descriptor)
-        if not any(place == root or root in place.parents for root in self._roots):
+        real_path = get_path(descriptor)
+        if not any(real_path == root or root in real_path.parents for root in self._roots):
             raise CheckpointError(f"{name}: a link leads out of the folders that policies may be in (policy_roots)")
 
 
 Folder: TypeAlias = Path | PolicyFolder
 
 
-def names_in(folder: Folder) -> Sequence[str]:
-    """What is in it, sorted."""
+def list_names(folder: Folder) -> Sequence[str]:
+    """Names of the files in a folder, sorted."""
     return folder.names if isinstance(folder, PolicyFolder) else sorted(os.listdir(folder))
 
 
-def look_at_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """What an Orbax checkpoint consists of: regular files and folders, without a link, and what identifies each.
+def check_tree(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Identity of every file and folder of an Orbax checkpoint, all of which must be regular and no links.
 
     Orbax opens them by their names: whoever has it read them looks before and after, and nothing may have changed.
 
     Raises:
         CheckpointError: there is something else among them, or more than a checkpoint has.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    identities: dict[str, tuple[int, ...]] = {}
     try:
         top = os.open(folder, _FLAGS | os.O_DIRECTORY)
         try:
-            _look_into(top, folder.name, found)
+            _check_tree_folder(top, folder.name, identities)
         finally:
             os.close(top)
     except OSError as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({error.strerror})") from error
-    return found
+    return identities
 
 
-def _look_into(descriptor: int, where: str, found: dict[str, tuple[int, ...]]) -> None:
+def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[int, ...]]) -> None:
     if where.count("/") > TREE_DEPTH:
         raise CheckpointError(f"{where[:80]}: folders more than {TREE_DEPTH} deep; wanted an Orbax checkpoint")
     with os.scandir(descriptor) as entries:
         names = [entry.name for entry, _ in zip(entries, range(TREE_ENTRIES + 1), strict=False)]
     for name in names:
-        if len(found) >= TREE_ENTRIES:
+        if len(identities) >= TREE_ENTRIES:
             raise CheckpointError(f"{where[:80]}: more than {TREE_ENTRIES} entries; wanted an Orbax checkpoint")
         state = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
         inside = f"{where}/{name}"
         if stat.S_ISDIR(state.st_mode):
-            found[inside] = (state.st_dev, state.st_ino)
+            identities[inside] = (state.st_dev, state.st_ino)
             deeper = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
             try:
-                _look_into(deeper, inside, found)
+                _check_tree_folder(deeper, inside, identities)
             finally:
                 os.close(deeper)
         elif stat.S_ISREG(state.st_mode):
-            found[inside] = identity(state)
+            identities[inside] = get_identity(state)
         else:
             kind = _KINDS.get(stat.S_IFMT(state.st_mode), "a link")
             raise CheckpointError(f"{inside}: is {kind}; wanted regular files and folders only")
 
 
-def _check_regular(found: os.stat_result, name: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+def _check_regular(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise CheckpointError(f"{name}: cannot be read (it is {kind}); wanted a regular file")

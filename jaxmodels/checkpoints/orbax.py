@@ -1,4 +1,4 @@
-"""Orbax checkpoints, always restored into a stated tree of shapes and dtypes.
+"""Orbax checkpoints, always restored into a tree of known shapes and dtypes.
 
 Restoring without one believes the files: an edited shape asks for any amount of memory and ends the process, an
 edited path reads outside the folder. Here both are refused; and only the operator's own folders are read at all.
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmodels.checkpoints.folder import look_at_tree
+from jaxmodels.checkpoints.folder import check_tree
 from jaxmodels.errors import CheckpointError
 from jaxmodels.weights import check_fit
 
@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 
 
 def save(folder: Path, tree: Any) -> None:
-    """Writes a tree of arrays; the folder appears whole or not at all, and replaces one that is there.
+    """Write a tree of arrays to an Orbax checkpoint; the folder appears whole or not at all, and replaces an older one.
 
     Raises:
         OSError: it cannot be written, e.g. because the disk is full.
@@ -38,7 +38,7 @@ def save(folder: Path, tree: Any) -> None:
 
 
 class Writer:
-    """Writes trees of arrays while its owner goes on; at most one at a time.
+    """Writes Orbax checkpoints in the background, one at a time.
 
     Each folder appears whole or not at all, and replaces one that is there. What is written are the arrays as they were
     when `save` was called: they may be donated or overwritten afterwards.
@@ -58,23 +58,23 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A full disk fails here, too, and must not hide what was wrong first.
-        with suppress(OSError) if kind is not None else nullcontext(), self._explained():
+        with suppress(OSError) if kind is not None else nullcontext(), self._explain_errors():
             self._checkpointer.close()
 
     def save(self, folder: Path, tree: Any) -> None:
-        """Begins to write, after what was begun before has ended."""
+        """Begin to write a tree, once the one before is written."""
         self.wait()
         self._folder = folder
-        with self._explained():
+        with self._explain_errors():
             self._checkpointer.save(folder.resolve(), _flatten(tree), force=True)
 
     def wait(self) -> None:
-        """Until everything is written."""
-        with self._explained():
+        """Block until everything is written."""
+        with self._explain_errors():
             self._checkpointer.wait_until_finished()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except ValueError as error:  # how TensorStore reports a full disk
@@ -83,8 +83,8 @@ class Writer:
             raise OSError(f"checkpoint{name} cannot be written ({reason})") from error
 
 
-def restore(folder: Path, wanted: Tree) -> Tree:
-    """Reads the arrays of `wanted`, a tree of `jax.ShapeDtypeStruct` (or arrays).
+def restore(folder: Path, target: Tree) -> Tree:
+    """Read the arrays of an Orbax checkpoint that `target` names, a tree of `jax.ShapeDtypeStruct` or arrays.
 
     An array goes where its structure's ``sharding`` says, or onto the default device.
 
@@ -94,42 +94,42 @@ def restore(folder: Path, wanted: Tree) -> Tree:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
-    flat = _flatten(wanted)
+    flat = _flatten(target)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_stated_sharding(x) or device) for name, x in flat.items()
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_get_sharding(x) or device) for name, x in flat.items()
     }
-    before = look_at_tree(folder)
+    before = check_tree(folder)
     try:
         with _checkpointer() as checkpointer:
-            _check(folder, checkpointer, target)
-            restored = checkpointer.restore(folder.resolve(), target)
-        if look_at_tree(folder) != before:
+            _check(folder, checkpointer, abstract)
+            restored = checkpointer.restore(folder.resolve(), abstract)
+        if check_tree(folder) != before:
             raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     except CheckpointError:
         raise
     except UNREADABLE as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
-    return jax.tree.unflatten(jax.tree.structure(wanted), [restored[name] for name in flat])
+    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in flat])
 
 
 def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
-    """The dtypes of a checkpoint's arrays by name, as its files say.
+    """Dtypes of an Orbax checkpoint's arrays by name, as its files state them.
 
     Raises:
         CheckpointError: no such checkpoint, unreadable files, or arrays that are no floats (all listed).
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
-    look_at_tree(folder)
+    check_tree(folder)
     try:
         with _checkpointer() as checkpointer:
-            found = {name: np.dtype(entry.dtype) for name, entry in _metadata(folder, checkpointer).items()}
+            dtypes = {name: np.dtype(entry.dtype) for name, entry in _metadata(folder, checkpointer).items()}
     except UNREADABLE as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
-    if others := [f"{name} ({dtype})" for name, dtype in found.items() if not jnp.issubdtype(dtype, jnp.floating)]:
+    if others := [f"{name} ({dtype})" for name, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.floating)]:
         raise CheckpointError(f"{folder.name}: arrays that are no floats: {', '.join(others)}")
-    return found
+    return dtypes
 
 
 def _checkpointer() -> "StandardCheckpointer":
@@ -139,7 +139,7 @@ def _checkpointer() -> "StandardCheckpointer":
     return StandardCheckpointer()
 
 
-def _stated_sharding(leaf: Any) -> Any:
+def _get_sharding(leaf: Any) -> Any:
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
@@ -151,15 +151,15 @@ def _metadata(folder: Path, checkpointer: "StandardCheckpointer") -> dict[str, A
 
 def _check(folder: Path, checkpointer: "StandardCheckpointer", target: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Orbax casts dtypes without a word, and names only the first thing that differs."""
-    found = _metadata(folder, checkpointer)
+    stored = _metadata(folder, checkpointer)
     check_fit(
-        {name: tuple(entry.shape) for name, entry in found.items()},
+        {name: tuple(entry.shape) for name, entry in stored.items()},
         {name: shape.shape for name, shape in target.items()},
         where=folder.name,
     )
     wrong = [
         f"{name} (found {np.dtype(entry.dtype)}, wanted {np.dtype(target[name].dtype)})"
-        for name, entry in found.items()
+        for name, entry in stored.items()
         if np.dtype(entry.dtype) != np.dtype(target[name].dtype)
     ]
     if wrong:

@@ -1,4 +1,4 @@
-"""PyTorch tensor layouts to ours and back."""
+"""Conversion of PyTorch's tensor layouts to ours and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Layout:
-    """A reversible rearrangement of one tensor of theirs into one or more arrays of ours."""
+    """A reversible rearrangement of one PyTorch tensor into one or more of our arrays."""
 
     read: Callable[[np.ndarray], Sequence[np.ndarray]]
     write: Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -24,7 +24,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of theirs, by name, and the arrays of ours it holds."""
+    """Name of a PyTorch tensor, and names of our arrays that it holds."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -53,7 +53,7 @@ JOINT_VECTOR = Layout(lambda x: np.split(x, 3), lambda a: np.concatenate(a), lam
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """One tensor of theirs, and the slice of one of our arrays that holds it.
+    """A PyTorch tensor, and the slice of one of our arrays that holds it.
 
     Attributes:
         theirs: the tensor's name in a file.
@@ -77,15 +77,16 @@ class TensorTarget:
         return tuple(self.layout.shape([left]))
 
     def put(self, tensor: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+        """Write the tensor into its slice of our arrays."""
         arrays[self.ours][self.index] = self.layout.read(tensor)[0]
 
     def take(self, array: np.ndarray) -> np.ndarray:
-        """The tensor, a view of the array where that is possible."""
+        """The tensor, as a view of our array where that is possible."""
         return self.layout.write([np.asarray(array[self.index])])
 
 
 def read_tensors(table: Sequence[Tensor], read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Their tensors as ours, float32; names and shapes must have been checked.
+    """Convert PyTorch tensors to our arrays, float32; names and shapes must have been checked.
 
     Args:
         read: a tensor by its name; asked for one after the other, so that one at a time is in memory beside ours.
@@ -107,7 +108,7 @@ def _aligned(part: np.ndarray) -> np.ndarray:
 
 
 def write_tensors(table: Sequence[Tensor], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The way back."""
+    """Convert our arrays to PyTorch tensors."""
     return {
         entry.theirs: np.ascontiguousarray(entry.layout.write([np.asarray(weights[name]) for name in entry.ours]))
         for entry in table
@@ -115,5 +116,5 @@ def write_tensors(table: Sequence[Tensor], weights: Mapping[str, np.ndarray]) ->
 
 
 def their_shapes(table: Sequence[Tensor], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shapes their tensors must have for our shapes."""
+    """The shapes that PyTorch tensors must have to fit arrays of our shapes."""
     return {entry.theirs: tuple(entry.layout.shape([shapes[name] for name in entry.ours])) for entry in table}

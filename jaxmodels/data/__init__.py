@@ -1,4 +1,4 @@
-"""Demonstrations: LeRobotDatasets read and written, and training batches out of them.
+"""Reading and writing of LeRobotDatasets, and training batches out of them.
 
 Names are looked up when first used, so that importing this package imports neither pyarrow nor PyAV.
 """

@@ -1,33 +1,29 @@
-"""Open dataset, local or fetched; frames decoded on demand."""
+"""A LeRobotDataset, local or fetched from the Hub, whose frames are decoded on demand."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
+
+from jaxmodels import hub
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data import metadata
-from jaxmodels.data.metadata import read_info
-from jaxmodels.data.rows import StillFrames, VideoFrames
-from jaxmodels.data.metadata import choose, read_places, read_tasks
-from jaxmodels.data.rows import Rows
-from jaxmodels.data.statistics import NAMES, Arrays, Colours, as_arrays, of_vectors
+from jaxmodels.data.metadata import read_episode_locations, read_info, read_tasks, select_episodes
+from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
+from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
 from jaxmodels.types import Feature
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from jaxmodels import hub
-from jaxmodels.data import metadata
-from jaxmodels.data.metadata import read_info
-from jaxmodels.data.metadata import choose, read_places
 
 # Frames that are looked at, evenly over the dataset, when nobody wrote down what the colours are like.
-LOOKED_AT = 1000
+STATISTICS_FRAMES = 1000
 
 
 class Dataset:
-    """Demonstrations of a folder, version 3.0 or 2.1; rows are counted over the chosen episodes, from 0.
+    """Chosen episodes of a LeRobotDataset (version 3.0 or 2.1) in a folder; rows are counted from 0 over these
+    episodes.
 
     Attributes:
         folder: where it is.
@@ -48,16 +44,16 @@ class Dataset:
             DatasetError: something of it is missing, malformed or contradicts itself.
         """
         info = read_info(folder)
-        places = read_places(folder, info)
+        locations = read_episode_locations(folder, info)
         self._is_whole = episodes is None
-        self._places = choose(folder, places, episodes)
-        self._rows = Rows(folder, self._places)
+        self._locations = select_episodes(folder, locations, episodes)
+        self._rows = Rows(folder, self._locations)
         self._pictures = info.pictures
         self.folder, self.version, self.fps, self.robot_type = folder, info.version, info.fps, info.robot_type
         self.features = info.features
         self.tasks = read_tasks(folder, info)
-        self.episodes = tuple(place.number for place in self._places)
-        self.lengths = np.array([place.length for place in self._places])
+        self.episodes = tuple(location.number for location in self._locations)
+        self.lengths = np.array([location.length for location in self._locations])
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
         self.task_index = self._rows.tasks
@@ -74,7 +70,7 @@ class Dataset:
         return int(self.ends[-1])
 
     def feature(self, name: str) -> Feature:
-        """One by its name.
+        """The feature of this name.
 
         Raises:
             DatasetError: there is none; says which there are.
@@ -82,11 +78,11 @@ class Dataset:
         for feature in self.features:
             if feature.name == name:
                 return feature
-        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(one.name for one in self.features)}")
+        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(feature.name for feature in self.features)}")
 
     @property
     def joint_names(self) -> tuple[str, ...] | None:
-        """Of the actions, or None when the dataset does not say."""
+        """Names of the action's joints, or None when the dataset does not say."""
         return self.feature(metadata.ACTION).names
 
     @property
@@ -95,7 +91,7 @@ class Dataset:
         return tuple(feature for feature in self.features if feature.type == "VISUAL")
 
     def vectors(self, name: str) -> Float[np.ndarray, "n d"]:
-        """All rows of a feature of numbers; read once.
+        """All rows of a feature of numbers, (n, d); read once.
 
         Raises:
             DatasetError: there is none, it is a camera's, it is garbled, or a number is not finite.
@@ -114,47 +110,47 @@ class Dataset:
     def window(
         self, name: str, rows: Int[np.ndarray, "b"] | Sequence[int], steps: Sequence[int]
     ) -> tuple[Float[np.ndarray, "b t d"], Bool[np.ndarray, "b t"]]:
-        """A feature at rows and so many steps later (or before), and where that is beyond the row's episode.
+        """Values of a feature at rows plus `steps`, and a mask of those beyond the row's episode.
 
         Beyond, the episode's last (or first) value is repeated. LeRobot's ``delta_timestamps`` times `fps` are steps.
         """
-        chosen = self._checked(rows)
+        chosen = self._check_rows(rows)
         episode = np.searchsorted(self.ends, chosen, side="right")
-        wanted = chosen[:, None] + np.asarray(steps)
+        requested = chosen[:, None] + np.asarray(steps)
         first, last = self.starts[episode][:, None], self.ends[episode][:, None] - 1
-        inside = np.clip(wanted, first, last)
-        return self.vectors(name)[inside], inside != wanted
+        inside = np.clip(requested, first, last)
+        return self.vectors(name)[inside], inside != requested
 
     def frames(self, name: str, rows: Int[np.ndarray, "k"] | Sequence[int]) -> UInt8[np.ndarray, "k h w 3"]:
-        """A camera's frames at these rows, in their order; may be called from several threads.
+        """Frames of a camera at these rows, in their order; may be called from several threads.
 
         Raises:
             DatasetError: it is no camera, or a file is missing, cannot be decoded, or is shorter than its rows.
         """
-        feature, chosen = self.feature(name), self._checked(rows)
-        found = np.empty((len(chosen), *feature.shape[1:], 3), np.uint8)
-        self._source(feature).read(chosen, found)
-        return found
+        feature, chosen = self.feature(name), self._check_rows(rows)
+        frames = np.empty((len(chosen), *feature.shape[1:], 3), np.uint8)
+        self._source(feature).read(chosen, frames)
+        return frames
 
     def statistics(self) -> dict[str, Arrays]:
-        """LeRobot's min, max, mean, std, count and q01, q10, q50, q90, q99 of every feature.
+        """LeRobot's statistics (min, max, mean, std, count, q01 to q99) of every feature.
 
         float32; pictures' are (3, 1, 1) in [0, 1]. Read from ``meta/stats.json`` when all episodes are used, computed
         where that does not say.
         """
-        written = self._written()
-        found = {}
+        written = self._read_stored()
+        by_name = {}
         for feature in self.features:
             stats = written.get(feature.name, {})
             if missing := [name for name in NAMES if name not in stats]:
-                computed = as_arrays(feature, self._computed(feature), self.folder.name)
+                computed = read_stats(feature, self._compute(feature), self.folder.name)
                 stats = stats | {name: computed[name] for name in missing}
-            found[feature.name] = stats
-        return found
+            by_name[feature.name] = stats
+        return by_name
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all frames of all chosen rows: another one when a file was changed or other episodes were chosen.
+        """Hash of the frames of all chosen rows; another one when files or the choice of episodes change.
 
         Raises:
             DatasetError: a file of them is missing.
@@ -169,8 +165,8 @@ class Dataset:
                         f"{self.folder.name}: {file} is missing ({error.strerror}); fetch or copy the dataset anew"
                     ) from error
                 digest.update(repr((camera.name, file, status.st_size, status.st_mtime_ns)).encode())
-        for place in self._places:
-            digest.update(repr((place.rows, sorted(place.videos.items()))).encode())
+        for location in self._locations:
+            digest.update(repr((location.rows, sorted(location.videos.items()))).encode())
         return digest.hexdigest()
 
     def _source(self, feature: Feature) -> VideoFrames | StillFrames:
@@ -181,35 +177,35 @@ class Dataset:
             height, width = feature.shape[1:]
             if self._pictures[name] == "video":
                 times = self._rows.timestamps
-                frames = VideoFrames(self.folder, name, (height, width), self.fps, self._places, times)
+                frames = VideoFrames(self.folder, name, (height, width), self.fps, self._locations, times)
             else:
                 frames = StillFrames(self.folder, name, (height, width), self._rows)
             self._frames[name] = frames
         return self._frames[name]
 
-    def _checked(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
-        found = np.asarray(rows, np.int64).reshape(-1)
-        if len(found) and not (found.min() >= 0 and found.max() < len(self)):
-            raise IndexError(f"rows {found.min()} to {found.max()}; there are 0 to {len(self) - 1}")
-        return found
+    def _check_rows(self, rows: np.ndarray | Sequence[int]) -> np.ndarray:
+        chosen = np.asarray(rows, np.int64).reshape(-1)
+        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(self)):
+            raise IndexError(f"rows {chosen.min()} to {chosen.max()}; there are 0 to {len(self) - 1}")
+        return chosen
 
-    def _written(self) -> dict[str, Arrays]:
+    def _read_stored(self) -> dict[str, Arrays]:
         path = self.folder / metadata.STATS
         if not self._is_whole or self.version != metadata.VERSION or not path.is_file():
             return {}
         where = f"{self.folder.name}: {metadata.STATS}"
         try:
-            found = read_json(path)
+            written = read_json(path)
         except CheckpointError as error:
             raise DatasetError(f"{self.folder.name}: {error}") from error
-        known = {name: stats for name, stats in found.items() if isinstance(stats, dict)}
-        return {one.name: as_arrays(one, known[one.name], where) for one in self.features if one.name in known}
+        known = {name: stats for name, stats in written.items() if isinstance(stats, dict)}
+        return {feature.name: read_stats(feature, known[feature.name], where) for feature in self.features if feature.name in known}
 
-    def _computed(self, feature: Feature) -> dict[str, list]:
+    def _compute(self, feature: Feature) -> dict[str, list]:
         if feature.type != "VISUAL":
-            return of_vectors(self.vectors(feature.name))
-        colours = Colours()
-        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), LOOKED_AT)).astype(int))
+            return compute_vector_stats(self.vectors(feature.name))
+        colours = ColourStats()
+        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), STATISTICS_FRAMES)).astype(int))
         for part in np.array_split(rows, -(-len(rows) // 16)):
             for frame in self.frames(feature.name, part):
                 colours.add(frame)
@@ -223,7 +219,7 @@ def open_dataset(
     episodes: Sequence[int] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """The dataset of a folder, or of a repo of the Hub: of its files those of the chosen episodes are fetched.
+    """Open a dataset in a folder or on the Hub, from where only the files of the chosen episodes are fetched.
 
     Args:
         revision: branch, tag or commit of a repo.
@@ -261,17 +257,17 @@ def fetch_dataset(
     episodes: Sequence[int] | None,
     on_progress: Callable[[str], None] | None,
 ) -> Path:
-    """The folder of a dataset's files at one commit.
+    """Fetch a dataset's files from the Hub at one commit; returns their folder.
 
     Raises:
         HubError: the repo cannot be fetched.
         DatasetError: what it holds is no dataset.
     """
     folder = hub.fetch(repo_id, revision, files=META, kind="dataset", on_progress=on_progress)
-    places = choose(folder, read_places(folder, read_info(folder)), episodes)
-    files = {place.rows for place in places} | {file for place in places for file, _ in place.videos.values()}
+    locations = select_episodes(folder, read_episode_locations(folder, read_info(folder)), episodes)
+    files = {location.rows for location in locations} | {file for location in locations for file, _ in location.videos.values()}
     # Each name is compared with each pattern: of a whole dataset two are enough.
-    wanted = sorted(files) if episodes is not None else ALL
+    patterns = sorted(files) if episodes is not None else ALL
     # The same commit, even when somebody pushes meanwhile: a snapshot's folder is called after it.
     commit = folder.name
-    return hub.fetch(repo_id, commit, files=(*META, *wanted), kind="dataset", on_progress=on_progress)
+    return hub.fetch(repo_id, commit, files=(*META, *patterns), kind="dataset", on_progress=on_progress)

@@ -1,12 +1,5 @@
-"""Writes LeRobotDataset v3."""
+"""Writer of LeRobotDataset v3."""
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
-import numpy as np
-import pyarrow as pa
-from jaxmodels.data import metadata
-from jaxmodels.data.video import CODEC, CameraFiles
 import errno
 import glob
 import json
@@ -18,35 +11,38 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as parquet
+
 from jaxmodels.data import metadata
-from jaxmodels.data.statistics import of_vectors
-from jaxmodels.data.video import CameraFiles
+from jaxmodels.data.statistics import compute_vector_stats
+from jaxmodels.data.video import CODEC, CameraFiles
 from jaxmodels.errors import DatasetError
 
-def vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
-    """Vectors as lists of a fixed size, single values plain."""
-    found = {}
+
+def build_vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
+    """Arrow table of columns: vectors as lists of a fixed size, single values as they are."""
+    arrays = {}
     for name, values in columns.items():
         flat = pa.array(values.ravel())
         is_single = name in metadata.INDICES
-        found[name] = flat if is_single else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    return pa.table(found)
+        arrays[name] = flat if is_single else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    return pa.table(arrays)
 
 
-def column(values: pa.ChunkedArray) -> np.ndarray:
-    """(n, d) of a column of such a table."""
+def make_column(values: pa.ChunkedArray) -> np.ndarray:
+    """A column of such a table as an array (n, d)."""
     whole = values.combine_chunks()
     if isinstance(whole, pa.FixedSizeListArray):
         return whole.flatten().to_numpy().reshape(len(whole), -1)
     return whole.to_numpy()[:, None]
 
 
-def tasks_table(tasks: Sequence[str]) -> pa.Table:
-    """Tasks with their number. LeRobot reads them with pandas, which wants the text as the index of its frame."""
+def build_tasks_table(tasks: Sequence[str]) -> pa.Table:
+    """Arrow table of tasks and their numbers, with pandas' metadata that makes the text its index, as LeRobot wants."""
     index = "__index_level_0__"
     table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), index: pa.array(tasks, pa.string())})
 
@@ -67,10 +63,10 @@ def tasks_table(tasks: Sequence[str]) -> pa.Table:
     return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
 
-def features_of(
+def describe_features(
     names: Mapping[str, Sequence[str]], cameras: Mapping[str, CameraFiles], rate: int | float
 ) -> dict[str, dict[str, Any]]:
-    """What ``info.json`` says of each column."""
+    """The entry ``features`` of ``info.json``: dtype, shape and names of each column."""
     features: dict[str, dict[str, Any]] = {
         name: {"dtype": "float32", "shape": [len(numbers)], "names": list(numbers)} for name, numbers in names.items()
     }
@@ -101,7 +97,7 @@ _WRITER = re.compile(r"(\d{1,9})-[0-9a-f]{8}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what writers of this folder left that were killed; those at work on this machine keep theirs."""
+    """Remove what killed writers of this folder left behind; running ones on this machine keep theirs."""
     for path in folder.parent.glob(f"{glob.escape(folder.name)}.*{PARTIAL}"):
         who = _WRITER.fullmatch(path.name[len(folder.name) + 1 : -len(PARTIAL)])
         if who is not None and not path.is_symlink() and not psutil.pid_exists(int(who[1])):
@@ -109,7 +105,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 class DatasetWriter:
-    """Writes episodes; the folder appears under its name only when everything was written.
+    """Writes episodes of a LeRobotDataset v3; the folder gets its name only when everything is written.
 
         with DatasetWriter(folder, fps=25, joint_names=names, cameras=["front"]) as writer:
             writer.add({"observation.state": pose, "action": target, "observation.images.front": pixels})
@@ -169,7 +165,7 @@ class DatasetWriter:
         return self
 
     def add(self, step: Mapping[str, np.ndarray]) -> None:
-        """The next step: every feature's value, vectors (d,) and frames (h, w, 3) uint8.
+        """Add a step: the value of every feature, vectors (d,) and frames (h, w, 3) uint8.
 
         A frame of another size than the camera's first one is scaled to that; the same array as in the step before is
         the same frame, and costs less.
@@ -183,7 +179,7 @@ class DatasetWriter:
         self._steps.append({name: np.array(step[name], np.float32) for name in self._names})
 
     def add_episode(self, arrays: Mapping[str, np.ndarray], task: str) -> None:
-        """A whole one: feature to array, the first axis being its steps.
+        """Add a whole episode: arrays by feature, steps along the first axis.
 
         Raises:
             DatasetError: as `add` and `end_episode` do, or the features differ in length.
@@ -196,7 +192,7 @@ class DatasetWriter:
         self.end_episode(task)
 
     def end_episode(self, task: str) -> None:
-        """The steps since the last one are an episode in which this was done.
+        """Make an episode of the steps since the last one, in which `task` was done.
 
         Raises:
             DatasetError: there are none, or nothing is said to be done.
@@ -222,14 +218,14 @@ class DatasetWriter:
             "dataset_from_index": self.frames,
             "dataset_to_index": self.frames + count,
         }
-        stats = {name: of_vectors(values) for name, values in columns.items()}
+        stats = {name: compute_vector_stats(values) for name, values in columns.items()}
         for key, files in self._cameras.items():
-            place, stats[key] = files.end_episode()
-            row |= place
-        for feature, found in stats.items():
-            row |= {f"stats/{feature}/{name}": value for name, value in found.items()}
+            location, stats[key] = files.end_episode()
+            row |= location
+        for feature, statistics in stats.items():
+            row |= {f"stats/{feature}/{name}": value for name, value in statistics.items()}
         self._rows.append(row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
-        self._data.append(vectors_table(columns))
+        self._data.append(build_vectors_table(columns))
         self.episodes += 1
         self.frames += count
         self._steps.clear()
@@ -245,9 +241,9 @@ class DatasetWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _check(self, step: Mapping[str, np.ndarray]) -> None:
-        wanted = {*self._names, *self._cameras}
-        if set(step) != wanted:
-            raise DatasetError(f"a step has {sorted(step)}; wanted {sorted(wanted)}")
+        expected = {*self._names, *self._cameras}
+        if set(step) != expected:
+            raise DatasetError(f"a step has {sorted(step)}; wanted {sorted(expected)}")
         wrong = []
         for name, names in self._names.items():
             value = np.asarray(step[name])
@@ -270,8 +266,8 @@ class DatasetWriter:
         data = pa.concat_tables(self._data)
         self._write(metadata.DATA.format(chunk_index=0, file_index=0), data)
         self._write(metadata.EPISODES.format(chunk_index=0, file_index=0), pa.Table.from_pylist(self._rows))
-        self._write(metadata.TASKS, tasks_table(list(self._tasks)))
-        stats = {name: of_vectors(column(data[name])) for name in data.column_names}
+        self._write(metadata.TASKS, build_tasks_table(list(self._tasks)))
+        stats = {name: compute_vector_stats(make_column(data[name])) for name in data.column_names}
         stats |= {key: files.colours.stats() for key, files in self._cameras.items()}
         self._write_json(metadata.INFO, self._info())
         self._write_json(metadata.STATS, stats)
@@ -284,13 +280,13 @@ class DatasetWriter:
                 f"{self._folder} was made by somebody else meanwhile; choose another folder or remove it first"
             ) from error
 
-    def _write(self, place: str, table: pa.Table) -> None:
-        path = self._partial / place
+    def _write(self, name: str, table: pa.Table) -> None:
+        path = self._partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, path, compression="snappy")
 
-    def _write_json(self, place: str, content: object) -> None:
-        (self._partial / place).write_text(json.dumps(content, indent=4, allow_nan=False) + "\n")
+    def _write_json(self, name: str, content: object) -> None:
+        (self._partial / name).write_text(json.dumps(content, indent=4, allow_nan=False) + "\n")
 
     def _info(self) -> dict[str, Any]:
         rate = int(self._fps) if self._fps == int(self._fps) else self._fps
@@ -307,5 +303,5 @@ class DatasetWriter:
             "splits": {"train": f"0:{self.episodes}"},
             "data_path": metadata.DATA,
             "video_path": metadata.VIDEO if self._cameras else None,
-            "features": features_of(self._names, self._cameras, rate),
+            "features": describe_features(self._names, self._cameras, rate),
         }

@@ -1,8 +1,5 @@
-"""Resized frames in a memory-mapped cache."""
+"""Resized video frames in a memory-mapped cache on the disk."""
 
-from functools import lru_cache
-import numpy as np
-from jaxtyping import UInt8
 import hashlib
 import logging
 import os
@@ -10,14 +7,19 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+
 import numpy as np
 from filelock import FileLock
+from jaxtyping import UInt8
+
 from jaxmodels.cache_dirs import cache_folder
 from jaxmodels.data.dataset import Dataset
 
+
 def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "n h2 w2 3"]:
-    """Frames at (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to pixels.
+    """Resize frames to (height, width): linear with anti-aliasing as ``jax.image.resize``, rounded to uint8.
 
     Training on frames resized in another way teaches a policy edges that it will not see when it is served. In NumPy,
     because several threads do this beside a device that is busy with training.
@@ -26,24 +28,24 @@ def resize_frames(frames: UInt8[np.ndarray, "n h w 3"], size: tuple[int, int]) -
     if (height, width) == size:
         return frames
     rows, columns = _weights(height, tall), _weights(width, wide)
-    found = np.empty((count, tall, wide, 3), np.uint8)
-    for frame, out in zip(frames, found, strict=True):
+    scaled = np.empty((count, tall, wide, 3), np.uint8)
+    for frame, out in zip(frames, scaled, strict=True):
         narrowed = rows @ frame.reshape(height, width * 3).astype(np.float32)
         # One product with columns as rows is faster than one with three colours for each row.
         turned = narrowed.reshape(tall, width, 3).swapaxes(0, 1).reshape(width, tall * 3)
         resized = (columns @ turned).reshape(wide, tall, 3).swapaxes(0, 1)
         out[:] = np.clip(np.round(resized), 0, 255)
-    return found
+    return scaled
 
 
 @lru_cache(maxsize=64)
-def _weights(size: int, wanted: int) -> np.ndarray:
+def _weights(size: int, new_size: int) -> np.ndarray:
     """(wanted, size): how much of each pixel is in each new one; a triangle as wide as a new pixel, or else an old one.
 
     Source: jax/_src/image/scale.py, compute_weight_mat.
     """
-    scale = size / wanted
-    centres = (np.arange(wanted) + 0.5) * scale - 0.5
+    scale = size / new_size
+    centres = (np.arange(new_size) + 0.5) * scale - 0.5
     distance = np.abs(centres[:, None] - np.arange(size)) / max(scale, 1.0)
     weights = np.maximum(0.0, 1.0 - distance)
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
@@ -60,12 +62,13 @@ SUFFIX, UNFINISHED = ".frames", ".partial"
 logger = logging.getLogger(__name__)
 
 
-def frames_folder() -> Path | None:
-    """``ROBOJAX_FRAME_CACHE`` (a folder, or ``off``), else ``robojax/frames`` in the user's cache folder."""
+def get_frames_folder() -> Path | None:
+    """Folder of the frame cache: ``ROBOJAX_FRAME_CACHE``, else ``robojax/frames`` in the user's cache; None for
+    ``off``."""
     return cache_folder("frames", os.environ.get(VARIABLE))
 
 
-def cached_frames(
+def cache_frames(
     folder: Path,
     dataset: Dataset,
     camera: str,
@@ -75,7 +78,7 @@ def cached_frames(
     limit: int = LIMIT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray | None:
-    """(n, h, w, 3) uint8, read-only and on the disk; None when there is no room for it or it cannot be written.
+    """All frames of a camera (n, h, w, 3) uint8, memory-mapped read-only; None when they cannot be stored.
 
     Frames of other datasets that were not used for the longest time make room.
 
@@ -87,16 +90,16 @@ def cached_frames(
     """
     key = hashlib.sha256(repr((dataset.fingerprint, camera, size)).encode()).hexdigest()[:32]
     path, shape = folder / f"{key}{SUFFIX}", (len(dataset), *size, 3)
-    wanted = int(np.prod(shape))
+    needed = int(np.prod(shape))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # two would decode everything twice
-            if not (path.is_file() and path.stat().st_size == wanted):
-                if not _make_room(folder, wanted, limit):
+            if not (path.is_file() and path.stat().st_size == needed):
+                if not _make_room(folder, needed, limit):
                     logger.info("%s: %s is decoded anew for each batch: its frames have %d bytes and the cache's limit "
-                                "is %d", dataset.folder.name, camera, wanted, limit)  # fmt: skip
+                                "is %d", dataset.folder.name, camera, needed, limit)  # fmt: skip
                     return None
-                _fill(path, dataset, camera, size, workers, on_progress)
+                _fill_file(path, dataset, camera, size, workers, on_progress)
             os.utime(path)  # when it was used last
         return np.memmap(path, np.uint8, "r", shape=shape)
     except OSError as error:
@@ -105,7 +108,7 @@ def cached_frames(
         return None
 
 
-def _fill(
+def _fill_file(
     path: Path,
     dataset: Dataset,
     camera: str,
@@ -152,14 +155,14 @@ def _write_whole(descriptor: int, data: bytes, offset: int) -> None:
         left, offset = left[written:], offset + written
 
 
-def _make_room(folder: Path, wanted: int, limit: int) -> bool:
+def _make_room(folder: Path, needed: int, limit: int) -> bool:
     """Whether so many bytes fit, after the frames that were not used for the longest time were removed."""
-    there = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    sizes = {path: path.stat().st_size for path in there}
+    existing = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    sizes = {path: path.stat().st_size for path in existing}
     free = shutil.disk_usage(folder).free
-    if wanted > limit or wanted + SPARE > free + sum(sizes.values()):
+    if needed > limit or needed + SPARE > free + sum(sizes.values()):
         return False
-    while sum(sizes.values()) + wanted > limit or wanted + SPARE > free:
+    while sum(sizes.values()) + needed > limit or needed + SPARE > free:
         oldest = next(iter(sizes))
         oldest.unlink(missing_ok=True)  # whoever reads it keeps what is mapped
         free += sizes.pop(oldest)

@@ -1,23 +1,24 @@
-"""Training batches by seed and step, prepared by threads."""
+"""Loader of training batches, each decided by seed and step and prepared by threads."""
 
-import threading
-import numpy as np
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
+
 import numpy as np
+
 from jaxmodels.data.dataset import Dataset
-from jaxmodels.data.frames import LIMIT, cached_frames, frames_folder
-from jaxmodels.data.frames import resize_frames
+from jaxmodels.data.frames import LIMIT, cache_frames, get_frames_folder, resize_frames
 from jaxmodels.errors import DatasetError
 from jaxmodels.types import Feature
 
+
 class Sampler:
-    """Every row once in an epoch, in an order that each epoch shuffles anew."""
+    """Draws rows for each step; in every epoch each row once, in a newly shuffled order."""
 
     def __init__(self, rows: int, batch_size: int, seed: int):
         self._rows, self._batch_size, self._seed = rows, batch_size, seed
@@ -25,9 +26,9 @@ class Sampler:
         self._lock = threading.Lock()
 
     def at(self, step: int) -> np.ndarray:
-        """(b,) rows of this step, ascending: neighbours in a file are read together."""
-        places = np.arange(step * self._batch_size, (step + 1) * self._batch_size)
-        epochs, within = np.divmod(places, self._rows)
+        """Rows (b,) of a step, ascending, so that neighbours in a file are read together."""
+        positions = np.arange(step * self._batch_size, (step + 1) * self._batch_size)
+        epochs, within = np.divmod(positions, self._rows)
         return np.sort(np.concatenate([self._order(int(e))[within[epochs == e]] for e in np.unique(epochs)]))
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -41,7 +42,7 @@ class Sampler:
 
 
 class Batch(NamedTuple):
-    """Raw (not normalised) observations, the actions that followed, and what was to be done.
+    """A training batch: raw (not normalised) observations, the actions that followed, and tasks.
 
     Attributes:
         images: per camera of the policy, in its order and size, uint8 (b, h, w, 3).
@@ -61,8 +62,8 @@ class Batch(NamedTuple):
 
 
 @runtime_checkable
-class Sees(Protocol):
-    """What of a policy's config shapes its batches."""
+class FeatureSource(Protocol):
+    """The part of a policy's config that decides what its batches contain."""
 
     @property
     def cameras(self) -> tuple[Feature, ...]: ...
@@ -77,7 +78,7 @@ class Sees(Protocol):
 
 
 class Loader:
-    """Batches of a dataset as a policy sees it; each is a function of the seed and the step alone.
+    """Batches of a dataset for a policy; each depends on the seed and the step alone.
 
     Attributes:
         waited: seconds that whoever took batches had to wait for them.
@@ -87,7 +88,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        policy: Sees,
+        policy: FeatureSource,
         *,
         batch_size: int,
         seed: int,
@@ -124,12 +125,12 @@ class Loader:
         self._sampler = Sampler(len(dataset), batch_size, seed)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
-        folder = frames_folder() if cache is True else cache or None
-        self._sizes = {one.name: (one.shape[1], one.shape[2]) for one in policy.cameras}
+        folder = get_frames_folder() if cache is True else cache or None
+        self._sizes = {camera.name: (camera.shape[1], camera.shape[2]) for camera in policy.cameras}
         self._cached = {
             name: None
             if folder is None
-            else cached_frames(
+            else cache_frames(
                 folder, dataset, name, size, workers=self._workers, limit=cache_limit, on_progress=on_progress
             )
             for name, size in self._sizes.items()
@@ -137,7 +138,7 @@ class Loader:
         self.is_cached = all(frames is not None for frames in self._cached.values())
 
     def at(self, step: int) -> Batch:
-        """The batch of one step of the training."""
+        """The batch of one training step."""
         rows = self._sampler.at(step)[self._part]
         dataset, policy = self.dataset, self.policy
         actions, is_pad = dataset.window(policy.action.name, rows, range(policy.chunk_size))
@@ -155,7 +156,7 @@ class Loader:
         )
 
     def batches(self, first: int, last: int) -> Generator[Batch, None, None]:
-        """Those of steps ``first`` to ``last - 1``, in order.
+        """Batches of steps ``first`` to ``last - 1``, in order.
 
         Raises:
             DatasetError: frames cannot be read.
@@ -183,19 +184,19 @@ class Loader:
         return resize_frames(self.dataset.frames(name, rows), self._sizes[name])
 
 
-def _check(dataset: Dataset, policy: Sees) -> None:
+def _check(dataset: Dataset, policy: FeatureSource) -> None:
     wrong = []
     for feature in (*policy.cameras, policy.state, policy.environment_state, policy.action):
         if feature is None:
             continue
         try:
-            found = dataset.feature(feature.name)
+            available = dataset.feature(feature.name)
         except DatasetError as error:
             wrong.append(str(error))
             continue
-        if found.type != feature.type or (feature.type != "VISUAL" and found.shape != feature.shape):
+        if available.type != feature.type or (feature.type != "VISUAL" and available.shape != feature.shape):
             wrong.append(
-                f"{feature.name} is {found.type} {list(found.shape)}; the policy has {feature.type} "
+                f"{feature.name} is {available.type} {list(available.shape)}; the policy has {feature.type} "
                 f"{list(feature.shape)}"
             )
         elif feature.type != "VISUAL":

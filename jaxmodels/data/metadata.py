@@ -1,23 +1,17 @@
-"""Checked info.json, layout, episode locations."""
+"""A dataset's metadata, checked: info.json, tasks, and where each episode lies."""
 
-import re
-from jaxmodels.types import ACTION, ENVIRONMENT_STATE, IMAGES, STATE
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-from jaxmodels.checkpoints.files import read_json
-from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
-from jaxmodels.types import Feature, parse_names
-from jaxmodels.ranges import shown
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from jaxmodels.data.table_files import read_lines
-from jaxmodels.data.table_files import read_table
-from jaxmodels.errors import DatasetError
+
+from jaxmodels.checkpoints.files import read_json
+from jaxmodels.data.table_files import read_lines, read_table
+from jaxmodels.errors import CheckpointError, ConfigError, DatasetError
+from jaxmodels.ranges import shorten_value
+from jaxmodels.types import ACTION, ENVIRONMENT_STATE, IMAGES, STATE, Feature, parse_names
 
 __all__ = ["ACTION", "ENVIRONMENT_STATE", "IMAGES", "STATE"]
 
@@ -51,7 +45,7 @@ INDICES = {
 FEATURE_NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}")
 
 # Larger frames are not decoded: whoever made the file may want to fill the memory.
-MOST_PIXELS = 3840 * 2160
+MAX_PIXELS = 3840 * 2160
 # Only what datasets come in, so that a stranger's file does not choose among all of FFmpeg's decoders.
 CODECS = ("av1", "h264", "hevc", "libdav1d", "vp9")
 
@@ -61,7 +55,7 @@ PICTURES = ("video", "image")
 
 @dataclass(frozen=True)
 class Info:
-    """What there is, before any row was read.
+    """Contents of a dataset's ``info.json``.
 
     Attributes:
         version: `layout.VERSION` or `layout.OLD_VERSION`.
@@ -83,33 +77,33 @@ class Info:
 
 
 def read_info(folder: Path) -> Info:
-    """Reads and checks it.
+    """Read and check a dataset's ``info.json``.
 
     Raises:
-        DatasetError: it is missing, of another version, or garbled; all complaints together.
+        DatasetError: it is missing, of another version, or garbled; all errors together.
     """
     if not (folder / INFO).is_file():
         raise DatasetError(f"{folder}: no {INFO} there; wanted a LeRobotDataset v3.0 or v2.1 folder")
     try:
-        found = read_json(folder / INFO)
+        values = read_json(folder / INFO)
     except CheckpointError as error:
         raise DatasetError(f"{folder.name}: {error}") from error
-    version = found.get("codebase_version")
+    version = values.get("codebase_version")
     if version not in (VERSION, OLD_VERSION):
         raise DatasetError(
             f"{folder.name}: codebase_version is {str(version)[:20]!r}; wanted {VERSION} or "
             f"{OLD_VERSION}, to which lerobot converts others"
         )
     wrong: list[str] = []
-    fps = found.get("fps")
+    fps = values.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000 or not math.isfinite(fps):
         wrong.append(f"fps is {str(fps)[:20]}; wanted a number above 0")
     counts = {}
     for name, usual in (("total_episodes", None), ("total_frames", None), ("chunks_size", CHUNK_FILES)):
-        counts[name] = found.get(name, usual)
+        counts[name] = values.get(name, usual)
         if isinstance(counts[name], bool) or not isinstance(counts[name], int) or counts[name] < 1:
             wrong.append(f"{name} is {str(counts[name])[:20]}; wanted an integer of 1 or more")
-    entries = found.get("features")
+    entries = values.get("features")
     features, pictures = [], {}
     if not isinstance(entries, dict):
         wrong.append("features is no object")
@@ -128,7 +122,7 @@ def read_info(folder: Path) -> Info:
         wrong.append(f"there is no feature {ACTION!r}")
     if wrong:
         raise DatasetError(f"{folder.name}: {INFO}: {'; '.join(wrong)}")
-    robot_type = found.get("robot_type")
+    robot_type = values.get("robot_type")
     return Info(
         version=str(version),
         fps=float(fps),  # pyright: ignore[reportArgumentType] - checked above
@@ -142,12 +136,12 @@ def read_info(folder: Path) -> Info:
 
 
 def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
-    """As LeRobot sorts a dataset's columns for policies (lerobot/datasets/utils.py, dataset_to_policy_features)."""
+    """The feature of a dataset's column, with types as in LeRobot's `dataset_to_policy_features`."""
     if not FEATURE_NAME.fullmatch(name):
         raise ValueError("the name cannot be used; wanted letters, digits and _.-")
     dtype, shape = entry["dtype"], entry["shape"]
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise ValueError(f"shape is {shown(shape)}; wanted a list of integers")
+        raise ValueError(f"shape is {shorten_value(shape)}; wanted a list of integers")
     shape = tuple(shape)
     if dtype in PICTURES:
         return Feature(name, "VISUAL", _channels_first(shape, entry.get("names")))
@@ -181,17 +175,17 @@ def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
         raise ValueError(f"shape is {list(shape)}; wanted [height, width, 3]")
     is_last = shape[2] == 3 and not (isinstance(names, list) and names[:1] in (["channel"], ["channels"]))
     channels, height, width = (shape[2], *shape[:2]) if is_last else shape
-    if height * width > MOST_PIXELS:
-        raise ValueError(f"frames of {height}x{width} pixels; wanted {MOST_PIXELS} at most")
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"frames of {height}x{width} pixels; wanted {MAX_PIXELS} at most")
     return channels, height, width
 
 
-MOST_TASKS = 1_000_000
+MAX_TASKS = 1_000_000
 
 
 @dataclass(frozen=True)
 class EpisodeLocation:
-    """One episode.
+    """Number and length of an episode, and where its rows and videos lie.
 
     Attributes:
         number: its ``episode_index``.
@@ -206,72 +200,74 @@ class EpisodeLocation:
     videos: Mapping[str, tuple[str, float]]
 
 
-def read_places(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
-    """All episodes in their order.
+def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
+    """Where all episodes of a dataset lie, in their order.
 
     Raises:
         DatasetError: files of the description are missing or garbled, or it contradicts itself.
     """
     try:
-        places = _new(folder, info) if info.version == VERSION else _old(folder, info)
+        locations = _read_new_episodes(folder, info) if info.version == VERSION else _read_old_episodes(folder, info)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(f"{folder.name}: the description of its episodes lacks or garbles {error}") from error
-    numbers = [place.number for place in places]
-    if numbers != list(range(len(places))):
-        raise DatasetError(f"{folder.name}: its episodes are not numbered 0, 1, 2...; found {_shown(numbers)}")
-    rows = sum(place.length for place in places)
-    if (len(places), rows) != (info.episodes, info.frames):
+    numbers = [location.number for location in locations]
+    if numbers != list(range(len(locations))):
+        raise DatasetError(f"{folder.name}: its episodes are not numbered 0, 1, 2...; found {_join_first(numbers)}")
+    rows = sum(location.length for location in locations)
+    if (len(locations), rows) != (info.episodes, info.frames):
         raise DatasetError(
             f"{folder.name}: {INFO} speaks of {info.episodes} episodes and {info.frames} frames; "
-            f"meta/episodes describes {len(places)} and {rows}"
+            f"meta/episodes describes {len(locations)} and {rows}"
         )
-    return places
+    return locations
 
 
-def choose(folder: Path, places: Sequence[EpisodeLocation], episodes: Sequence[int] | None) -> tuple[EpisodeLocation, ...]:
-    """Those that are asked for, in the dataset's order; all of them for None.
+def select_episodes(
+    folder: Path, locations: Sequence[EpisodeLocation], episodes: Sequence[int] | None
+) -> tuple[EpisodeLocation, ...]:
+    """The locations of some episodes, in the dataset's order; of all for None.
 
     Raises:
         DatasetError: one is not there, or none is wanted.
     """
     if episodes is None:
-        return tuple(places)
-    if wrong := sorted({number for number in episodes if not 0 <= number < len(places)}):
-        raise DatasetError(f"{folder.name}: no episodes {_shown(wrong)}; it has 0 to {len(places) - 1}")
+        return tuple(locations)
+    if wrong := sorted({number for number in episodes if not 0 <= number < len(locations)}):
+        raise DatasetError(f"{folder.name}: no episodes {_join_first(wrong)}; it has 0 to {len(locations) - 1}")
     if not episodes:
-        raise DatasetError(f"{folder.name}: no episodes are asked for; wanted some of 0 to {len(places) - 1}")
-    wanted = set(episodes)
-    return tuple(place for place in places if place.number in wanted)
+        raise DatasetError(f"{folder.name}: no episodes are asked for; wanted some of 0 to {len(locations) - 1}")
+    selected = set(episodes)
+    return tuple(location for location in locations if location.number in selected)
 
 
-def _new(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
+def _read_new_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     files = sorted((folder / "meta/episodes").glob("chunk-*/file-*.parquet"))
     if not files:
         raise DatasetError(f"{folder.name}: no files in meta/episodes; fetch or copy the dataset anew")
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for name in videos:
-        columns += [f"videos/{name}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
-    found = []
+        columns += [f"videos/{name}/{column}" for column in ("chunk_index", "file_index", "from_timestamp")]
+    locations = []
     for path in files:
         table = read_table(path, columns, f"{folder.name}: {path.relative_to(folder)}")
-        found += [_new_place(row, videos) for row in table.to_pylist()]
-    return tuple(sorted(found, key=lambda place: place.number))
+        locations += [_read_new_location(row, videos) for row in table.to_pylist()]
+    return tuple(sorted(locations, key=lambda location: location.number))
 
 
-def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> EpisodeLocation:
-    def place(prefix: str) -> dict[str, int]:
+def _read_new_location(row: Mapping[str, Any], videos: Sequence[str]) -> EpisodeLocation:
+    def read_location(prefix: str) -> dict[str, int]:
         return {name: _count(row[f"{prefix}/{name}"], f"{prefix}/{name}") for name in ("chunk_index", "file_index")}
 
     return EpisodeLocation(
         number=_count(row["episode_index"], "episode_index"),
         length=_length(row["length"]),
-        rows=DATA.format(**place("data")),
+        rows=DATA.format(**read_location("data")),
         videos={
             name: (
-                VIDEO.format(video_key=name, **place(f"videos/{name}")),
+                VIDEO.format(video_key=name, **read_location(f"videos/{name}")),
                 _seconds(row[f"videos/{name}/from_timestamp"]),
             )
             for name in videos
@@ -279,13 +275,13 @@ def _new_place(row: Mapping[str, Any], videos: Sequence[str]) -> EpisodeLocation
     )
 
 
-def _old(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
+def _read_old_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
-    found = []
+    locations = []
     for row in read_lines(folder / OLD_EPISODES, f"{folder.name}: {OLD_EPISODES}"):
         number = _count(row["episode_index"], "episode_index")
         where = {"chunk": number // info.chunk_files, "episode": number}
-        found.append(
+        locations.append(
             EpisodeLocation(
                 number,
                 _length(row["length"]),
@@ -293,11 +289,11 @@ def _old(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
                 {name: (OLD_VIDEO.format(video_key=name, **where), 0.0) for name in videos},
             )
         )
-    return tuple(sorted(found, key=lambda place: place.number))
+    return tuple(sorted(locations, key=lambda location: location.number))
 
 
 def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
-    """What is done, in words, by ``task_index``.
+    """Texts of a dataset's tasks, in the order of ``task_index``.
 
     Raises:
         DatasetError: the list is missing or garbled.
@@ -312,14 +308,19 @@ def read_tasks(folder: Path, info: Info) -> tuple[str, ...]:
     else:
         where = f"{folder.name}: {OLD_TASKS}"
         pairs = [(row.get("task_index"), row.get("task")) for row in read_lines(folder / OLD_TASKS, where)]
-    found: dict[int, str] = {}
+    tasks_by_index: dict[int, str] = {}
     for number, task in pairs:
-        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(task, str) or number in found:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int)
+            or not isinstance(task, str)
+            or number in tasks_by_index
+        ):
             raise DatasetError(f"{where}: {number!r} is {str(task)[:80]!r}; wanted each number once, with a text")
-        found[number] = task
-    if sorted(found) != list(range(len(found))) or not 0 < len(found) <= MOST_TASKS:
-        raise DatasetError(f"{where}: tasks are not numbered 0, 1, 2...; found {_shown(sorted(found))}")
-    return tuple(found[number] for number in range(len(found)))
+        tasks_by_index[number] = task
+    if sorted(tasks_by_index) != list(range(len(tasks_by_index))) or not 0 < len(tasks_by_index) <= MAX_TASKS:
+        raise DatasetError(f"{where}: tasks are not numbered 0, 1, 2...; found {_join_first(sorted(tasks_by_index))}")
+    return tuple(tasks_by_index[number] for number in range(len(tasks_by_index)))
 
 
 def _count(value: Any, name: str) -> int:
@@ -340,5 +341,5 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
-def _shown(numbers: Sequence[int]) -> str:
+def _join_first(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")

@@ -1,4 +1,4 @@
-"""Statistics of features as LeRobotDataset v3 keeps them: of vectors, of pictures, and out of its files."""
+"""Statistics of features as LeRobotDataset v3 stores them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,62 +18,62 @@ Stats = dict[str, list]
 Arrays = dict[str, np.ndarray]
 
 
-def of_vectors(values: np.ndarray) -> Stats:
-    """min, max, mean, std, count and quantiles of (n, d) over n; integers keep integer bounds."""
+def compute_vector_stats(values: np.ndarray) -> Stats:
+    """min, max, mean, std, count and quantiles of an array (n, d) over n; integers keep integer bounds."""
     wide = values.astype(np.float64)
-    found: Stats = {"min": values.min(0).tolist(), "max": values.max(0).tolist()}
-    found |= {"mean": wide.mean(0).tolist(), "std": wide.std(0).tolist(), "count": [len(values)]}
-    return found | {name: np.quantile(wide, share, axis=0).tolist() for name, share in QUANTILES.items()}
+    stats: Stats = {"min": values.min(0).tolist(), "max": values.max(0).tolist()}
+    stats |= {"mean": wide.mean(0).tolist(), "std": wide.std(0).tolist(), "count": [len(values)]}
+    return stats | {name: np.quantile(wide, share, axis=0).tolist() for name, share in QUANTILES.items()}
 
 
-class Colours:
-    """The same of frames, from a histogram of each channel: values in [0, 1], shaped (3, 1, 1)."""
+class ColourStats:
+    """Statistics of a camera's frames from a histogram of each channel: values in [0, 1], shaped (3, 1, 1)."""
 
     def __init__(self) -> None:
         self.frames = 0
         self._counts = np.zeros((3, 256), np.int64)
 
     def add(self, pixels: np.ndarray) -> None:
-        """Look at one frame: uint8 (h, w, 3)."""
+        """Count the pixels of a frame, uint8 (h, w, 3)."""
         step_h, step_w = (max(side // SIDE, 1) for side in pixels.shape[:2])
-        seen = pixels[::step_h, ::step_w]
-        self._counts += np.stack([np.bincount(seen[..., channel].ravel(), minlength=256) for channel in range(3)])
+        sampled = pixels[::step_h, ::step_w]
+        self._counts += np.stack([np.bincount(sampled[..., channel].ravel(), minlength=256) for channel in range(3)])
         self.frames += 1
 
-    def __iadd__(self, other: "Colours") -> "Colours":
+    def __iadd__(self, other: "ColourStats") -> "ColourStats":
         self.frames += other.frames
         self._counts += other._counts
         return self
 
     def stats(self) -> Stats:
-        """What was seen."""
+        """Statistics of all frames so far."""
         levels = np.arange(256) / 255
         count = np.maximum(self._counts.sum(1), 1)
         mean = self._counts @ levels / count
         spread = np.sqrt(np.maximum(self._counts @ levels**2 / count - mean**2, 0))
-        seen = self._counts > 0
-        found: Mapping[str, np.ndarray] = {
-            "min": seen.argmax(1) / 255,
-            "max": (255 - seen[:, ::-1].argmax(1)) / 255,
+        is_present = self._counts > 0
+        stats: Mapping[str, np.ndarray] = {
+            "min": is_present.argmax(1) / 255,
+            "max": (255 - is_present[:, ::-1].argmax(1)) / 255,
             "mean": mean,
             "std": spread,
             **{name: self._quantile(share) for name, share in QUANTILES.items()},
         }
-        return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {"count": [self.frames]}
+        return {name: value.reshape(3, 1, 1).tolist() for name, value in stats.items()} | {"count": [self.frames]}
 
     def _quantile(self, share: float) -> np.ndarray:
         reached = self._counts.cumsum(1) >= share * self._counts.sum(1, keepdims=True)
         return reached.argmax(1) / 255
 
 
-def as_arrays(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
-    """What a file says of a feature: float32 of its shape, pictures' (3, 1, 1); names that are not known are left out.
+def read_stats(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
+    """Check statistics out of a file: float32 of the feature's shape, (3, 1, 1) of images; unknown names are dropped.
 
     Raises:
         DatasetError: an array has another shape, or a number is none or not finite.
     """
-    wanted = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
-    found = {}
+    expected = (3, 1, 1) if feature.type == "VISUAL" else feature.shape
+    arrays = {}
     for name in NAMES:
         if name not in stats:
             continue
@@ -81,11 +81,11 @@ def as_arrays(feature: Feature, stats: Mapping[str, Any], where: str) -> Arrays:
             array = np.asarray(stats[name], np.float32)
         except (TypeError, ValueError) as error:
             raise DatasetError(f"{where}: {name} of {feature.name} holds something else than numbers") from error
-        shape = (1,) if name == "count" else wanted
+        shape = (1,) if name == "count" else expected
         if array.shape not in (shape, ()) or not np.isfinite(array).all():
             raise DatasetError(
                 f"{where}: {name} of {feature.name} has shape {list(array.shape)} or is not finite; "
                 f"wanted {list(shape)} finite numbers"
             )
-        found[name] = np.broadcast_to(array, shape).copy()
-    return found
+        arrays[name] = np.broadcast_to(array, shape).copy()
+    return arrays

@@ -1,27 +1,25 @@
-"""Parquet and JSON-lines files, read with limits."""
+"""Readers of Parquet and JSON-lines files, with limits of size."""
 
+import json
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from jaxmodels.errors import DatasetError
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+
 from jaxmodels.errors import DatasetError
 
 # Beyond any dataset there is; a few bytes of a file can claim as many rows as they like.
-MOST_ROWS = 100_000_000
+MAX_ROWS = 100_000_000
 # More rows than the file has bytes, and so many times its bytes in memory: those of arms that stand still come to 30.
 ROWS_BASE, VALUES_BASE, EXPANSION = 10_000, 64 << 20, 256
 
 
 def open_table(path: Path, where: str) -> parquet.ParquetFile:
-    """The file, of which nothing but the end was read.
+    """Open a Parquet file, of which only the footer is read.
 
     Raises:
         DatasetError: it is missing, no parquet file, or claims too many rows.
@@ -35,7 +33,7 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
         raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
     rows = file.metadata.num_rows
     # Each row has an index of its own: it takes more than a byte of the file, whatever is done to make it small.
-    most = min(MOST_ROWS, ROWS_BASE + path.stat().st_size)
+    most = min(MAX_ROWS, ROWS_BASE + path.stat().st_size)
     if rows > most:
         file.close()
         raise DatasetError(f"{where}: {rows} rows; allowed are {most} in a file of its size")
@@ -43,7 +41,7 @@ def open_table(path: Path, where: str) -> parquet.ParquetFile:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what would be waited for (a pipe) or never ends (a device).
+    """Refuse a file that is no regular one: a pipe would block, a device may never end.
 
     Raises:
         OSError: it is not there, or no regular file.
@@ -52,14 +50,14 @@ def check_regular(path: Path) -> None:
         raise OSError(f"{path.name} is no regular file")
 
 
-def _check_size(file: parquet.ParquetFile, wanted: Sequence[str], where: str) -> None:
+def _check_size(file: parquet.ParquetFile, columns: Sequence[str], where: str) -> None:
     """Refuse columns that would take far more memory than the file has bytes."""
     metadata, values = file.metadata, 0
     for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        for number in range(found.num_columns):
-            column = found.column(number)
-            if column.path_in_schema.split(".list.")[0] in wanted:
+        row_group = metadata.row_group(group)
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            if column.path_in_schema.split(".list.")[0] in columns:
                 values += max(column.num_values, column.total_uncompressed_size // 8)
     size = metadata.serialized_size + sum(
         metadata.row_group(group).column(number).total_compressed_size
@@ -68,31 +66,31 @@ def _check_size(file: parquet.ParquetFile, wanted: Sequence[str], where: str) ->
     )
     if values * 8 > VALUES_BASE + EXPANSION * size:
         raise DatasetError(
-            f"{where}: {', '.join(wanted)[:200]} would take {values * 8} bytes of memory; allowed are "
+            f"{where}: {', '.join(columns)[:200]} would take {values * 8} bytes of memory; allowed are "
             f"{VALUES_BASE + EXPANSION * size}, {EXPANSION} times the file"
         )
 
 
 def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Table:
-    """These columns, or all but the statistics.
+    """Read these columns of a Parquet file, or all but the statistics.
 
     Raises:
         DatasetError: the file or one of them is missing or cannot be read.
     """
     with open_table(path, where) as file:
-        there = file.schema_arrow.names
-        wanted = list(columns) if columns is not None else [name for name in there if not name.startswith("stats/")]
-        if missing := sorted(set(wanted) - set(there)):
+        available = file.schema_arrow.names
+        selected = list(columns) if columns is not None else [name for name in available if not name.startswith("stats/")]
+        if missing := sorted(set(selected) - set(available)):
             raise DatasetError(f"{where} has no column {', '.join(missing)}")
-        _check_size(file, wanted, where)
+        _check_size(file, selected, where)
         try:
-            return file.read(columns=wanted)
+            return file.read(columns=selected)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DatasetError(f"{where} cannot be read ({type(error).__name__}); fetch or copy it anew") from error
 
 
-def vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
-    """(n, width) of a column of lists, or of single numbers.
+def read_vectors(column: Any, width: int, dtype: Any, where: str) -> np.ndarray:
+    """A column of lists or of single numbers as an array (n, width).
 
     Raises:
         DatasetError: it holds something else, or nothing in places.
@@ -117,7 +115,7 @@ LONGEST = 1 << 22  # bytes of a line; statistics of thirty features have a hundr
 
 
 def read_lines(path: Path, where: str) -> Iterator[dict[str, Any]]:
-    """The objects, one at a time.
+    """The objects of a JSON-lines file, one at a time.
 
     Raises:
         DatasetError: the file is missing, or a line is too long or no object.

@@ -1,31 +1,27 @@
-"""mp4 frames by timestamp, read and written."""
+"""Readers and writers of mp4 files, by timestamp."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-import av
-import numpy as np
-from av.error import FFmpegError
-from av.video.reformatter import VideoReformatter
-from jaxmodels.data import metadata
-from jaxmodels.data.table_files import check_regular
-from jaxmodels.errors import DatasetError
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
 import av
 import numpy as np
 from av.error import FFmpegError
+from av.video.reformatter import VideoReformatter
+
 from jaxmodels.data import metadata
-from jaxmodels.data.statistics import FRAMES, Colours, Stats
+from jaxmodels.data.statistics import FRAMES, ColourStats, Stats
+from jaxmodels.data.table_files import check_regular
+from jaxmodels.errors import DatasetError
 
 # Of the time of a frame: two that are nearer are the same, whatever the file's clock and float32 made of it.
 NEAR = 0.1
 
 
 class VideoFile:
-    """One open file; for one thread at a time."""
+    """An open mp4 file, for one thread at a time."""
 
     def __init__(self, path: Path, size: tuple[int, int], fps: float, where: str):
         """Open it.
@@ -59,20 +55,20 @@ class VideoFile:
         if not streams:
             raise DatasetError(f"{self._where} has no video in it")
         context = streams[0].codec_context
-        found = (context.height, context.width)
+        size = (context.height, context.width)
         if context.name not in metadata.CODECS:
             raise DatasetError(f"{self._where} is {context.name}; wanted one of {', '.join(metadata.CODECS)}")
-        if found != self._size:
+        if size != self._size:
             raise DatasetError(
-                f"{self._where} has frames of {found[0]}x{found[1]}; the dataset speaks of "
+                f"{self._where} has frames of {size[0]}x{size[1]}; the dataset speaks of "
                 f"{self._size[0]}x{self._size[1]}"
             )
         context.thread_count = 1  # several files are decoded at once instead
-        context.options = {"max_pixels": str(metadata.MOST_PIXELS)}  # frames may claim another size later on
+        context.options = {"max_pixels": str(metadata.MAX_PIXELS)}  # frames may claim another size later on
         return streams[0]
 
     def at(self, seconds: float) -> np.ndarray:
-        """The frame that is shown nearest to this time, uint8 (h, w, 3); later times are cheap, earlier ones a jump.
+        """Decode the frame nearest to a time, uint8 (h, w, 3); later times are cheap, earlier ones need a seek.
 
         Raises:
             DatasetError: no frame is shown within half a period, or it cannot be decoded.
@@ -88,17 +84,17 @@ class VideoFile:
             ) from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._container.close()
 
     def _find(self, seconds: float) -> Any:
         earliest = seconds - NEAR * self._period
-        if not self._leads_to(earliest):
+        if not self._is_ahead(earliest):
             self._seek(earliest)
         while self._newest is not None and self._newest.time < earliest:
             self._before, self._newest = self._newest, next(self._frames, None)
-        shown = [frame for frame in (self._newest, self._before) if frame is not None]
-        best = min(shown, key=lambda frame: abs(frame.time - seconds), default=None)
+        candidates = [frame for frame in (self._newest, self._before) if frame is not None]
+        best = min(candidates, key=lambda frame: abs(frame.time - seconds), default=None)
         if best is None or abs(best.time - seconds) > self._period / 2:
             raise DatasetError(
                 f"{self._where} has no frame at {seconds:.3f} s"
@@ -107,7 +103,7 @@ class VideoFile:
             )
         return best
 
-    def _leads_to(self, seconds: float) -> bool:
+    def _is_ahead(self, seconds: float) -> bool:
         """Whether decoding on is the shortest way there."""
         if self._newest is None:
             return False
@@ -116,16 +112,16 @@ class VideoFile:
         return self._key_frame(seconds) <= self._newest.pts
 
     def _key_frame(self, seconds: float) -> int:
-        """When decoding must begin to see this time, in the file's own units; as MP4 lists it, without reading."""
+        """Timestamp of the last key frame before a time, from the MP4 index; nothing is read."""
         entries = self._stream.index_entries
-        found = entries.search_timestamp(self._ticks(seconds), backward=True)
-        return entries[found].timestamp if found >= 0 else 0
+        index = entries.search_timestamp(self._ticks(seconds), backward=True)
+        return entries[index].timestamp if index >= 0 else 0
 
     def _ticks(self, seconds: float) -> int:
         return max(int(seconds / self._stream.time_base), 0)
 
     def _seek(self, seconds: float) -> None:
-        """Before this time, at a key frame: that of the time itself may be shown later, when frames are reordered."""
+        """Seek to a key frame before this time; that of the time itself may be shown later, as frames are reordered."""
         for back in (0.0, 1.0, seconds):
             self._container.seek(self._ticks(seconds - back), stream=self._stream)
             self._frames = self._container.decode(self._stream)
@@ -146,7 +142,7 @@ _OPTIONS = {
 
 
 class VideoWriter:
-    """Frames of one size into one file, one per tick.
+    """Encodes frames of one size into an mp4 file, one per tick.
 
     Attributes:
         count: frames written.
@@ -167,7 +163,7 @@ class VideoWriter:
         self._newest: tuple[np.ndarray, Any] | None = None
 
     def add(self, pixels: np.ndarray) -> None:
-        """The next frame; one of another size is scaled to the first one's, the same array again is not converted."""
+        """Encode the next frame, scaled to the first one's size; the same array again is not converted anew."""
         if self._newest is None or self._newest[0] is not pixels:
             height, width = self.size
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), "rgb24")
@@ -178,7 +174,7 @@ class VideoWriter:
         self.count += 1
 
     def close(self) -> None:
-        """Write what is left; a file that could not be written to is only let go of.
+        """Write the frames that are left and close the file; after a failed write it is only closed.
 
         Raises:
             OSError: the disk does not take it.
@@ -194,7 +190,7 @@ class VideoWriter:
         self._container.close()
 
     def discard(self) -> None:
-        """Let go of a file that nobody wants."""
+        """Close the file without writing what is left."""
         with suppress(FFmpegError, OSError):
             self._container.close()
 
@@ -208,7 +204,7 @@ class VideoWriter:
 
 
 class CameraFiles:
-    """One camera's frames: files of about 200 MB, each with whole episodes.
+    """Video files of one camera in a dataset, about 200 MB each, every one with whole episodes.
 
     Attributes:
         colours: of all frames that were looked at.
@@ -216,16 +212,16 @@ class CameraFiles:
     """
 
     def __init__(self, folder: Path, key: str, rate: Fraction):
-        self.colours = Colours()
+        self.colours = ColourStats()
         self.size = (0, 0)
         self.format = ""
         self._folder, self._key, self._rate = folder, key, rate
         self._number, self._file, self._from = -1, None, 0
-        self._episode = Colours()
-        self._looked_at: np.ndarray | None = None
+        self._episode = ColourStats()
+        self._sampled_frames: np.ndarray | None = None
 
     def add(self, pixels: np.ndarray) -> None:
-        """The next frame; the same array as before is the same frame."""
+        """Encode the next frame; the same array as before is the same frame."""
         if self._file is None:
             self.size = self.size if any(self.size) else (pixels.shape[0], pixels.shape[1])
             self._number += 1
@@ -233,13 +229,13 @@ class CameraFiles:
             path = metadata.VIDEO.format(video_key=self._key, chunk_index=chunk, file_index=file)
             self._file, self._from = VideoWriter(self._folder / path, self._rate, self.size), 0
             self.format = self._file.format
-        if pixels is not self._looked_at and self._episode.frames < FRAMES:
+        if pixels is not self._sampled_frames and self._episode.frames < FRAMES:
             self._episode.add(pixels)
-            self._looked_at = pixels
+            self._sampled_frames = pixels
         self._file.add(pixels)
 
     def end_episode(self) -> tuple[dict[str, Any], Stats]:
-        """Where the episode's frames are, and what they look like."""
+        """Where the episode's frames lie, and their statistics."""
         assert self._file is not None, "an episode has frames"
         chunk, file = divmod(self._number, metadata.CHUNK_FILES)
         prefix, count = f"videos/{self._key}/", self._file.count
@@ -252,14 +248,14 @@ class CameraFiles:
         self._from = count
         stats = self._episode.stats()
         self.colours += self._episode
-        self._episode, self._looked_at = Colours(), None
+        self._episode, self._sampled_frames = ColourStats(), None
         # There is no file yet while the encoder still holds all frames.
         if self._file.path.is_file() and self._file.path.stat().st_size > metadata.VIDEO_MEGABYTES << 20:
             self.close()
         return row, stats
 
     def close(self) -> None:
-        """End the file, once: what could not be written is not tried again.
+        """Finish the last file; a write that failed is not tried again.
 
         Raises:
             OSError: the disk does not take it.
@@ -269,7 +265,7 @@ class CameraFiles:
             file.close()
 
     def discard(self) -> None:
-        """Let go of a file that nobody wants."""
+        """Close the last file without writing what is left."""
         file, self._file = self._file, None
         if file is not None:
             file.discard()

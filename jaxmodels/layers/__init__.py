@@ -1,1 +1,1 @@
-"""Layers that more than one model is built of."""
+"""Neural network layers that several models share."""

@@ -1,4 +1,4 @@
-"""Multi-head attention, over the same tokens or over others."""
+"""Multi-head self- and cross-attention."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def attend(
     *,
     scale: float | None = None,
 ) -> Float[Array, "b n heads k"]:
-    """Softmax attention, by whatever is fastest for these shapes on the processor that the program is lowered for.
+    """Softmax attention by the kernel that is fastest for these shapes on the platform it is lowered for.
 
     So a program made for another device than the one at hand gets that device's. The softmax is taken in float32
     whatever comes in, and apart from dropout no array has as many numbers as there are scores, forwards or backwards,
@@ -45,15 +45,15 @@ def attend(
     if rngs is not None and rate > 0.0:
         return attention_kernels.attend_whole(query, key, value, bias, rate, rngs)
     own: dict[str, Callable[..., Array]] = {"cpu": attention_kernels.attend_blocked}
-    if attention_kernels.cudnn_takes(query, key, bias):
+    if attention_kernels.is_cudnn_supported(query, key, bias):
         own["cuda"] = attention_kernels.attend_cudnn
-    if attention_kernels.flash_takes(query, key, bias):
+    if attention_kernels.is_flash_supported(query, key, bias):
         own["tpu"] = attention_kernels.attend_flash
     return lax.platform_dependent(query, key, value, bias, default=attention_kernels.attend_in_parts, **own)
 
 
 class Attention(nnx.Module):
-    """Projections to queries, keys and values, attention, and the projection back.
+    """Multi-head attention: projections to queries, keys and values, and back.
 
     Args:
         width: d, the width of the queries' tokens and of what comes out.

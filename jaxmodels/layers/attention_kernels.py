@@ -1,4 +1,4 @@
-"""Attention kernels: batched, blocked CPU, cuDNN, TPU flash.
+"""Attention kernels: batched, blocked for CPUs, cuDNN, flash attention for TPUs.
 
 On a CPU attention is computed in two-dimensional products, which XLA joins with the softmax to few and fast passes; and
 a block's scores stay in the cache between the first product and the second. The limits below were measured with 16 to
@@ -30,18 +30,18 @@ def attend_whole(
     rate: float = 0.0,
     rngs: nnx.Rngs | None = None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention with all scores in memory at once; `rate` drops probabilities where there are `rngs`."""
+    """Attention with all scores in memory at once; probabilities are dropped with `rate` where there are `rngs`."""
     scores = jnp.einsum("bnhk,bmhk->bhnm", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    powers, total = exponents(scores)
-    kept = dropout(powers, rate, rngs).astype(value.dtype)
-    mixed = jnp.einsum("bhnm,bmhk->bhnk", kept, value, preferred_element_type=jnp.float32) / total
+    powers, total = compute_exponents(scores)
+    weights = dropout(powers, rate, rngs).astype(value.dtype)
+    mixed = jnp.einsum("bhnm,bmhk->bhnk", weights, value, preferred_element_type=jnp.float32) / total
     return jnp.swapaxes(mixed, 1, 2).astype(query.dtype)
 
 
-def exponents(scores: Float[Array, "... n m"]) -> tuple[Float[Array, "... n m"], Float[Array, "... n 1"]]:
-    """A softmax before its division, which costs less once the values are mixed; and what to divide by."""
+def compute_exponents(scores: Float[Array, "... n m"]) -> tuple[Float[Array, "... n m"], Float[Array, "... n 1"]]:
+    """Exponentials of a softmax and their sums; dividing after the values are mixed costs less."""
     # The same shift for a whole row changes no softmax, and so no gradient either.
     powers = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     return powers, powers.sum(axis=-1, keepdims=True)
@@ -53,7 +53,7 @@ def attend_in_parts(
     value: Float[Array, "b m heads k"],
     bias: Float[Array, "#b #heads #n m"] | None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention for some queries after the other, so that no more than `SCORES` scores are in memory at once."""
+    """Attention over one part of the queries after the other, with at most `SCORES` scores in memory."""
     batch, length, heads, _ = query.shape
     parts = min(length, math.ceil(batch * heads * length * key.shape[1] / WHOLE_SCORES))
     if parts == 1:
@@ -85,7 +85,7 @@ def attend_blocked(
     value: Float[Array, "b m heads k"],
     bias: Float[Array, "#b #heads #n m"] | None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention that holds the scores of one block in memory, and computes them again on the way back."""
+    """Attention with the scores of one block in memory, computed again in the backward pass."""
     batch, length, heads, _ = query.shape
     scores = length * key.shape[1]
     if scores <= BATCHED_PER_HEAD:
@@ -98,14 +98,14 @@ def attend_blocked(
 
 
 def _attend_in_loops(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-    """Over the heads, and within over blocks of queries."""
+    """Attention in a loop over heads, and within it over blocks of queries."""
     batch, length, heads, _ = query.shape
     count = math.ceil(length / max(BLOCK_QUERIES, BLOCK_SCORES // key.shape[1]))
     queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
 
     def head(inputs: tuple[Array, Array, Array, Array]) -> Array:
-        place, query, key, value = inputs
-        own = None if bias is None else bias[place // heads % bias.shape[0], place % heads % bias.shape[1]]
+        index, query, key, value = inputs
+        own = None if bias is None else bias[index // heads % bias.shape[0], index % heads % bias.shape[1]]
         blocks = split_rows(query, 0, count)
         biases = None if own is None or len(own) == 1 else split_rows(own, 0, count)
 
@@ -134,7 +134,7 @@ def _attend_block(
     scores = jnp.matmul(query, key.T, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    powers, total = exponents(scores)
+    powers, total = compute_exponents(scores)
     mixed = jnp.matmul(powers.astype(value.dtype), value, preferred_element_type=jnp.float32)
     return (mixed / total).astype(query.dtype)
 
@@ -145,8 +145,8 @@ FLASH_LANES = 128
 FLASH_BLOCKS = (512, 256, 128)
 
 
-def flash_takes(query: Array, key: Array, bias: Array | None) -> bool:
-    """Whether the kernel computes this and is worth it: long sequences of whole blocks.
+def is_flash_supported(query: Array, key: Array, bias: Array | None) -> bool:
+    """Whether the TPU kernel computes this and pays off: long sequences of whole blocks.
 
     Not with a bias: the kernel wants it repeated for every head and query, which is as large as the scores.
     """
@@ -160,7 +160,7 @@ def attend_flash(
     value: Float[Array, "b m heads k"],
     bias: None = None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention that holds one block of scores on the chip, forwards and backwards."""
+    """Flash attention on a TPU: one block of scores on the chip, in both passes."""
     # Here, as Pallas takes 0.16 s to import, and few policies have so many tokens.
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 
@@ -191,14 +191,14 @@ def attend_cudnn(
     value: Float[Array, "b m heads k"],
     bias: Float[Array, "#b #heads #n m"] | None,
 ) -> Float[Array, "b n heads k"]:
-    """Attention by cuDNN; what it accepts, `takes` says."""
+    """Attention by cuDNN, for arguments of which `is_cudnn_supported` is true."""
     if bias is not None:  # cuDNN repeats a bias over the batch and the heads, but not over the queries
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[1], bias.shape[3])).astype(query.dtype)
     return jax.nn.dot_product_attention(query, key, value, bias, scale=1.0, implementation="cudnn")
 
 
-def cudnn_takes(query: Array, key: Array, bias: Array | None) -> bool:
-    """Whether cuDNN is there and computes this: half precision, a head size that is a multiple of 8 and not too large.
+def is_cudnn_supported(query: Array, key: Array, bias: Array | None) -> bool:
+    """Whether cuDNN is installed and supports this: half precision, head sizes of multiples of 8 up to a limit.
 
     Where it is not there, nothing can be compiled for such a card either; a program exported from there for one
     computes attention by batched products.

@@ -1,4 +1,4 @@
-"""Sinusoidal positions and times, from constants that the compiler may fold.
+"""Sinusoidal embeddings of positions and timesteps, as constants that the compiler may fold.
 
 Computed in NumPy in the precision of those whose checkpoints hold, or were trained with, the results.
 """
@@ -15,7 +15,7 @@ EPSILON = 1e-6
 
 
 def sinusoidal(count: int, width: int) -> Float[np.ndarray, "n d"]:
-    """Positions 0..count-1 in `width` channels: sine in the even ones, cosine in the odd ones.
+    """Embeddings of positions 0 to count - 1: sine in even channels, cosine in odd ones.
 
     Source: lerobot/policies/act/modeling_act.py, create_sinusoidal_pos_embedding.
     """
@@ -27,7 +27,7 @@ def sinusoidal(count: int, width: int) -> Float[np.ndarray, "n d"]:
 
 
 def sinusoidal_2d(height: int, width: int, channels: int) -> Float[np.ndarray, "h w d"]:
-    """Positions of a feature map: the first half of the channels tells the row, the second the column.
+    """Embeddings of the pixels of a feature map: the row in the first half of the channels, the column in the second.
 
     Rows and columns count from 1 and are scaled so that the last is 2 pi.
     Source: lerobot/policies/act/modeling_act.py, ACTSinusoidalPositionEmbedding2d.
@@ -47,7 +47,7 @@ def sinusoidal_2d(height: int, width: int, channels: int) -> Float[np.ndarray, "
 
 
 def time_sinusoid(time: Float[Array, "..."], width: int, shift: int) -> Float[Array, "... d"]:
-    """Diffusion timesteps in `width` channels: cosines in the first half, sines in the second.
+    """Embeddings of diffusion timesteps: cosines in the first half of the channels, sines in the second.
 
     Args:
         shift: frequencies fall from 1 to ``1 / 10000`` over ``width / 2 - shift`` channels; 1 for DiT, 0 for PixArt.
@@ -67,18 +67,18 @@ _OTHER_WAY: Mapping[tuple[int, int], Mapping[int, float]] = MappingProxyType(
 
 
 def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
-    """Of `time_sinusoid`, as PyTorch had them where the goldens were recorded."""
+    """Frequencies of `time_sinusoid`, as PyTorch computed them where the goldens were recorded."""
     half = width // 2
     exponent = np.float32(-np.log(TEMPERATURE)) * np.arange(half, dtype=np.float32) / np.float32(half - shift)
     frequency = np.exp(exponent.astype(np.float64)).astype(np.float32)
-    for place, towards in _OTHER_WAY.get((width, shift), {}).items():
-        frequency[place] = np.nextafter(frequency[place], np.float32(towards))
+    for index, towards in _OTHER_WAY.get((width, shift), {}).items():
+        frequency[index] = np.nextafter(frequency[index], np.float32(towards))
     return frequency
 
 
 def patch_positions(rows: int, columns: int, base: int, scale: float, width: int) -> Float[Array, "n d"]:
-    """Fixed positions of a grid of patches, row by row: the first half of the channels tells the column, the second
-    the row; each half is sines, then cosines.
+    """Fixed embeddings of a grid of patches, row by row: the column in the first half of the channels, the row in the
+    second; each half is sines, then cosines.
 
     Args:
         base: side of the grid that positions were trained on; another grid is stretched onto it, per axis.

@@ -1,4 +1,4 @@
-"""Feed-forward layer, activations, dropout."""
+"""Feed-forward layer, its activations, and dropout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
-    """Zeroes a share `rate` of `x` and scales the rest up; without `rngs` gives `x` back.
+    """Set a share `rate` of `x` to zero and scale the rest up; without `rngs`, `x` itself.
 
     A stateful dropout layer would put random keys among the weights, and serving and checkpoints would have to
     carry them; so the keys come with the call, from the stream ``dropout``.
@@ -26,7 +26,7 @@ def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float
 
 
 def split_rows(x: Float[Array, "..."], axis: int, parts: int) -> Float[Array, "parts ..."]:
-    """`x` in equal parts along one axis, in front; zeros fill up the last."""
+    """Split `x` into equal parts along one axis, which come first; the last is filled with zeros."""
     size = math.ceil(x.shape[axis] / parts)
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, parts * size - x.shape[axis])
@@ -65,7 +65,7 @@ ROWS = 512
 
 
 class Activation(NamedTuple):
-    """A function of channels, and how many of them it takes for one that it gives."""
+    """An activation function, and how many input channels it needs for one output channel."""
 
     function: Callable[[Array], Array]
     inputs: int
@@ -93,7 +93,7 @@ DIFFUSERS_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 class FeedForward(nnx.Module):
-    """`width` up to `hidden`, activation, and back down.
+    """Feed-forward layer: `width` to `hidden` channels, an activation, and back.
 
     Gated activations halve what they are given, so that the way down is `hidden / 2` wide with them.
     """
@@ -143,7 +143,7 @@ class FeedForward(nnx.Module):
         return self.down(self._activate(x))
 
     def _forward_in_parts(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Some tokens after the other, whose hidden channels never leave the cache."""
+        """Compute some tokens after the other, so that their hidden channels stay in the cache."""
         tokens = x.reshape(-1, x.shape[-1])
         parts = split_rows(tokens, 0, math.ceil(len(tokens) / ROWS))
         return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)

@@ -11,11 +11,11 @@ EPSILON = 1e-5  # PyTorch's default for LayerNorm, GroupNorm and torchvision's F
 
 
 class Buffer(nnx.Variable):
-    """A tensor of a checkpoint that no optimizer may change."""
+    """A variable of a checkpoint that optimizers do not change."""
 
 
 def standardize(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
-    """Each row with mean 0 and variance 1, in float32 whatever comes in.
+    """Scale each row to mean 0 and variance 1, in float32.
 
     The mean is taken off before squaring: E[x^2] - E[x]^2 loses digits where the mean is large.
     """
@@ -25,7 +25,7 @@ def standardize(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d
 
 
 class LayerNorm(nnx.Module):
-    """Normalisation over the width of each token; float32 inside, and out with `keeps_float32`.
+    """Layer normalisation over the width of each token, in float32; also its output with `keeps_float32`.
 
     Args:
         epsilon: added to the variance.
@@ -55,7 +55,7 @@ class LayerNorm(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Normalisation over pixels and neighbouring channels, in float32 whatever comes in."""
+    """Group normalisation over pixels and neighbouring channels, in float32."""
 
     def __init__(self, width: int, groups: int, *, epsilon: float = EPSILON, param_dtype: DTypeLike = jnp.float32):
         self.groups = groups
@@ -77,7 +77,7 @@ class GroupNorm(nnx.Module):
 
 
 class FrozenBatchNorm(nnx.Module):
-    """Batch norm whose statistics and weights are fixed: one multiply-add per channel.
+    """Batch normalisation with fixed statistics and weights: one multiply-add per channel.
 
     Source: torchvision/ops/misc.py, FrozenBatchNorm2d.
     """

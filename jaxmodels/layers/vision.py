@@ -1,4 +1,4 @@
-"""Vision backbones: ResNet, a small CNN, and 3x3 convolution by Winograd's algorithm.
+"""Vision backbones: ResNets, a small CNN, and Winograd's 3x3 convolution.
 
 Source: torchvision/models/resnet.py (v1.5: the stride of a bottleneck sits in its 3x3 convolution).
 
@@ -52,7 +52,7 @@ def convolution(
 
 
 class BlockPlan(NamedTuple):
-    """The shape of one residual block.
+    """Shapes of one residual block.
 
     Attributes:
         convolutions: (input channels, kernel size, stride, dilation) of each; the last has `outputs` channels.
@@ -61,7 +61,7 @@ class BlockPlan(NamedTuple):
     """
 
     stage: int
-    place: int
+    position: int
     convolutions: tuple[tuple[int, int, int, int], ...]
     outputs: int
     stride: int
@@ -73,29 +73,29 @@ class BlockPlan(NamedTuple):
         return self.convolutions[0][0]
 
 
-def blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
-    """The residual blocks of a ResNet in order."""
+def plan_blocks(name: str, dilate_last: bool = False) -> Iterator[BlockPlan]:
+    """Shapes of the residual blocks of a ResNet, in order."""
     is_bottleneck, counts = RESNETS[name]
     inputs, scale = STAGE_WIDTHS[0], 4
     for stage, (width, count) in enumerate(zip(STAGE_WIDTHS, counts, strict=True)):
         outputs = width * EXPANSION if is_bottleneck else width
         is_dilated = dilate_last and stage == 3
-        for place in range(count):
-            stride = 2 if place == 0 and stage > 0 and not is_dilated else 1
+        for position in range(count):
+            stride = 2 if position == 0 and stage > 0 and not is_dilated else 1
             # The first block keeps the dilation of the stage before it.
-            dilation = 2 if is_dilated and place > 0 else 1
+            dilation = 2 if is_dilated and position > 0 else 1
             scale *= stride
             if is_bottleneck:
                 convolutions = ((inputs, 1, 1, 1), (width, 3, stride, dilation), (width, 1, 1, 1))
             else:
                 convolutions = ((inputs, 3, stride, 1), (width, 3, 1, 1))
             projects = stride != 1 or inputs != outputs
-            yield BlockPlan(stage, place, convolutions, outputs, stride, scale, projects)
+            yield BlockPlan(stage, position, convolutions, outputs, stride, scale, projects)
             inputs = outputs
 
 
 class Block(nnx.Module):
-    """Convolutions with norms around a skip connection; the basic kind has two 3x3, the bottleneck 1x1, 3x3, 1x1."""
+    """Residual block of a ResNet: two 3x3 convolutions (basic), or 1x1, 3x3 and 1x1 (bottleneck)."""
 
     def __init__(self, plan: BlockPlan, *, rngs: nnx.Rngs):
         widths = [inputs for inputs, *_ in plan.convolutions[1:]] + [plan.outputs]
@@ -122,13 +122,13 @@ class Block(nnx.Module):
 
 
 def max_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c"]:
-    """3x3 with stride 2, the border never being the largest."""
+    """3x3 max pooling with stride 2; the border never wins."""
     padding: Any = ((1, 1), (1, 1))  # declared as a string only
     return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
 
 
 class ResNet(nnx.Module):
-    """Images to the feature map of the last stage, 1/32 of their size (1/16 when that stage is dilated).
+    """ResNet without classifier: images to the last feature map, 1/32 of their size (1/16 when dilated).
 
     Args:
         name: one of `RESNETS`.
@@ -139,7 +139,7 @@ class ResNet(nnx.Module):
     def __init__(self, name: str, *, dilate_last: bool = False, rngs: nnx.Rngs):
         self.stem = convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
         self.stem_norm = FrozenBatchNorm(STAGE_WIDTHS[0])
-        plans = list(blocks(name, dilate_last))
+        plans = list(plan_blocks(name, dilate_last))
         self.stages = nnx.List(
             [
                 nnx.List([Block(plan, rngs=rngs) for plan in plans if plan.stage == stage])
@@ -160,39 +160,39 @@ _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np
 
 
 def transform_winograd_kernel(kernel: Float[np.ndarray, "3 3 c c2"]) -> Float[np.ndarray, "16 c c2"]:
-    """The kernel of an ordinary convolution as `convolve` wants it."""
+    """Transform a 3x3 kernel for `convolve_winograd`."""
     inputs, outputs = kernel.shape[2:]
     return (np.kron(_KERNEL, _KERNEL) @ kernel.reshape(9, -1)).reshape(16, inputs, outputs)
 
 
-def winograd_bytes(height: int, width: int, channels: int) -> int:
-    """Memory of the planes that one image goes through, float32."""
+def count_winograd_bytes(height: int, width: int, channels: int) -> int:
+    """Bytes of the float32 planes that one image takes in `convolve_winograd`."""
     return 4 * 16 * -(-height // 2) * -(-width // 2) * channels
 
 
 def convolve_winograd(x: Float[Array, "b h w c"], kernel: Float[Array, "16 c c2"]) -> Float[Array, "b h w c2"]:
-    """The convolution with stride 1 and a border of one zero."""
+    """3x3 convolution with stride 1 and zero padding, by Winograd's algorithm."""
     batch, height, width, channels = x.shape
     rows, columns = -(-height // 2), -(-width // 2)
     x = jnp.pad(x, ((0, 0), (1, 1 + 2 * rows - height), (1, 1 + 2 * columns - width), (0, 0)))
     planes = []
-    for row in _spread([x[:, i : i + 2 * rows - 1 : 2] for i in range(4)]):
-        planes += _spread([row[:, :, j : j + 2 * columns - 1 : 2] for j in range(4)])
+    for row in _transform_input_tile([x[:, i : i + 2 * rows - 1 : 2] for i in range(4)]):
+        planes += _transform_input_tile([row[:, :, j : j + 2 * columns - 1 : 2] for j in range(4)])
     spread = jnp.stack(planes).reshape(16, batch * rows * columns, channels)
     mixed = jnp.einsum("pnc,pcd->pnd", spread, kernel).reshape(4, 4, batch, rows, columns, -1)
     lines = []
-    for line in _gather([mixed[i] for i in range(4)]):
-        pixels = jnp.stack(_gather([line[j] for j in range(4)]), axis=3)
+    for line in _transform_output_tile([mixed[i] for i in range(4)]):
+        pixels = jnp.stack(_transform_output_tile([line[j] for j in range(4)]), axis=3)
         lines.append(pixels.reshape(batch, rows, 2 * columns, -1))
     out = jnp.stack(lines, axis=2).reshape(batch, 2 * rows, 2 * columns, -1)
     return out[:, :height, :width]
 
 
-def _spread(tile: list[Array]) -> list[Array]:
+def _transform_input_tile(tile: list[Array]) -> list[Array]:
     return [tile[0] - tile[2], tile[1] + tile[2], tile[2] - tile[1], tile[1] - tile[3]]
 
 
-def _gather(tile: list[Array]) -> list[Array]:
+def _transform_output_tile(tile: list[Array]) -> list[Array]:
     return [tile[0] + tile[1] + tile[2], tile[1] - tile[2] - tile[3]]
 
 
@@ -202,13 +202,13 @@ STRIDE = 2 ** len(WIDTHS)
 
 
 def coordinates(height: int, width: int) -> Float[np.ndarray, "h w 2"]:
-    """Row and column of each pixel in [-1, 1]: without them a convolution knows what it sees but not where."""
+    """Row and column of each pixel in [-1, 1], as extra channels: convolutions know no positions."""
     rows, columns = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
     return np.stack((rows, columns), axis=-1).astype(np.float32)
 
 
 class SmallCnn(nnx.Module):
-    """Images to a feature map of 1/16 of their size (96x96 gives 6x6), about 0.1 M parameters."""
+    """Small CNN of about 0.1 M parameters: images to a feature map of 1/16 of their size (96x96 to 6x6)."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         inputs = (3 + 2, *WIDTHS[:-1])

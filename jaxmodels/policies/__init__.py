@@ -1,4 +1,4 @@
-"""Registry of policy types: a folder's name is the type, its ``POLICY`` what the type is."""
+"""Registry of policy types: each folder here is one, by its name and its ``POLICY``."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from jaxmodels.types import Language
 
 @dataclass(frozen=True)
 class PolicyType:
-    """What the rest of the package knows about a kind of policy.
+    """Functions and classes that make up one type of policy.
 
     Attributes:
         config: reads a parsed ``config.json``, raising `ConfigError`.
@@ -47,8 +47,8 @@ def policy_types() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py")))
 
 
-def policy_type(name: Any) -> PolicyType:
-    """The kind of policy with this name.
+def get_policy_type(name: Any) -> PolicyType:
+    """The policy type of this name.
 
     Raises:
         ConfigError: there is none; the message lists those there are.

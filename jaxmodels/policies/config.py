@@ -1,4 +1,4 @@
-"""Fields that all policy configs share, read and checked."""
+"""Reading and checking of the fields that all policy configs share."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.ranges import number_of, shown
+from jaxmodels.ranges import read_number_type, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features, wrong_sizes
 
@@ -24,7 +24,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
 
 
 def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: str) -> dict[str, Any]:
-    """Arguments of a config's dataclass.
+    """Arguments of a config's dataclass from a parsed ``config.json``.
 
     Args:
         what: the config in errors, e.g. ``ACT config``.
@@ -51,7 +51,7 @@ def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: st
 
 
 def dump_fields(config: Any) -> dict[str, Any]:
-    """The fields as LeRobot writes them, ``type`` first."""
+    """Fields of a config as LeRobot writes them, ``type`` first."""
     values: dict[str, Any] = {"type": config.type}
     values |= {field.name: getattr(config, field.name) for field in fields(config)}
     for name in FEATURES:
@@ -74,7 +74,7 @@ def _read(name: str, declared: Any, value: Any) -> Any:
         return tuple((str(kind), str(mode)) for kind, mode in value.items())
     if name == "tags" and value is not None:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"tags is {shown(value)}; wanted a list of strings, or null")
+            raise ConfigError(f"tags is {shorten_value(value)}; wanted a list of strings, or null")
         return tuple(str(tag) for tag in value)
     if name == "text_encoder" and value is not None:
         return TextConfig.from_json(value)
@@ -83,17 +83,17 @@ def _read(name: str, declared: Any, value: Any) -> Any:
 
 def _typed(name: str, declared: Any, value: Any) -> Any:
     """Checks a JSON value against the declared type and range of its field."""
-    number = number_of(declared)
+    number = read_number_type(declared)
     if number is not None:
-        if complaint := number.complaint(name, value):
-            raise ConfigError(complaint)
+        if error := number.describe_error(name, value):
+            raise ConfigError(error)
         if value is None or number.is_integer:
             return value
         return float(value) if number.count is None else tuple(float(part) for part in value)
-    wanted = str(declared).removeprefix("<class '").removesuffix("'>")
-    kind = _KINDS.get(wanted)
+    expected = str(declared).removeprefix("<class '").removesuffix("'>")
+    kind = _KINDS.get(expected)
     if kind is not None and not isinstance(value, kind):
-        raise ConfigError(f"{name} is {shown(value)}; wanted {wanted}")
+        raise ConfigError(f"{name} is {shorten_value(value)}; wanted {expected}")
     return value
 
 
@@ -102,7 +102,7 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 
 
 class PolicyConfig:
-    """A config that names features as LeRobot does; the dataclass below it says what else there is.
+    """Base class of policy configs: features by LeRobot's names. The dataclass below it adds its fields.
 
     Attributes:
         input_features: in the order of their tokens.
@@ -120,7 +120,7 @@ class PolicyConfig:
 
     @property
     def frames(self) -> tuple[tuple[int, int], ...]:
-        """Height and width of each camera's frames, as the policy looks at them."""
+        """Height and width of each camera's frames as the policy processes them."""
         return tuple((camera.shape[1], camera.shape[2]) for camera in self.cameras)
 
     @property
@@ -132,7 +132,7 @@ class PolicyConfig:
         return next(f for f in self.output_features if f.type == "ACTION" and f.name == ACTION)
 
     def wrong_features(self) -> list[str]:
-        """Complaints about features that no kind of policy can do with; each kind has more of its own."""
+        """Errors of features that no policy type supports; each type adds its own."""
         wrong = [
             f"normalization_mapping has {kind[:40]}: {mode[:40]}; wanted types {', '.join(TYPES)} and modes "
             + ", ".join(MODES)

@@ -1,4 +1,4 @@
-"""Verifies all policy files without JAX, in a process.
+"""Verification of all files of a policy, without JAX and in a process of its own.
 
 What is wrong with a stranger's files then ends that process and no other: a library that asks for all memory there is,
 or that aborts. The other one opened them (jaxmodels/checkpoints/folder.py) and hands over their descriptors: what is
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
-from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, names_in
+from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.policies import lerobot_processors
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
@@ -29,8 +29,8 @@ PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def prove(folder: Folder) -> dict[str, int]:
-    """Read what a policy's folder holds, each file to its end; how much that was.
+def verify_files(folder: Folder) -> dict[str, int]:
+    """Read every file of a policy's folder to its end; returns counts of what was read.
 
     Files of statistics, too, whatever they are called: those that are named like LeRobot's, and those that its
     processors name.
@@ -38,7 +38,7 @@ def prove(folder: Folder) -> dict[str, int]:
     Raises:
         CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
     """
-    names = names_in(folder)
+    names = list_names(folder)
     for name in (CONFIG, SIDECAR, *PROCESSORS):
         if name in names:
             read_json(folder / name)
@@ -60,13 +60,13 @@ def prove(folder: Folder) -> dict[str, int]:
     return {"tensors": tensors, "bytes": size}
 
 
-def read_small(folder: Folder) -> dict[str, Any]:
-    """What a folder says of its policy beside the weights, as JSON: ``config``, ``sidecar`` (or None), ``renames``.
+def read_description(folder: Folder) -> dict[str, Any]:
+    """Read a folder without its weights, as JSON: ``config``, ``sidecar`` (or None) and ``renames``.
 
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    values = lerobot_processors.modern_config(read_json(folder / CONFIG))
+    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
     is_modern = any((folder / name).exists() for name in PROCESSORS)
     renames = dict(read_processors(folder).renames) if is_modern else {}
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
@@ -74,18 +74,18 @@ def read_small(folder: Folder) -> dict[str, Any]:
 
 
 def check_weights(folder: Folder, *, has_orbax: bool) -> None:
-    """Whether there is a file that weights could be read from.
+    """Refuse a folder that has no file of weights.
 
     Raises:
         CheckpointError: there is none.
     """
     if not (folder / WEIGHTS).exists() and not has_orbax:
-        raise CheckpointError(no_weights(folder))
+        raise CheckpointError(describe_missing_weights(folder))
 
 
-def no_weights(folder: Folder) -> str:
-    """What to say of a folder without any."""
-    pickles = [name for name in names_in(folder) if name.endswith(PICKLES)]
+def describe_missing_weights(folder: Folder) -> str:
+    """Error text for a folder without weights."""
+    pickles = [name for name in list_names(folder) if name.endswith(PICKLES)]
     if pickles:
         return (
             f"{folder.name}: only {', '.join(pickles[:20])} and no {WEIGHTS}; pickle files can run code and are never "
@@ -95,38 +95,38 @@ def no_weights(folder: Folder) -> str:
 
 
 def _read(stored: Stored) -> tuple[int, bool]:
-    """How many bytes a tensor has, and whether all its numbers are finite."""
+    """Read a tensor's bytes; returns their count, and whether all numbers are finite."""
     left = total = int(np.prod(stored.shape, dtype=np.int64))
-    each = max(PIECE // stored.dtype.itemsize, 1)
+    numbers = max(PIECE // stored.dtype.itemsize, 1)
     is_finite = True
     while left:
         start = stored.start + (total - left) * stored.dtype.itemsize
-        piece = Stored(stored.path, stored.dtype, (min(left, each),), start).read()
+        piece = Stored(stored.path, stored.dtype, (min(left, numbers),), start).read()
         left -= piece.size
         is_finite = is_finite and bool(np.isfinite(piece).all())
     return total * stored.dtype.itemsize, is_finite
 
 
 def main(request: str) -> None:
-    """Print what was found as JSON: what `prove` or `read_small` gives, or ``error``, or ``out_of_memory``.
+    """Verify or describe a folder for a parent process: prints JSON, or ``error``, or ``out_of_memory``.
 
     Args:
         request: JSON with what to ``do`` (``prove``, ``describe``), the folder's ``name``, and descriptors of its
             ``files`` by name, and why others are ``refused``.
     """
-    found: dict[str, Any]
-    wanted = json.loads(request)
+    answer: dict[str, Any]
+    task = json.loads(request)
     try:
-        folder = PolicyFolder.of_descriptors(Path(wanted["name"]), wanted["files"], wanted["refused"])
-        found = dict(prove(folder)) if wanted["do"] == "prove" else read_small(folder)
+        folder = PolicyFolder.of_descriptors(Path(task["name"]), task["files"], task["refused"])
+        answer = dict(verify_files(folder)) if task["do"] == "prove" else read_description(folder)
     except JaxModelsError as error:
-        found = {"error": str(error)}
+        answer = {"error": str(error)}
     except OSError as error:
-        found = {"error": f"its files cannot be read ({error.strerror})"}
+        answer = {"error": f"its files cannot be read ({error.strerror})"}
     except MemoryError:
-        found = {"out_of_memory": True}
-    text = json.dumps(found)
+        answer = {"out_of_memory": True}
+    text = json.dumps(answer)
     if len(text) > ANSWER:
-        error = str(found.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
+        error = str(answer.get("error", f"what it says of itself has {len(text)} bytes; wanted at most {ANSWER}"))
         text = json.dumps({"error": error if len(error) <= ERROR else f"{error[:ERROR]} ..."})
     sys.stdout.write(text)

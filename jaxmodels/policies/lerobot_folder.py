@@ -1,4 +1,4 @@
-"""LeRobot's policy folder, read and written.
+"""Reader and writer of LeRobot's policy folders.
 
 Reading is strict in both directions: every tensor that the config asks for must be there in its shape, and every
 tensor that is there must be asked for.
@@ -23,11 +23,11 @@ from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Sour
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError
 from jaxmodels.memory import Sizes
-from jaxmodels.normalization import Normalization, check
-from jaxmodels.policies import PolicyType, lerobot_processors, policy_type
-from jaxmodels.policies.integrity import no_weights, read_small
+from jaxmodels.normalization import Normalization, check_normalization
+from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
+from jaxmodels.policies.integrity import describe_missing_weights, read_description
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
-from jaxmodels.ranges import Range, is_number, shown
+from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
 from jaxmodels.types import Feature
@@ -38,7 +38,7 @@ RATE = Range(0, 10_000, above=True)  # actions per second
 
 @runtime_checkable
 class PolicyConfig(Protocol):
-    """What every policy's config has."""
+    """Fields that every policy's config has."""
 
     @property
     def output_features(self) -> tuple[Feature, ...]: ...
@@ -51,7 +51,7 @@ class PolicyConfig(Protocol):
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The file ``robojax.json`` beside LeRobot's files, which refuse unknown keys.
+    """Contents of ``robojax.json``, a file beside LeRobot's, which refuse unknown keys.
 
     Attributes:
         rate: actions per second the policy was trained at.
@@ -68,12 +68,15 @@ class Sidecar:
         rate, names = values.get("rate"), values.get("joint_names")
         if rate is not None and not is_number(rate, RATE):
             raise CheckpointError(
-                f"robojax.json: rate is {shown(rate)}; wanted actions per second, e.g. 25, {RATE.most:g} at most"
+                f"robojax.json: rate is {shorten_value(rate)}; wanted actions per second, e.g. 25, "
+                f"{RATE.maximum:g} at most"
             )
         if names is not None and not (
             isinstance(names, list) and len(names) == joints and all(isinstance(name, str) for name in names)
         ):
-            raise CheckpointError(f"robojax.json: joint_names are {shown(names)}; wanted a list of {joints} names")
+            raise CheckpointError(
+                f"robojax.json: joint_names are {shorten_value(names)}; wanted a list of {joints} names"
+            )
         other = {key: value for key, value in values.items() if key not in ("rate", "joint_names")}
         return cls(
             rate=None if rate is None else float(rate), joint_names=None if names is None else tuple(names), other=other
@@ -90,7 +93,7 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A policy at rest.
+    """Contents of a policy's folder: config, weights, normalization, sidecar, tokenizer.
 
     Attributes:
         config: of the policy's type, e.g. `ActConfig`.
@@ -114,7 +117,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Description:
-    """What a folder says of its policy beside the weights.
+    """Contents of a policy's folder without its weights.
 
     Attributes:
         renames: the robot's names of features to the policy's own, where they differ.
@@ -124,35 +127,35 @@ class Description:
     sidecar: Sidecar
     renames: Mapping[str, str] = field(default_factory=dict)
 
-    def outside_name(self, feature: str) -> str:
-        """What the robot's side calls a feature of the policy."""
+    def get_outside_name(self, feature: str) -> str:
+        """The robot's name of a feature of the policy."""
         return next((outside for outside, inside in self.renames.items() if inside == feature), feature)
 
 
-def describe(folder: Folder) -> Description:
-    """Everything in a policy's folder but the weights, and statistics that older policies keep among them.
+def read_policy_description(folder: Folder) -> Description:
+    """Read a policy's folder without its weights (and without statistics that older policies keep in them).
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
         CheckpointError: a file is missing or malformed.
     """
-    return described(read_small(folder))
+    return build_description(read_description(folder))
 
 
-def described(small: Mapping[str, Any]) -> Description:
-    """The same of what `read_small` read, in this process or in another one.
+def build_description(small: Mapping[str, Any]) -> Description:
+    """The description out of what `read_description` read, in this process or another one.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
         CheckpointError: so has the sidecar.
     """
     values = small["config"]
-    config: Any = policy_type(values.get("type")).config(values)
+    config: Any = get_policy_type(values.get("type")).config(values)
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
 
 
-def read(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
-    """Everything in a policy's folder.
+def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
+    """Read a policy's folder.
 
     Args:
         folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
@@ -167,34 +170,34 @@ def read(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Che
         if not folder.is_dir():
             raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
         with PolicyFolder(folder) as opened:
-            return read(opened, admit=admit)
+            return read_checkpoint(opened, admit=admit)
     checkpoint = _read(folder, admit)
     folder.check_unchanged()
     return checkpoint
 
 
 def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
-    values = lerobot_processors.modern_config(read_json(folder / CONFIG))
-    kind = policy_type(values.get("type"))
+    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    kind = get_policy_type(values.get("type"))
     config = kind.config(values)
     sizes: Sizes = kind.sizes(config)
     _check_sizes(folder, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
-    check(normalization)
+    check_normalization(normalization)
     for step in (normalization.inputs, normalization.outputs):
         if names := step.without_stats():
             logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
     return Checkpoint(config, weights, normalization, _read_sidecar(folder, config), read_tokenizer(folder))
 
 
-def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes LeRobot's current layout; each file appears whole or not at all, the weights last.
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a policy in LeRobot's current layout; each file appears whole or not at all, the weights last.
 
     Raises:
         WeightsMismatch: the weights are not those of the config.
     """
-    kind = policy_type(checkpoint.config.to_json()["type"])
+    kind = get_policy_type(checkpoint.config.to_json()["type"])
     plan = model_blueprint(checkpoint.config)
     shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
     check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
@@ -215,8 +218,8 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
 
 @lru_cache(maxsize=8)  # a training writes the same policy again and again
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
-    """The module of a config without weights."""
-    kind = policy_type(config.to_json()["type"])
+    """The network of a config, without weights."""
+    kind = get_policy_type(config.to_json()["type"])
     return blueprint(lambda rngs: kind.model(config, rngs=rngs))
 
 
@@ -224,10 +227,10 @@ def _check_sizes(folder: PolicyFolder, sizes: Sizes, admit: Callable[[Sizes], No
     """Compares what follows from the config with the header of the weights, and asks whether there is room."""
     sizes.check()
     if (folder / WEIGHTS).exists():
-        found = find_floats(
+        stored = find_floats(
             folder / WEIGHTS, lambda name: not name.endswith(NEVER_USED) and not lerobot_processors.is_buffer(name)
         )
-        sizes.check_found(sum(math.prod(tensor.shape) for tensor in found.values()), len(found), WEIGHTS)
+        sizes.check_file(sum(math.prod(tensor.shape) for tensor in stored.values()), len(stored), WEIGHTS)
     admit(sizes)
 
 
@@ -241,7 +244,7 @@ def _read_weights(
             restored = orbax.restore(folder.tree(), dict(plan.shapes))
             weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
         else:
-            raise CheckpointError(no_weights(folder))
+            raise CheckpointError(describe_missing_weights(folder))
     else:
         weights, buffers = _read_tensors(folder / WEIGHTS, kind, plan.shapes)
     if wrong := not_finite(weights):
@@ -286,7 +289,7 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
             f"{folder.name}: no normalisation; wanted {PRE}.json and {POST}.json, "
             f"or buffers in {WEIGHTS} as LeRobot wrote before 0.4"
         )
-    return lerobot_processors.buffered_normalization(inputs, outputs, modes, buffers)
+    return lerobot_processors.read_buffered_normalization(inputs, outputs, modes, buffers)
 
 
 def _read_sidecar(folder: Folder, config: PolicyConfig) -> Sidecar:

@@ -1,4 +1,4 @@
-"""LeRobot's processor files, and older formats.
+"""LeRobot's processor files and their older formats.
 
 Each file lists steps in order. Steps that only move arrays about need nothing here; renaming and normalising are read;
 any other step would change numbers in a way this package does not know, so it is refused. Source:
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import read_floats, read_json, write_json, write_safetensors
-from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, opened
+from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import EPSILON, Normalization, Normalizer
-from jaxmodels.ranges import Range, is_number, shown
+from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features
 
 PRE = "policy_preprocessor"
@@ -28,7 +28,7 @@ MOVING = ("to_batch_processor", "device_processor")
 
 
 def read_processors(folder: Folder) -> Normalization:
-    """Both files of a policy.
+    """Read a policy's normalization and renamed features from its processor files.
 
     Raises:
         CheckpointError: malformed, a step that is not known, or statistics that are missing or unreadable.
@@ -41,7 +41,7 @@ def read_processors(folder: Folder) -> Normalization:
 
 
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
-    """Both files as LeRobot writes them."""
+    """Write a policy's two processor files as LeRobot does."""
     move = {"registry_name": "device_processor", "config": {"device": device or "cpu", "float_dtype": None}}
     before = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": dict(normalization.renames)}},
@@ -73,9 +73,9 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
         elif step_kind == "rename_observations_processor" and not normalizers:
             renames |= _read_renames(where, config, renames)
         elif step_kind not in MOVING or config.get("float_dtype") not in (None, "float32"):
-            found = step_kind or step.get("class")
+            actual = step_kind or step.get("class")
             raise CheckpointError(
-                f"{where}: step {found!r} with {sorted(config)} is not known here; "
+                f"{where}: step {actual!r} with {sorted(config)} is not known here; "
                 f"wanted renaming and then one {kind}, as LeRobot 0.4.4 writes for ACT"
             )
     if not normalizers:
@@ -86,7 +86,7 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
 def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
     renames = config.get("rename_map", {})
     if not isinstance(renames, Mapping) or not all(isinstance(name, str) for name in renames.values()):
-        raise CheckpointError(f"{where}: rename_map is {shown(renames)}; wanted an object of names")
+        raise CheckpointError(f"{where}: rename_map is {shorten_value(renames)}; wanted an object of names")
     if (before and renames) or len(set(renames.values())) < len(renames):
         raise CheckpointError(f"{where}: rename_map gives one name twice, or there are two of them")
     return dict(renames)
@@ -97,11 +97,13 @@ def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapp
     epsilon = config.get("eps", EPSILON)
     only = config.get("normalize_observation_keys")
     if not isinstance(modes, Mapping) or not all(kind in TYPES and mode in MODES for kind, mode in modes.items()):
-        raise CheckpointError(f"{where}: norm_map is {shown(modes)}; wanted types of {TYPES} and modes of {MODES}")
+        raise CheckpointError(
+            f"{where}: norm_map is {shorten_value(modes)}; wanted types of {TYPES} and modes of {MODES}"
+        )
     if not is_number(epsilon, EPSILONS):
-        raise CheckpointError(f"{where}: eps is {shown(epsilon)}; wanted a small positive number, e.g. 1e-8")
+        raise CheckpointError(f"{where}: eps is {shorten_value(epsilon)}; wanted a small positive number, e.g. 1e-8")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
-        raise CheckpointError(f"{where}: normalize_observation_keys is {shown(only)}; wanted a list of names")
+        raise CheckpointError(f"{where}: normalize_observation_keys is {shorten_value(only)}; wanted a list of names")
     try:
         features = parse_features(f"{where}: features", config.get("features"))
     except ConfigError as error:
@@ -118,9 +120,11 @@ def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
         return {}
     # The name comes from a file of a stranger: it must not lead out of the folder.
     if not isinstance(name, str) or not STATE_FILE.fullmatch(name):
-        raise CheckpointError(f"{where}: state_file is {shown(name)}; wanted the plain name of a .safetensors file")
+        raise CheckpointError(
+            f"{where}: state_file is {shorten_value(name)}; wanted the plain name of a .safetensors file"
+        )
     try:
-        with opened(folder / name) as file:
+        with open_source(folder / name) as file:
             if file.size > STATE_BYTES:
                 raise CheckpointError(f"{name}: {file.size} bytes; statistics of features have at most {STATE_BYTES}")
             return {key: array.astype(np.float32) for key, array in read_floats(file).items()}
@@ -128,7 +132,7 @@ def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted a safetensors file") from error
 
 
-def _write_step(folder: Path, name: str, place: int, kind: str, normalizer: Normalizer) -> dict[str, Any]:
+def _write_step(folder: Path, name: str, index: int, kind: str, normalizer: Normalizer) -> dict[str, Any]:
     config: dict[str, Any] = {
         "eps": normalizer.epsilon,
         "features": dump_features(normalizer.features),
@@ -143,7 +147,7 @@ def _write_step(folder: Path, name: str, place: int, kind: str, normalizer: Norm
         for statistic, array in statistics.items()
     }
     if state:
-        step["state_file"] = f"{name}_step_{place}_{kind}.safetensors"
+        step["state_file"] = f"{name}_step_{index}_{kind}.safetensors"
         write_safetensors(folder / step["state_file"], state)
     return step
 
@@ -156,12 +160,12 @@ OLD_MODES = {"mean_std": "MEAN_STD", "min_max": "MIN_MAX"}
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of the weights is a statistic."""
+    """Whether a tensor of a weights file is a statistic of the normalization."""
     return name.startswith((INPUTS, TARGETS, OUTPUTS))
 
 
-def modern_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` of early 2025 or before, with the fields of today.
+def upgrade_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` of early 2025 or before, with today's fields.
 
     Raises:
         CheckpointError: modes that differ within one type, which today's field cannot say.
@@ -182,11 +186,11 @@ def modern_config(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, mode in old_modes.items():
             if not isinstance(mode, str):
                 raise CheckpointError(
-                    f"config.json: {side}_normalization_modes has {shown(mode)}; wanted names of modes"
+                    f"config.json: {side}_normalization_modes has {shorten_value(mode)}; wanted names of modes"
                 )
-            kind, wanted = _old_type(name), OLD_MODES.get(mode, mode)
-            if modes.setdefault(kind, wanted) != wanted:
-                raise CheckpointError(f"config.json: features of type {kind} have modes {modes[kind]} and {wanted}")
+            kind, new_mode = _old_type(name), OLD_MODES.get(mode, mode)
+            if modes.setdefault(kind, new_mode) != new_mode:
+                raise CheckpointError(f"config.json: features of type {kind} have modes {modes[kind]} and {new_mode}")
     modern["normalization_mapping"] = modes
     return modern
 
@@ -199,13 +203,13 @@ def _old_type(name: str) -> str:
     return "ENV" if name == "observation.environment_state" else "STATE"
 
 
-def buffered_normalization(
+def read_buffered_normalization(
     inputs: tuple[Feature, ...],
     outputs: tuple[Feature, ...],
     modes: tuple[tuple[str, str], ...],
     buffers: Mapping[str, np.ndarray],
 ) -> Normalization:
-    """Normalisation out of the buffers of a weight file.
+    """Normalization out of the buffers of an older weights file.
 
     Raises:
         CheckpointError: buffers that belong to no feature of the config, or features without theirs, all listed.
@@ -223,16 +227,16 @@ def buffered_normalization(
     before = take(INPUTS, inputs)
     targets = take(TARGETS, outputs)
     after = take(OUTPUTS, outputs)
-    lacking = [
+    missing = [
         feature.name
         for stats, features in ((before, inputs), (after, outputs))
         for feature in features
         if dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" and feature.name not in stats
     ]
-    if unused or lacking:
+    if unused or missing:
         raise CheckpointError(
             "model.safetensors: normalisation buffers do not fit the config; "
-            f"belong to no feature: {sorted(unused) or 'none'}; features without theirs: {lacking or 'none'}"
+            f"belong to no feature: {sorted(unused) or 'none'}; features without theirs: {missing or 'none'}"
         )
     return Normalization(
         inputs=Normalizer((*inputs, *outputs), modes, {**before, **(targets or after)}),

@@ -1,4 +1,4 @@
-"""Configs of policies on the 2D transformer, and the memory and work that follow from one."""
+"""Base config of policies on the 2D transformer, and their memory and operations."""
 
 import builtins
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from jaxmodels.memory import (
     Backbone,
     Frame,
     Sizes,
-    attention,
-    attention_scores,
-    backbone,
-    feed_forward,
-    layer_norm,
-    linear,
-    resized,
+    count_attention,
+    count_attention_scores,
+    count_feed_forward,
+    count_layer_norm,
+    count_linear,
+    count_resize_numbers,
+    measure_backbone,
 )
 from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, dump_fields, read_fields
 from jaxmodels.ranges import (
@@ -28,8 +28,8 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    shown,
-    wrong_numbers,
+    find_number_errors,
+    shorten_value,
 )
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.transformer2d.config import Transformer2DConfig
@@ -42,7 +42,7 @@ Config = TypeVar("Config", bound="Transformer2dPolicyConfig")
 
 @dataclass(frozen=True)
 class Sampling:
-    """What sampling a chunk of actions takes, beside what is seen (jaxmodels/policies/transformer2d_config.py).
+    """Cost of sampling a chunk of actions, besides encoding the observation.
 
     Attributes:
         tokens: of a chunk.
@@ -63,7 +63,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Transformer2dPolicyConfig(PolicyConfig):
-    """Fields that diffusion2d and tokens2d share, by LeRobot's names where LeRobot has them.
+    """Fields that diffusion2d and tokens2d share, with LeRobot's names where LeRobot has them.
 
     Attributes:
         input_features: in the order of their tokens.
@@ -84,7 +84,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
         scheduler_name: constant after the warm-up, or falling as a cosine.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     type: ClassVar[str]
@@ -130,19 +130,19 @@ class Transformer2dPolicyConfig(PolicyConfig):
     scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 500
 
     def __post_init__(self) -> None:
-        wrong = wrong_numbers(self, integers=True) or [
+        wrong = find_number_errors(self, integers=True) or [
             *self._wrong_numbers(),
-            *wrong_numbers(self, integers=False),
-            *self.unknown("vision_backbone", BACKBONES),
-            *self.unknown("scheduler_name", SCHEDULERS),
+            *find_number_errors(self, integers=False),
+            *self.describe_unknown("vision_backbone", BACKBONES),
+            *self.describe_unknown("scheduler_name", SCHEDULERS),
             *self.wrong_features(),
-            *self.complaints(),
+            *self.find_errors(),
         ]
         if wrong:
             raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
 
-    def complaints(self) -> list[str]:
-        """What is wrong with the fields that a policy type adds to these; asked when all counts are integers."""
+    def find_errors(self) -> list[str]:
+        """Errors of the fields that a policy type adds; called when all integers are in range."""
         return []
 
     def _wrong_numbers(self) -> list[str]:
@@ -156,17 +156,17 @@ class Transformer2dPolicyConfig(PolicyConfig):
     def wrong_features(self) -> list[str]:
         wrong = super().wrong_features()
         for kind, name in (("STATE", STATE), ("ENV", ENVIRONMENT_STATE)):
-            found = [feature.name for feature in self.input_features if feature.type == kind]
-            if found not in ([], [name]):
-                wrong.append(f"features of type {kind} are {found}; wanted at most one, {name!r}")
+            names = [feature.name for feature in self.input_features if feature.type == kind]
+            if names not in ([], [name]):
+                wrong.append(f"features of type {kind} are {names}; wanted at most one, {name!r}")
         if not (self.cameras or self.state or self.environment_state):
             wrong.append("input_features has neither an image nor a state; there is nothing to look at")
         return wrong
 
-    def unknown(self, name: str, known: tuple[str, ...]) -> list[str]:
-        """The complaint about a field that must be one of `known`, if there is one."""
+    def describe_unknown(self, name: str, known: tuple[str, ...]) -> list[str]:
+        """A list with the error of a field whose value has to be one of `known`, or an empty one."""
         value = getattr(self, name)
-        return [] if value in known else [f"{name} is {shown(value)}; known: {', '.join(known)}"]
+        return [] if value in known else [f"{name} is {shorten_value(value)}; known: {', '.join(known)}"]
 
     @property
     def state(self) -> Feature | None:
@@ -174,17 +174,17 @@ class Transformer2dPolicyConfig(PolicyConfig):
 
     @property
     def transformer(self) -> Transformer2DConfig:
-        """The 2D transformer over a chunk; each kind has its own."""
+        """Config of the 2D transformer over a chunk; each type has its own."""
         raise NotImplementedError
 
     @property
     def sampling(self) -> Sampling:
-        """What a chunk of actions takes; each kind has its own."""
+        """Cost of sampling a chunk; each type has its own."""
         raise NotImplementedError
 
     @property
-    def looking(self) -> Transformer2DConfig | None:
-        """That in whose blocks what is seen looks at itself, a norm before each part; None where there are none."""
+    def observation_transformer(self) -> Transformer2DConfig | None:
+        """Config of the transformer blocks over the observation's tokens; None without such blocks."""
         if not self.n_encoder_layers:
             return None
         return Transformer2DConfig(
@@ -199,7 +199,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
         )
 
     def architecture(self: Config) -> Config:
-        """The config with every indifferent field at its default: equal ones share programs."""
+        """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
         defaults = {field.name: field.default for field in fields(self) if field.name.startswith(self.indifferent)}
         # Numbers of a normalisation are weights; of its modes only the actions' says anything, how far these reach.
         modes = tuple((kind, mode) for kind, mode in self.normalization_mapping if kind == "ACTION")
@@ -207,7 +207,7 @@ class Transformer2dPolicyConfig(PolicyConfig):
 
     @classmethod
     def from_json(cls: builtins.type[Config], values: Mapping[str, Any]) -> Config:
-        """Reads a ``config.json`` that was parsed already.
+        """Read a parsed ``config.json``.
 
         Raises:
             ConfigError: unknown fields, or values that make no sense.
@@ -219,38 +219,43 @@ class Transformer2dPolicyConfig(PolicyConfig):
         return dump_fields(self)
 
 
-def sizes(
+def compute_sizes(
     config: Transformer2dPolicyConfig, batch: int = 1, frames: Sequence[Frame] | None = None, *, platform: str = "cpu"
 ) -> Sizes:
-    """Of a config that was checked; for frames of other sizes as they arrive."""
-    width, text, looks, sampling = config.dim_model, config.text_encoder, config.frames, config.sampling
-    eye = backbone(config.vision_backbone) if looks else None
-    maps = [rows * columns for rows, columns in map(eye.rows, looks)] if eye is not None else []
-    seen = (config.state is not None) + (config.environment_state is not None) + sum(maps)
-    seen += 0 if text is None else text.length
+    """Sizes of a policy of a checked config, for frames that may arrive in other sizes."""
+    width, text, views, sampling = config.dim_model, config.text_encoder, config.frames, config.sampling
+    eye = measure_backbone(config.vision_backbone) if views else None
+    maps = [rows * columns for rows, columns in map(eye.rows, views)] if eye is not None else []
+    tokens = (config.state is not None) + (config.environment_state is not None) + sum(maps)
+    tokens += 0 if text is None else text.length
     parameters = _seeing(config, eye) + count_parameters(config.transformer)
-    parameters += 0 if config.looking is None else count_parameters(config.looking, blocks_only=True)
+    blocks = config.observation_transformer
+    parameters += 0 if blocks is None else count_parameters(blocks, blocks_only=True)
     parameters += 0 if text is None else _text(text)
 
-    looking = max((eye.activations(size, batch, platform=platform) for size in looks), default=0) if eye else 0
-    kept = batch * (seen * width * (2 + 2 * config.n_layers) + resized(frames or looks, looks) + sampling.beside)
+    vision = max((eye.activations(size, batch, platform=platform) for size in views), default=0) if eye else 0
+    held = batch * (
+        tokens * width * (2 + 2 * config.n_layers) + count_resize_numbers(frames or views, views) + sampling.beside
+    )
     n, heads = sampling.tokens, config.n_heads
-    layer = feed_forward(width, 4 * width) + 2 * attention(width)
+    layer = count_feed_forward(width, 4 * width) + 2 * count_attention(width)
     passing = batch * (n * (18 * width + 5 * sampling.outputs) + n * width * sampling.residuals * config.n_layers)
-    passing += attention_scores(n, max(n, seen), heads, batch, platform=platform) + layer
-    around = batch * seen * 14 * width + attention_scores(seen, seen, heads, batch, platform=platform) + layer
+    passing += count_attention_scores(n, max(n, tokens), heads, batch, platform=platform) + layer
+    around = (
+        batch * tokens * 14 * width + count_attention_scores(tokens, tokens, heads, batch, platform=platform) + layer
+    )
 
-    each = 2 * config.n_layers * n * (layer + 2 * (n + seen) * width) + 2 * n * width * sampling.outputs
-    operations = sampling.steps * each * (3 if sampling.residuals else 1)
-    operations += 2 * config.n_encoder_layers * seen * (layer + 2 * seen * width)
-    operations += 4 * config.n_layers * seen * width**2 + (sum(map(eye.operations, looks)) if eye else 0)
+    step_operations = 2 * config.n_layers * n * (layer + 2 * (n + tokens) * width) + 2 * n * width * sampling.outputs
+    operations = sampling.steps * step_operations * (3 if sampling.residuals else 1)
+    operations += 2 * config.n_encoder_layers * tokens * (layer + 2 * tokens * width)
+    operations += 4 * config.n_layers * tokens * width**2 + (sum(map(eye.operations, views)) if eye else 0)
     return Sizes(
         parameters=parameters,
         serving=parameters,
         layers=1 + (config.n_encoder_layers > 0) + (0 if text is None else text.n_layers),
-        pixels=sum(height * columns for height, columns in looks),
-        tokens=seen + n,
-        activations=kept + sampling.shared + max(looking, passing, around),
+        pixels=sum(height * columns for height, columns in views),
+        tokens=tokens + n,
+        activations=held + sampling.shared + max(vision, passing, around),
         operations=batch * operations,
     )
 
@@ -259,14 +264,14 @@ def _seeing(config: Transformer2dPolicyConfig, eye: Backbone | None) -> int:
     """Parameters of `ObservationTokens`, without its blocks."""
     width, text = config.dim_model, config.text_encoder
     vectors = [part.shape[0] for part in (config.state, config.environment_state) if part is not None]
-    total = sum(linear(size, width) for size in vectors) + layer_norm(width)
-    total += 0 if eye is None else eye.parameters + linear(eye.width, width)
+    total = sum(count_linear(size, width) for size in vectors) + count_layer_norm(width)
+    total += 0 if eye is None else eye.parameters + count_linear(eye.width, width)
     if text is not None:
-        total += linear(text.width, width) + (0 if eye is None else linear(text.width, 2 * width))
+        total += count_linear(text.width, width) + (0 if eye is None else count_linear(text.width, 2 * width))
     return total + (len(vectors) + (text is not None) + len(config.cameras)) * width
 
 
 def _text(text: TextConfig) -> int:
     """Parameters of a text encoder."""
-    layer = attention(text.width) + feed_forward(text.width, text.hidden) + 2 * layer_norm(text.width)
-    return (text.vocabulary + text.length) * text.width + text.n_layers * layer + layer_norm(text.width)
+    layer = count_attention(text.width) + count_feed_forward(text.width, text.hidden) + 2 * count_layer_norm(text.width)
+    return (text.vocabulary + text.length) * text.width + text.n_layers * layer + count_layer_norm(text.width)

@@ -1,4 +1,4 @@
-"""Base of policies on the 2D transformer.
+"""Base network of policies on the 2D transformer.
 
 A new kind is a config (`Transformer2dPolicyConfig`), a model (`Transformer2dPolicy`) with a ``transformer`` and a
 ``loss``, and an `act`; `transformer2d_policy_type` makes the entry of the registry out of them.
@@ -23,10 +23,10 @@ from jaxmodels.layers.norm import LayerNorm
 from jaxmodels.layers.vision import RESNETS, ResNet, SmallCnn
 from jaxmodels.policies import PolicyType
 from jaxmodels.policies.config import SMALL_CNN
-from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig, sizes
+from jaxmodels.policies.transformer2d_config import Transformer2dPolicyConfig, compute_sizes
 from jaxmodels.text import text_encoder
 from jaxmodels.transformer2d.attention import Dtypes, to_bias
-from jaxmodels.transformer2d.block import Biases, Modulation, Seen
+from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
 from jaxmodels.types import Language, Observation
 from jaxmodels.weights import blueprint
@@ -36,7 +36,7 @@ _embedding_init = nnx.initializers.normal(0.5)
 
 
 class ObservationTokens(nnx.Module):
-    """State, environment state, each camera's feature map row by row, and what the instruction says.
+    """Encoder of an observation to tokens: state, environment state, feature maps of cameras, language.
 
     Each kind has a projection and a learned embedding of its own (all cameras share backbone and projection); pixels of
     a feature map have fixed positions. An instruction also scales and shifts the channels of feature maps (FiLM, arXiv
@@ -62,8 +62,8 @@ class ObservationTokens(nnx.Module):
                 self.film = nnx.Linear(config.text_encoder.width, 2 * width, rngs=rngs)
         kinds = sum(part is not None for part in (config.state, config.environment_state, config.text_encoder))
         self.embeddings = nnx.Param(_embedding_init(rngs.params(), (kinds + len(config.cameras), width)))
-        if config.looking is not None:
-            self.blocks = stack_blocks(config.looking, Dtypes(dtype, dtype), rngs)
+        if config.observation_transformer is not None:
+            self.blocks = stack_blocks(config.observation_transformer, Dtypes(dtype, dtype), rngs)
         self.norm = LayerNorm(width)
 
     def __call__(
@@ -100,9 +100,9 @@ class ObservationTokens(nnx.Module):
             parts.append(self.language_in(said.tokens))
         kinds = self.embeddings[...]
         tokens = jnp.concatenate([part + kinds[kind] for kind, part in enumerate(parts)], axis=1)
-        return self.norm(self._look_around(tokens, mask, rngs)), mask
+        return self.norm(self._encode_tokens(tokens, mask, rngs)), mask
 
-    def _look_around(
+    def _encode_tokens(
         self, tokens: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None, rngs: nnx.Rngs | None
     ) -> Float[Array, "b n d"]:
         if not self.config.n_encoder_layers:
@@ -110,12 +110,12 @@ class ObservationTokens(nnx.Module):
         bias = None if mask is None else to_bias(mask, tokens.shape[0], self.config.n_heads)
         key = None if rngs is None or self.config.dropout == 0 else rngs.dropout()
         return run_blocks(
-            self.blocks, tokens, Modulation(), Seen(), Biases(bias), Execution(scan=True, remat=False), key=key
+            self.blocks, tokens, Modulation(), KeyValues(), Biases(bias), Execution(scan=True, remat=False), key=key
         )
 
 
 def _mean(said: Language) -> Float[Array, "b d"]:
-    """Of the tokens that count."""
+    """Mean of the tokens that the mask keeps."""
     counts = said.mask[..., None].astype(said.tokens.dtype)
     return (said.tokens * counts).sum(1) / counts.sum(1)
 
@@ -139,7 +139,7 @@ SMALL = MappingProxyType(
 
 
 class Transformer2dPolicy(nnx.Module):
-    """What is seen as tokens, and what is said as language; the model of a kind adds what makes a chunk of them."""
+    """Base network: observation tokens and text encoder; each policy type adds how it generates a chunk."""
 
     def __init__(self, config: Transformer2dPolicyConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.observation_tokens = ObservationTokens(config, dtype=dtype, rngs=rngs)
@@ -147,7 +147,7 @@ class Transformer2dPolicy(nnx.Module):
             self.text = text_encoder(config.text_encoder, rngs=rngs)
 
     def read(self, ids: Int[Array, "b n"], mask: Bool[Array, "b n"]) -> Language:
-        """What an instruction says, for observations of this policy.
+        """Encode an instruction for observations of this policy.
 
         Args:
             ids, mask: of the tokenizer.
@@ -163,10 +163,10 @@ def transformer2d_policy_type(
     model: type[Transformer2dPolicy],
     act: Callable[..., Float[Array, "b t a"]],
 ) -> PolicyType:
-    """The kind of policy with this config and model.
+    """The policy type with this config and network.
 
     Args:
-        act: as `PolicyType` says, over the model's own weights (`assemble`); it continues a plan.
+        act: as `PolicyType` says, over the model's own weights (`build_model`); it continues a plan.
     """
     return PolicyType(
         config=config.from_json,
@@ -175,15 +175,15 @@ def transformer2d_policy_type(
         architecture=config.architecture,
         prepare=_prepare,
         act=act,
-        sizes=sizes,
+        sizes=compute_sizes,
         takes_prefix=True,
         read=partial(_read, model),
         small=SMALL,
     )
 
 
-def assemble(model: Callable[..., Model], config: Transformer2dPolicyConfig, weights: Mapping[str, Array]) -> Model:
-    """The model over weights that are served, in their precision."""
+def build_model(model: Callable[..., Model], config: Transformer2dPolicyConfig, weights: Mapping[str, Array]) -> Model:
+    """The network over weights for serving, in their precision."""
     dtype = next(iter(weights.values())).dtype
     return blueprint(lambda rngs: model(config, dtype=dtype, rngs=rngs)).assemble(weights)
 
@@ -206,5 +206,5 @@ def _read(
     ids: Int[Array, "b n"],
     mask: Bool[Array, "b n"],
 ) -> Language:
-    """What an instruction says: the text encoder, which is no part of `act`."""
-    return assemble(model, config, weights).read(ids, mask)
+    """Encode an instruction with the text encoder, which is a program of its own beside `act`."""
+    return build_model(model, config, weights).read(ids, mask)

@@ -1,4 +1,4 @@
-"""Samplers: pure functions from a model's predictions and a key to samples, each one compiled program.
+"""Samplers: functions of a model's predictions and a key that return samples, each one compiled program.
 
 A sampler takes ``predict(x, t)`` and a shape, and knows nothing of what is sampled. With a prepared transformer::
 

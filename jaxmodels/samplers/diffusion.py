@@ -1,4 +1,4 @@
-"""DDPM and DDIM with their noise schedules."""
+"""DDPM and DDIM samplers and their noise schedules."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import POSITIVE, Range, shown, wrong_numbers
-from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, run_steps, with_operands
+from jaxmodels.ranges import POSITIVE, Range, find_number_errors, shorten_value
+from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, make_partial, run_steps
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
@@ -22,7 +22,7 @@ _BETA = Range(0, 1, above=True, below=True)
 
 
 class DiffusionRow(NamedTuple):
-    """One step of a sampler; with a leading axis, all of them.
+    """Coefficients of one sampling step; with a leading axis, of all steps.
 
     Attributes:
         timestep: what the model is told.
@@ -37,7 +37,7 @@ class DiffusionRow(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Noise of DDPM and DDIM; fields and defaults are those of diffusers' `DDPMScheduler` and `DDIMScheduler`.
+    """Noise schedule of DDPM and DDIM, with fields and defaults of diffusers' `DDPMScheduler` and `DDIMScheduler`.
 
     Attributes:
         prediction_type: what the model predicts: the noise, the clean sample, or the velocity of both.
@@ -74,11 +74,11 @@ class NoiseSchedule:
             "variance_type": VARIANCE_TYPES,
         }
         wrong = [
-            f"{name} is {shown(getattr(self, name))}; wanted one of {', '.join(known)}"
+            f"{name} is {shorten_value(getattr(self, name))}; wanted one of {', '.join(known)}"
             for name, known in choices.items()
             if getattr(self, name) not in known
         ]
-        numbers = [*wrong_numbers(self, integers=True), *wrong_numbers(self, integers=False)]
+        numbers = [*find_number_errors(self, integers=True), *find_number_errors(self, integers=False)]
         wrong += numbers
         if not numbers and not self.beta_start <= self.beta_end:
             wrong.append(f"betas go from {self.beta_start} to {self.beta_end}; wanted 0 < beta_start <= beta_end < 1")
@@ -100,7 +100,7 @@ class NoiseSchedule:
         return np.cumprod(1 - betas, dtype=np.float64).astype(np.float32)
 
     def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
-        """The timesteps that a sampler with this many steps visits, noisiest first.
+        """Timesteps that a sampler with this many steps visits, noisiest first.
 
         Raises:
             InputError: there are fewer timesteps than steps, or an offset leads beyond the last one.
@@ -122,14 +122,14 @@ class NoiseSchedule:
         return times.astype(np.int32)
 
     def ddim_rows(self, steps: int) -> DiffusionRow:
-        """A DDIM sampler's table. Like diffusers' it steps down by T // steps, whatever the spacing."""
+        """Coefficients of all DDIM steps. As in diffusers, timesteps fall by T // steps, whatever the spacing."""
         times = self.timesteps(steps)
         following = times - self.num_train_timesteps // steps
         last = np.float32(1) if self.set_alpha_to_one else self.alphas[0]
         return DiffusionRow(times, self.alphas[times], np.where(following >= 0, self.alphas[following], last))
 
     def ddpm_rows(self, steps: int) -> DiffusionRow:
-        """A DDPM sampler's table: each step goes to the next timestep visited, the last one to no noise."""
+        """Coefficients of all DDPM steps; each goes to the next timestep, the last one to no noise."""
         times = self.timesteps(steps)
         alphas = self.alphas[times]
         return DiffusionRow(times, alphas, np.append(alphas[1:], np.float32(1)))
@@ -137,13 +137,13 @@ class NoiseSchedule:
     def add_noise(
         self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], timestep: Int[Array, " b"]
     ) -> Float[Array, "b *x"]:
-        """`sample` as it is at a timestep of its own for each element: what a model is trained on."""
+        """Add noise to `sample` at a timestep for each element, for training."""
         return diffuse(sample, noise, self._alpha(timestep, sample.ndim))
 
     def target(
         self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], timestep: Int[Array, " b"]
     ) -> Float[Array, "b *x"]:
-        """What a model with this prediction_type should answer to ``add_noise(sample, noise, timestep)``."""
+        """Training target of this prediction_type for ``add_noise(sample, noise, timestep)``."""
         if self.prediction_type == "epsilon":
             return noise
         if self.prediction_type == "sample":
@@ -154,7 +154,7 @@ class NoiseSchedule:
     def split(
         self, prediction: Float[Array, "*x"], x: Float[Array, "*x"], alpha: Float[Any, ""]
     ) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
-        """The clean sample and the noise that a prediction about `x` amounts to; the former is clipped if it should."""
+        """Clean sample and noise out of a prediction for `x`; the sample is clipped if the schedule says so."""
         signal, noise = jnp.sqrt(alpha), jnp.sqrt(1 - alpha)
         if self.prediction_type == "epsilon":
             sample, epsilon = (x - noise * prediction) / signal, prediction
@@ -171,7 +171,7 @@ class NoiseSchedule:
 
 
 def diffuse(sample: Float[Array, "*x"], noise: Float[Array, "*x"], alpha: Float[Any, "..."]) -> Float[Array, "*x"]:
-    """A sample of which a share `alpha` of the variance is left, the rest being noise."""
+    """Mix a sample with noise, `alpha` being the sample's share of the variance."""
     return jnp.sqrt(alpha) * sample + jnp.sqrt(1 - alpha) * noise
 
 
@@ -235,10 +235,10 @@ def ddpm_step(
         noise: standard normal.
     """
     sample, _ = schedule.split(prediction, x, row.alpha)
-    kept = row.alpha / row.next_alpha
-    share_of_sample = jnp.sqrt(row.next_alpha) * (1 - kept) / (1 - row.alpha)
-    share_of_x = jnp.sqrt(kept) * (1 - row.next_alpha) / (1 - row.alpha)
-    variance = 1 - kept
+    remaining = row.alpha / row.next_alpha
+    share_of_sample = jnp.sqrt(row.next_alpha) * (1 - remaining) / (1 - row.alpha)
+    share_of_x = jnp.sqrt(remaining) * (1 - row.next_alpha) / (1 - row.alpha)
+    variance = 1 - remaining
     if schedule.variance_type == "fixed_small":
         variance = jnp.maximum((1 - row.next_alpha) / (1 - row.alpha) * variance, 1e-20)
     deviation = jnp.where(row.timestep > 0, jnp.sqrt(variance), 0)
@@ -257,7 +257,7 @@ def ddim(
     known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
-    """Samples by DDIM in one compiled program, which only other shapes, schedules or steps compile again.
+    """Sample with DDIM in one compiled program, compiled again only for other shapes, schedules or steps.
 
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, to a prediction shaped like x; t is a scalar int32. Give a
@@ -277,7 +277,7 @@ def ddim(
     """
     is_random = isinstance(eta, jax.Array) or eta > 0
     return _sample(
-        with_operands(predict), start, key, eta if is_random else None, extras, known, shape, schedule, steps, "ddim"
+        make_partial(predict), start, key, eta if is_random else None, extras, known, shape, schedule, steps, "ddim"
     )
 
 
@@ -292,8 +292,8 @@ def ddpm(
     known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
-    """Samples by DDPM, with fresh noise in each step; arguments, result and errors as of `ddim`."""
-    return _sample(with_operands(predict), start, key, None, extras, known, shape, schedule, steps, "ddpm")
+    """Sample with DDPM, with new noise in each step; arguments, result and errors as of `ddim`."""
+    return _sample(make_partial(predict), start, key, None, extras, known, shape, schedule, steps, "ddpm")
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))

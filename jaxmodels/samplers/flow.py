@@ -1,4 +1,4 @@
-"""Flow matching by Euler's and Heun's method.
+"""Flow matching samplers by Euler's and Heun's methods.
 
 The convention is diffusers': sigma is 1 for noise and 0 for the sample, x is ``(1 - sigma) sample + sigma noise``, the
 model predicts ``noise - sample``, and is told sigma times num_train_timesteps. A model that was trained the other way
@@ -15,16 +15,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import POSITIVE, check_numbers, shown
+from jaxmodels.ranges import POSITIVE, check_numbers, shorten_value
 from jaxmodels.samplers.diffusion import TIMESTEPS
-from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, run_steps, with_operands
+from jaxmodels.samplers.sampling import Known, Predict, check_prediction, first_noise, make_partial, run_steps
 
 SPACINGS = ("linspace", "uniform")
 ADVICE = "the shape of the sample"
 
 
 class FlowRow(NamedTuple):
-    """One evaluation of the model and the step after it; with a leading axis, all of them.
+    """Coefficients of one evaluation of the model and the step after it; with a leading axis, of all.
 
     Attributes:
         timestep: what the model is told.
@@ -41,7 +41,7 @@ class FlowRow(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Where a flow sampler looks; defaults are those of diffusers' `FlowMatchEulerDiscreteScheduler`.
+    """Sigmas of flow matching, with defaults of diffusers' `FlowMatchEulerDiscreteScheduler`.
 
     Attributes:
         shift: more than 1 takes more of the steps close to the noise.
@@ -60,14 +60,14 @@ class FlowSchedule:
     def __post_init__(self) -> None:
         check_numbers(self, "flow schedule")
         if self.spacing not in SPACINGS:
-            raise ConfigError(f"spacing is {shown(self.spacing)}; wanted one of {', '.join(SPACINGS)}")
+            raise ConfigError(f"spacing is {shorten_value(self.spacing)}; wanted one of {', '.join(SPACINGS)}")
 
     def shifted(self, sigma: Any) -> Any:
-        """Sigmas moved towards the noise; a trainer draws ``shifted(uniform)``."""
+        """Sigmas shifted towards the noise; a trainer draws ``shifted(uniform)``."""
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def euler_rows(self, steps: int) -> FlowRow:
-        """Euler's table: one evaluation per step.
+        """Coefficients of Euler's method: one evaluation per step.
 
         Raises:
             InputError: steps is less than 1.
@@ -84,7 +84,7 @@ class FlowSchedule:
         return FlowRow(timesteps, sigmas, np.append(sigmas[1:], np.float32(0)), np.zeros(steps, bool))
 
     def heun_rows(self, steps: int) -> FlowRow:
-        """Heun's table: 2 steps - 1 evaluations, as the last step is one of Euler's (there is no velocity at 0)."""
+        """Coefficients of Heun's method: 2 steps - 1 evaluations, as the last step is Euler's (no velocity at 0)."""
         rows = self.euler_rows(steps)
         corrections = FlowRow(rows.timestep[1:], rows.sigma[:-1], rows.sigma[1:], np.ones(steps - 1, bool))
         table = FlowRow(*(np.zeros(2 * steps - 1, column.dtype) for column in rows))
@@ -95,21 +95,21 @@ class FlowSchedule:
     def add_noise(
         self, sample: Float[Array, "b *x"], noise: Float[Array, "b *x"], sigma: Float[Array, " b"]
     ) -> Float[Array, "b *x"]:
-        """`sample` on its way, at a sigma of its own for each element: what a model is trained on."""
+        """Mix `sample` with noise at a sigma for each element, for training."""
         return between(sample, noise, sigma.reshape(-1, *(1,) * (sample.ndim - 1)))
 
     def target(self, sample: Float[Array, "*x"], noise: Float[Array, "*x"]) -> Float[Array, "*x"]:
-        """The velocity that a model should answer to ``add_noise(sample, noise, sigma)``."""
+        """Training target for ``add_noise(sample, noise, sigma)``: the velocity."""
         return noise - sample
 
 
 def between(sample: Float[Array, "*x"], noise: Float[Array, "*x"], sigma: Float[Any, "..."]) -> Float[Array, "*x"]:
-    """The point of the straight line from sample (sigma 0) to noise (sigma 1)."""
+    """Point at sigma on the straight line from sample (sigma 0) to noise (sigma 1)."""
     return sigma * noise + (1 - sigma) * sample
 
 
 def euler_step(velocity: Float[Array, "*x"], x: Float[Array, "*x"], row: FlowRow) -> Float[Array, "*x"]:
-    """One step along the velocity."""
+    """One step of Euler's method along the velocity."""
     return x + (row.next_sigma - row.sigma) * velocity
 
 
@@ -124,7 +124,7 @@ def flow_euler(
     known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
-    """Samples by Euler's method in one compiled program, which only other shapes, schedules or steps compile again.
+    """Sample with Euler's method in one compiled program, compiled again only for other shapes, schedules or steps.
 
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, to the velocity ``noise - sample``; t is a scalar float32. Give a
@@ -141,7 +141,7 @@ def flow_euler(
     Raises:
         InputError: steps, start, extras or the prediction do not fit.
     """
-    return _sample(with_operands(predict), start, key, extras, known, shape, schedule, steps, "euler")
+    return _sample(make_partial(predict), start, key, extras, known, shape, schedule, steps, "euler")
 
 
 def flow_heun(
@@ -155,12 +155,12 @@ def flow_heun(
     known: Known | None = None,
     start: Any = None,
 ) -> Float[Array, "..."]:
-    """Samples by Heun's method: each step is repeated with the mean of the velocities at both of its ends.
+    """Sample with Heun's method: each step uses the mean of the velocities at its two ends.
 
     Arguments, result and errors as of `flow_euler`; the model is evaluated ``2 steps - 1`` times, and `extras` are
     for ``schedule.heun_rows(steps).timestep``.
     """
-    return _sample(with_operands(predict), start, key, extras, known, shape, schedule, steps, "heun")
+    return _sample(make_partial(predict), start, key, extras, known, shape, schedule, steps, "heun")
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "method"))

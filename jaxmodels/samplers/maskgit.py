@@ -1,4 +1,4 @@
-"""MaskGIT: masked tokens decoded by confidence.
+"""MaskGIT sampler: masked tokens are decoded by confidence.
 
 Source: https://arxiv.org/abs/2202.04200; the same numbers as diffusers' `AmusedScheduler`.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shown
+from jaxmodels.ranges import NOT_NEGATIVE, check_numbers, shorten_value
 from jaxmodels.samplers.sampling import (
     CLASSES,
     Predict,
@@ -22,18 +22,18 @@ from jaxmodels.samplers.sampling import (
     check_prediction,
     draw,
     first_tokens,
+    make_partial,
     normalized,
-    of_class,
     run_steps,
-    with_operands,
+    select_class,
 )
 
 MASKINGS = ("cosine", "linear")
-LEAST = -46.051702  # log(1e-20): diffusers' floor of a confidence
+MIN_LOG_CONFIDENCE = -46.051702  # log(1e-20): diffusers' floor of a confidence
 
 
 class MaskRow(NamedTuple):
-    """One step; with a leading axis, all of them.
+    """Coefficients of one decoding step; with a leading axis, of all.
 
     Attributes:
         timestep: what the model is told: how many steps come after this one.
@@ -48,7 +48,7 @@ class MaskRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """How many tokens stay masked after each step.
+    """Number of tokens that stay masked after each step.
 
     Attributes:
         num_classes: with the masked class, which is the last (num_vector_embeds).
@@ -75,25 +75,25 @@ class MaskSchedule:
     def __post_init__(self) -> None:
         check_numbers(self, "mask schedule (num_classes with the masked class)")
         if self.masking not in MASKINGS:
-            raise ConfigError(f"masking is {shown(self.masking)}; wanted one of {', '.join(MASKINGS)}")
+            raise ConfigError(f"masking is {shorten_value(self.masking)}; wanted one of {', '.join(MASKINGS)}")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is left to chance."""
+        """Whether decoding has no randomness."""
         return not any((*self.temperature, self.class_temperature))
 
     @property
     def mask(self) -> int:
-        """The masked class."""
+        """Class of the masked token."""
         return self.num_classes - 1
 
     def share(self, progress: Any) -> Any:
-        """Share of masked tokens, 1 at progress 0 and 0 at 1; a trainer draws ``share(uniform)``."""
+        """Share of masked tokens: 1 at progress 0 and 0 at 1; a trainer draws ``share(uniform)``."""
         xp = np if isinstance(progress, np.ndarray) else jnp
         return xp.cos(progress * (np.pi / 2)) if self.masking == "cosine" else 1 - progress
 
     def rows(self, steps: int) -> MaskRow:
-        """The sampler's table.
+        """Coefficients of all steps.
 
         Raises:
             InputError: steps is less than 1.
@@ -110,7 +110,7 @@ class MaskSchedule:
     def add_noise(
         self, tokens: Int[Array, "b n"], share: Float[Array, " b"], uniform: Float[Array, "b n"]
     ) -> Int[Array, "b n"]:
-        """Tokens of which a share is masked, at least one of each element: what a model is trained on.
+        """Mask a share of the tokens, at least one of each element, for training.
 
         Args:
             uniform: random numbers; the lowest ones say which tokens.
@@ -120,7 +120,7 @@ class MaskSchedule:
 
 
 def ranks(x: Float[Array, "b n"]) -> Int[Array, "b n"]:
-    """How many of an element's numbers are lower than each; equal ones in the order of their places."""
+    """Rank of each number within its element: how many are lower; ties in order of position."""
     return jnp.argsort(jnp.argsort(x, axis=1), axis=1)
 
 
@@ -134,7 +134,7 @@ def maskgit_step(
     order_gumbel: Float[Array, "b n"],
     surety: Float[Array, "b n"] | None = None,
 ) -> tuple[Int[Array, "b n"], Bool[Array, "b n"], Float[Array, "b n"]]:
-    """One step: draw every masked token, and mask again those the model is least sure of.
+    """One step: draw all masked tokens, and mask the least confident ones again.
 
     Args:
         prediction: log-probabilities (or logits) of all classes but the masked one.
@@ -150,9 +150,9 @@ def maskgit_step(
     log_probabilities = normalized(prediction)
     is_masked = tokens == schedule.mask
     drawn = jnp.where(is_masked, draw(log_probabilities, schedule.class_temperature * class_gumbel), tokens)
-    sure = of_class(log_probabilities, drawn)
+    sure = select_class(log_probabilities, drawn)
     order = jnp.where(is_masked, sure, jnp.inf if surety is None else surety)
-    order = jnp.maximum(order, LEAST) + row.temperature * order_gumbel
+    order = jnp.maximum(order, MIN_LOG_CONFIDENCE) + row.temperature * order_gumbel
     count = jnp.floor(masked_at_first.astype(jnp.float32) * row.share).astype(jnp.int32)
     count = jnp.maximum(jnp.minimum(count, jnp.sum(is_masked, axis=1) - 1), 1)
     is_masked_again = jnp.isfinite(order) & (ranks(order) < count[:, None]) & (row.timestep > 0)
@@ -171,7 +171,7 @@ def maskgit(
     alike: bool = False,
     distributions: bool = False,
 ) -> Tokens:
-    """Samples tokens in one compiled program, which only other shapes, schedules or steps compile again.
+    """Sample tokens with MaskGIT in one compiled program, compiled again only for other shapes, schedules or steps.
 
     Args:
         predict: ``(ids, t)``, or ``(ids, t, extra)``, to log-probabilities (b, classes - 1, n); t is a scalar int32,
@@ -189,7 +189,7 @@ def maskgit(
         InputError: steps, extras, known tokens or the prediction do not fit.
     """
     check_known(known, schedule.mask)
-    return _sample(with_operands(predict), key, extras, known, shape, schedule, steps, alike, distributions)
+    return _sample(make_partial(predict), key, extras, known, shape, schedule, steps, alike, distributions)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps", "alike", "distributions"))
@@ -207,10 +207,10 @@ def _sample(
     first = first_tokens(known, shape, schedule.mask)
     is_given = first != schedule.mask
     masked_at_first = jnp.sum(~is_given, axis=1)
-    wanted = (shape[0], schedule.mask, shape[1])
+    expected = (shape[0], schedule.mask, shape[1])
 
     def step(prediction: Array, state: Tokens, row: MaskRow) -> Tokens:
-        check_prediction(prediction, wanted, "log-probabilities of every class but the masked one")
+        check_prediction(prediction, expected, "log-probabilities of every class but the masked one")
         class_gumbel, order_gumbel = _noise(schedule, jax.random.fold_in(key, row.timestep), shape, alike)
         surety = jnp.where(is_given, jnp.inf, state.log_probability) if schedule.remasking else None
         tokens, is_new, sure = maskgit_step(
@@ -221,7 +221,7 @@ def _sample(
             distribution = jnp.where(is_new[:, None], normalized(prediction), distribution)
         return Tokens(tokens, jnp.where(is_new, sure, state.log_probability), distribution)
 
-    distribution = jnp.zeros(wanted, jnp.float32) if distributions else None
+    distribution = jnp.zeros(expected, jnp.float32) if distributions else None
     state = Tokens(first, jnp.zeros(shape, jnp.float32), distribution)
     return run_steps(predict, step, state, schedule.rows(steps), extras)
 

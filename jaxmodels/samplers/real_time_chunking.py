@@ -1,4 +1,4 @@
-"""Real-time chunking: chunks that continue the plan that is being executed.
+"""Real-time chunking: sampling of chunks that continue the plan that is being executed.
 
 At every step of a sampler the clean chunk that the model expects is pulled towards that plan by the gradient of that
 expectation: firmly where the robot will have moved before the chunk is there, ever less where it can still change its
@@ -28,29 +28,29 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.samplers.diffusion import NoiseSchedule
 from jaxmodels.samplers.flow import FlowSchedule, between
-from jaxmodels.samplers.sampling import Predict, with_operands
+from jaxmodels.samplers.sampling import Predict, make_partial
 from jaxmodels.types import Prefix
 
 BOUND = 5.0  # of the pull; the paper's beta
 
 
 def soft_mask(delay: Int[Array, " b"], length: Int[Array, " b"], chunk: int) -> Float[Array, "b {chunk}"]:
-    """How much each action of a new chunk is held to the plan (formula 5 of the paper).
+    """Weight of each action of a new chunk in the guidance towards the plan (formula 5 of the paper).
 
     1 for the first `delay` actions; then ``c (e^c - 1) / (e - 1)`` with c falling linearly, so that it would be 1 one
     action earlier and is 0 at `length`, the end of the overlap (the paper's H - s); 0 from there on.
     """
     length = jnp.clip(length, 0, chunk)[:, None]
     delay = jnp.clip(delay[:, None], 0, length)
-    place = jnp.arange(chunk)[None]
-    left = (length - place).astype(jnp.float32) / (length - delay + 1).astype(jnp.float32)
+    index = jnp.arange(chunk)[None]
+    left = (length - index).astype(jnp.float32) / (length - delay + 1).astype(jnp.float32)
     fading = left * jnp.expm1(left) / jnp.expm1(1.0)
-    return jnp.where(place < delay, 1.0, jnp.where(place < length, fading, 0.0)).astype(jnp.float32)
+    return jnp.where(index < delay, 1.0, jnp.where(index < length, fading, 0.0)).astype(jnp.float32)
 
 
 def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
-    """The weight of the guidance, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``, and a
-    bound on it.
+    """Weight of the guidance at a time, ``(1 - tau) / (tau r^2)`` with ``r^2 = (1 - tau)^2 / (tau^2 + (1 - tau)^2)``,
+    at most a bound.
 
     It is 2 half way and without bound at both ends, where few steps could not follow it.
     """
@@ -63,7 +63,7 @@ def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Way:
-    """What a program depends on, besides arrays."""
+    """Static arguments of a guided program, besides its arrays."""
 
     schedule: FlowSchedule | NoiseSchedule
     bound: float
@@ -78,7 +78,7 @@ def continuing(
     bound: float = BOUND,
     through_model: bool = True,
 ) -> Partial:
-    """A `predict` whose samples continue a plan, for any sampler over chunks (b, t, a) with this schedule.
+    """A `predict` guided to continue a plan, for any sampler over chunks (b, t, a) with this schedule.
 
     Delays and lengths are arrays: one compiled program serves all of them, each member of a batch with its own. Without
     a plan (length 0) a member's samples are those of `predict`; when nobody in the batch has one, no gradient is
@@ -101,11 +101,11 @@ def continuing(
     """
     if not bound > 0:
         raise ConfigError(f"bound of the guidance is {bound}; wanted more than 0, e.g. {BOUND}")
-    return Partial(_guided, with_operands(predict), prefix, _Way(schedule, float(bound), through_model))
+    return Partial(_guided, make_partial(predict), prefix, _Way(schedule, float(bound), through_model))
 
 
 def begin_with(prefix: Prefix, chunk: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
-    """`chunk` with what will have been executed put in as it was, where guidance alone comes close to it."""
+    """Replace the first actions of `chunk` by those of the plan; guidance alone only comes close to them."""
     steps = jnp.arange(chunk.shape[1])[None]
     is_past = steps < jnp.minimum(prefix.delay, prefix.length)[:, None]
     return jnp.where(is_past[..., None], prefix.actions.astype(chunk.dtype), chunk)
@@ -157,7 +157,7 @@ def _corrected(way: _Way, prediction: Array, gradient: Array, t: Any) -> Array:
 
 
 class Example(NamedTuple):
-    """What a model with timesteps for each action is trained on.
+    """Training example for a model with a timestep for each action.
 
     Attributes:
         x: (b, t, a), noisy but for the first actions.
@@ -173,7 +173,7 @@ class Example(NamedTuple):
 
 
 def draw_delays(key: PRNGKeyArray, batch: int, largest: int, decay: float = 0.0) -> Int[Array, " {batch}"]:
-    """Delays of 0 to `largest` (included) for training, so that one model serves all of them.
+    """Random delays of 0 to `largest` (included) for training, so that one model serves all of them.
 
     Args:
         largest: in actions, what is to be expected of the slowest server; less than a chunk.
@@ -190,7 +190,7 @@ def example(
     sigma: Float[Array, " b"],
     delay: Int[Array, " b"],
 ) -> Example:
-    """A batch for training: `actions` on their way to noise, all but the first `delay` of each chunk."""
+    """Training example: `actions` with noise, all but the first `delay` of each chunk."""
     counts = jnp.arange(actions.shape[1])[None] >= delay[:, None]
     sigmas = jnp.where(counts, sigma[:, None], 0)
     x = between(actions, noise, sigmas[..., None])
@@ -198,7 +198,7 @@ def example(
 
 
 def given(predict: Predict, prefix: Prefix, schedule: FlowSchedule) -> Partial:
-    """A `predict` for a flow's sampler that continues a plan, from one that was trained with `example`.
+    """A `predict` that continues a plan in a flow sampler, for a model that was trained with `example`.
 
     The first `delay` actions are seen without noise at every step, and come out as they went in. What the plan holds
     beyond its delay is not used: the model never saw anything like it.
@@ -206,12 +206,12 @@ def given(predict: Predict, prefix: Prefix, schedule: FlowSchedule) -> Partial:
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)``, with t (b, t).
     """
-    return Partial(_given, with_operands(predict), prefix, jnp.float32(schedule.num_train_timesteps))
+    return Partial(_given, make_partial(predict), prefix, jnp.float32(schedule.num_train_timesteps))
 
 
 def _given(predict: Predict, prefix: Prefix, total: Array, x: Array, t: Any, *rest: Any) -> Array:
     past = jnp.arange(x.shape[1])[None] < jnp.minimum(prefix.delay, prefix.length)[:, None]
-    seen = jnp.where(past[..., None], prefix.actions, x)
-    velocity = jnp.asarray(predict(seen, jnp.where(past, 0, t), *rest), jnp.float32)
+    clamped = jnp.where(past[..., None], prefix.actions, x)
+    velocity = jnp.asarray(predict(clamped, jnp.where(past, 0, t), *rest), jnp.float32)
     # straight to the plan from wherever x is, which began as noise
     return jnp.where(past[..., None], (x - prefix.actions) * (total / t), velocity)

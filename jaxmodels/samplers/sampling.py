@@ -1,4 +1,4 @@
-"""Shared sampling loop, guidance, categorical distributions.
+"""The sampling loop, guidance, and categorical distributions that samplers share.
 
 The last class is the masked one; models give no probability for it, and nothing here draws it.
 """
@@ -24,7 +24,7 @@ Rows = TypeVar("Rows")
 
 
 class Known(NamedTuple):
-    """What a continuous sample must contain; a pytree.
+    """Known part of a continuous sample (inpainting): values and a mask; a pytree.
 
     It is put in at every step with the noise of that step, so that a model sees it and fits the rest in: cheap, but
     the rest leans towards it only in part. For more, pull the prediction by the gradient of the clean sample that it
@@ -39,7 +39,7 @@ class Known(NamedTuple):
     mask: Bool[Array, "..."]
 
     def spread(self, shape: tuple[int, ...]) -> "Known":
-        """Both as large as the sample.
+        """Broadcast both arrays to the shape of the sample.
 
         Raises:
             InputError: they do not broadcast to it.
@@ -47,17 +47,17 @@ class Known(NamedTuple):
         try:
             value, mask = (jnp.broadcast_to(jnp.asarray(array), shape) for array in self)
         except ValueError as error:
-            found = [list(jnp.shape(array)) for array in self]
-            raise InputError(f"known has shapes {found}; wanted {list(shape)}, or what broadcasts to it") from error
+            shapes = [list(jnp.shape(array)) for array in self]
+            raise InputError(f"known has shapes {shapes}; wanted {list(shape)}, or what broadcasts to it") from error
         return Known(value.astype(jnp.float32), mask.astype(bool))
 
     def put(self, x: Float[Array, "*x"], value: Float[Array, "*x"]) -> Float[Array, "*x"]:
-        """`x` with `value` where the sample is known."""
+        """`x` with the known values put in."""
         return jnp.where(self.mask, value, x)
 
 
-def with_operands(predict: Predict) -> Partial:
-    """`predict` as JAX passes it to a compiled program: the arrays of a `Partial` are arguments of that program.
+def make_partial(predict: Predict) -> Partial:
+    """`predict` as a `Partial`, whose arrays are arguments of the compiled program and not constants.
 
     Any other callable is a constant of it, and so are the arrays it closes over: each new closure compiles anew
     (unless it is called in somebody's own ``jit``, where closures are traced with the rest).
@@ -68,7 +68,7 @@ def with_operands(predict: Predict) -> Partial:
 def run_steps(
     predict: Predict, step: Callable[[Array, State, Rows], State], state: State, rows: Rows, extras: Any
 ) -> State:
-    """`step(prediction, state, row)` for each row of the table; ``state[0]`` is what `predict` looks at.
+    """Run `step(prediction, state, row)` for each row of the table; `predict` gets ``state[0]``.
 
     Args:
         predict: ``(x, t)``, or ``(x, t, extra)`` with that step's slice of `extras`. `t` is a scalar, ``row[0]``.
@@ -88,12 +88,14 @@ def run_steps(
     return lax.scan(body, state, (rows, extras))[0]
 
 
-def check_prediction(prediction: Array, wanted: tuple[int, ...], advice: str) -> None:
-    """Raises:
-    InputError: the prediction has another shape; without this it could broadcast.
+def check_prediction(prediction: Array, expected: tuple[int, ...], advice: str) -> None:
+    """Compare the shape of a prediction with the expected one; a wrong one could broadcast unnoticed.
+
+    Raises:
+        InputError: the prediction has another shape; without this it could broadcast.
     """
-    if prediction.shape != wanted:
-        raise InputError(f"predict gave {list(prediction.shape)}; wanted {list(wanted)}: {advice}")
+    if prediction.shape != expected:
+        raise InputError(f"predict gave {list(prediction.shape)}; wanted {list(expected)}: {advice}")
 
 
 def _check_extras(extras: Any, steps: int) -> None:
@@ -103,7 +105,7 @@ def _check_extras(extras: Any, steps: int) -> None:
 
 
 def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:
-    """The given noise, or standard normal noise.
+    """The noise to start from: what is given, or standard normal noise.
 
     Raises:
         InputError: `start` has another shape.
@@ -120,7 +122,7 @@ LOWEST = -70.0  # of a log-probability: e^-70 never happens, and differences of 
 
 
 class Tokens(NamedTuple):
-    """What a discrete sampler gives; a pytree.
+    """Result of a discrete sampler: tokens and their probabilities; a pytree.
 
     Attributes:
         ids: classes, never the masked one.
@@ -134,12 +136,12 @@ class Tokens(NamedTuple):
 
 
 def normalized(prediction: Float[Array, "b v n"]) -> Float[Array, "b v n"]:
-    """Logits or log-probabilities as log-probabilities without infinities."""
+    """Log-probabilities out of logits or log-probabilities, without infinities."""
     return jnp.maximum(jax.nn.log_softmax(prediction.astype(jnp.float32), axis=1), LOWEST)
 
 
 def truncate(log_probabilities: Float[Array, "b v n"], rate: Any) -> Float[Array, "b v n"]:
-    """The likeliest classes that hold a share `rate` of the probability; -inf for the others, never for the first.
+    """Log-probabilities of the likeliest classes that hold a share `rate` of the probability; -inf for the others.
 
     Not made to sum to 1 again: what draws from them does not need it.
 
@@ -154,17 +156,17 @@ def truncate(log_probabilities: Float[Array, "b v n"], rate: Any) -> Float[Array
 
 
 def draw(log_probabilities: Float[Array, "b v n"], gumbel: Float[Array, "b v n"]) -> Int[Array, "b n"]:
-    """A class for each token; with standard Gumbel noise these are samples, with zeros the likeliest classes."""
+    """Draw a class for each token: a sample with standard Gumbel noise, the likeliest class with zeros."""
     return jnp.argmax(log_probabilities + gumbel, axis=1).astype(jnp.int32)
 
 
-def of_class(log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"]) -> Float[Array, "b n"]:
-    """The log-probability of each token's own class."""
+def select_class(log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"]) -> Float[Array, "b n"]:
+    """Log-probability of each token's class."""
     return jnp.take_along_axis(log_probabilities, ids[:, None], axis=1)[:, 0]
 
 
 def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b n"]:
-    """The known tokens, or the masked class everywhere.
+    """The tokens to start from: known ones, and the masked class elsewhere.
 
     Raises:
         InputError: `known` has another shape, or holds something else than integers.
@@ -180,8 +182,10 @@ def first_tokens(known: Any, shape: tuple[int, int], mask: int) -> Int[Array, "b
 
 
 def check_known(known: Any, mask: int) -> None:
-    """Raises:
-    InputError: a known token is no class. Tracers have no values to look at: there it is left to the caller.
+    """Refuse known tokens that are no classes. Values of tracers are unknown and left to the caller.
+
+    Raises:
+        InputError: a known token is no class. Tracers have no values to look at: there it is left to the caller.
     """
     if known is None or isinstance(known, Tracer):
         return
@@ -196,21 +200,21 @@ IMPOSSIBLE = -1e4
 
 
 def combine(unconditional: Float[Array, "*x"], conditional: Float[Array, "*x"], scale: Any) -> Float[Array, "*x"]:
-    """Guided prediction of noise, sample or velocity; scale 1 is the conditional one (formula 6 of
-    https://arxiv.org/abs/2207.12598, with its w as scale - 1)."""
+    """Classifier-free guidance of a prediction of noise, sample or velocity; scale 1 is the conditional one (formula 6
+    of https://arxiv.org/abs/2207.12598, with its w as scale - 1)."""
     return unconditional + scale * (conditional - unconditional)
 
 
 def combine_log(
     unconditional: Float[Array, "b v n"], conditional: Float[Array, "b v n"], scale: Any
 ) -> Float[Array, "b v n"]:
-    """Guided log-probabilities, made to sum to 1 over the classes (axis 1) again, as VQ-Diffusion does."""
+    """Classifier-free guidance of log-probabilities, normalised over the classes (axis 1) as VQ-Diffusion does."""
     guided = combine(jnp.maximum(unconditional, IMPOSSIBLE), jnp.maximum(conditional, IMPOSSIBLE), scale)
     return jax.nn.log_softmax(guided, axis=1)
 
 
 def guide(predict: Predict, scale: Any, *, log_probabilities: bool = False) -> Partial:
-    """A guided `predict`, made of one that answers with and without the condition at once.
+    """A guided `predict` out of one that answers with and without the condition at once.
 
     Args:
         predict: gets x twice in one batch, and answers without the condition in the first half and with it in the
@@ -218,18 +222,18 @@ def guide(predict: Predict, scale: Any, *, log_probabilities: bool = False) -> P
         scale: how far to go; 1 is no guidance. An argument of compiled programs: another one does not compile again.
         log_probabilities: the predictions are log-probabilities of classes (b v n), as for a discrete sampler.
     """
-    return Partial(_guided_log if log_probabilities else _guided, with_operands(predict), scale)
+    return Partial(_guided_log if log_probabilities else _guided, make_partial(predict), scale)
 
 
 def _guided(predict: Predict, scale: Any, x: Array, *rest: Any) -> Array:
-    return combine(*_both(predict, x, *rest), scale)
+    return combine(*_predict_both(predict, x, *rest), scale)
 
 
 def _guided_log(predict: Predict, scale: Any, x: Array, *rest: Any) -> Array:
-    return combine_log(*_both(predict, x, *rest), scale)
+    return combine_log(*_predict_both(predict, x, *rest), scale)
 
 
-def _both(predict: Predict, x: Array, *rest: Any) -> tuple[Array, Array]:
+def _predict_both(predict: Predict, x: Array, *rest: Any) -> tuple[Array, Array]:
     both = jnp.asarray(predict(jnp.concatenate((x, x)), *rest), jnp.float32)
     if both.shape[0] != 2 * x.shape[0]:
         raise InputError(f"predict gave a batch of {both.shape[0]}; wanted {2 * x.shape[0]}, twice that of x")

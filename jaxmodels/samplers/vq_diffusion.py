@@ -1,4 +1,4 @@
-"""VQ-Diffusion sampler and schedule.
+"""VQ-Diffusion sampler and its schedule.
 
 Source: https://arxiv.org/abs/2111.14822; the same numbers as diffusers' `VQDiffusionScheduler`.
 """
@@ -24,16 +24,16 @@ from jaxmodels.samplers.sampling import (
     check_prediction,
     draw,
     first_tokens,
+    make_partial,
     normalized,
-    of_class,
     run_steps,
+    select_class,
     truncate,
-    with_operands,
 )
 
 
 class Rates(NamedTuple):
-    """Log-probabilities of what happens to a token between two times.
+    """Log-probabilities of a token's transitions between two times.
 
     Attributes:
         keep: it stays what it is.
@@ -47,7 +47,7 @@ class Rates(NamedTuple):
 
 
 class VQRow(NamedTuple):
-    """One step from a timestep to an earlier one; with a leading axis, all of them.
+    """Rates of one step to an earlier timestep; with a leading axis, of all steps.
 
     Attributes:
         timestep: what the model is told.
@@ -64,7 +64,7 @@ class VQRow(NamedTuple):
 
 @dataclass(frozen=True)
 class VQSchedule:
-    """Rates of VQ-Diffusion; fields and defaults are those of diffusers' `VQDiffusionScheduler`.
+    """Transition rates of VQ-Diffusion, with fields and defaults of diffusers' `VQDiffusionScheduler`.
 
     Attributes:
         num_vec_classes: with the masked class, which is the last (num_vector_embeds).
@@ -99,11 +99,11 @@ class VQSchedule:
 
     @property
     def mask(self) -> int:
-        """The masked class."""
+        """Class of the masked token."""
         return self.num_vec_classes - 1
 
     def timesteps(self, steps: int) -> Int[np.ndarray, " k"]:
-        """The timesteps that a sampler with this many steps visits, noisiest first.
+        """Timesteps that a sampler with this many steps visits, noisiest first.
 
         With fewer steps than num_train_timesteps they are spread over all of them, and each step goes to the next
         one. (diffusers would begin in the middle, where a model has never seen everything masked.)
@@ -117,27 +117,27 @@ class VQSchedule:
         return np.linspace(total - 1, 0, steps).round().astype(np.int32)
 
     def rows(self, steps: int) -> VQRow:
-        """The sampler's table."""
+        """Rates of all steps."""
         times = self.timesteps(steps)
         return self._rows(times, np.append(times[1:], -1))
 
     def row(self, timestep: Int[Array, "*b"]) -> VQRow:
-        """The step to the timestep before, for each of these: what a trainer needs for `posterior`."""
+        """Rates of the step to the timestep before, for each of these; a trainer needs them for `posterior`."""
         times = np.arange(self.num_train_timesteps)
         return jax.tree.map(lambda table: jnp.asarray(table)[timestep], self._rows(times, times - 1))
 
     def add_noise(
         self, tokens: Int[Array, "b n"], timestep: Int[Array, " b"], gumbel: Float[Array, "b v n"]
     ) -> Int[Array, "b n"]:
-        """Tokens as they are at a timestep of its own for each element: what a model is trained on.
+        """Corrupt tokens at a timestep for each element, for training.
 
         Args:
             gumbel: standard Gumbel noise for all classes, the masked one too.
         """
-        rates = of_elements(self.row(timestep).whole)
-        kept = jnp.logaddexp(rates.keep, rates.change)
+        rates = expand_elements(self.row(timestep).whole)
+        unmasked = jnp.logaddexp(rates.keep, rates.change)
         is_own = jnp.arange(self.num_vec_classes)[None, :, None] == tokens[:, None]
-        log_probabilities = jnp.where(is_own, kept, rates.change).at[:, -1].set(rates.mask[:, 0])
+        log_probabilities = jnp.where(is_own, unmasked, rates.change).at[:, -1].set(rates.mask[:, 0])
         return draw(log_probabilities, gumbel)
 
     @cached_property
@@ -171,8 +171,8 @@ class VQSchedule:
         )
 
 
-def of_elements(rates: Rates) -> Rates:
-    """Rates to compute with (b v n): one for all elements is left as it is, others get two axes more."""
+def expand_elements(rates: Rates) -> Rates:
+    """Rates in a shape to compute with (b v n): two more axes where each element has its own."""
     return Rates(*(jnp.asarray(rate).reshape(*jnp.shape(rate), *(1, 1) * (jnp.ndim(rate) > 0)) for rate in rates))
 
 
@@ -189,14 +189,14 @@ def posterior(
         tokens: at the row's timestep.
         row: for all elements, or (from ``schedule.row``) one for each.
     """
-    whole, before, between = (of_elements(rates) for rates in row[1:])
+    whole, before, between = (expand_elements(rates) for rates in row[1:])
     is_masked = (tokens == schedule.mask)[:, None]
     is_own = jnp.arange(schedule.mask)[None, :, None] == tokens[:, None]
 
     def to_tokens(rates: Rates) -> Array:
         """Log-probability of becoming what the token is, from each class."""
-        kept = jnp.logaddexp(rates.keep, rates.change)
-        return jnp.where(is_masked, rates.mask, jnp.where(is_own, kept, rates.change))
+        unmasked = jnp.logaddexp(rates.keep, rates.change)
+        return jnp.where(is_masked, rates.mask, jnp.where(is_own, unmasked, rates.change))
 
     clean = log_probabilities - to_tokens(whole)
     total = jax.nn.logsumexp(clean, axis=1, keepdims=True)
@@ -213,7 +213,7 @@ def vq_step(
     row: VQRow,
     gumbel: Float[Array, "b v2 n"],
 ) -> Int[Array, "b n"]:
-    """One step back: tokens drawn from the posterior; at timestep 0 from the clean sample's classes alone.
+    """One step: draw tokens from the posterior; at timestep 0 from the clean sample's classes alone.
 
     Args:
         log_probabilities: of every class but the masked one, above -inf.
@@ -237,7 +237,7 @@ def vq_diffusion(
     extras: Any = None,
     known: Any = None,
 ) -> Tokens:
-    """Samples tokens in one compiled program, which only other shapes, schedules or steps compile again.
+    """Sample with VQ-Diffusion in one compiled program, compiled again only for other shapes, schedules or steps.
 
     Args:
         predict: ``(ids, t)``, or ``(ids, t, extra)``, to log-probabilities (b, classes - 1, n) of the clean sample;
@@ -253,7 +253,7 @@ def vq_diffusion(
         InputError: steps, extras, known tokens or the prediction do not fit.
     """
     check_known(known, schedule.mask)
-    return _sample(with_operands(predict), key, truncation, extras, known, shape, schedule, steps)
+    return _sample(make_partial(predict), key, truncation, extras, known, shape, schedule, steps)
 
 
 @partial(jax.jit, static_argnames=("shape", "schedule", "steps"))
@@ -269,10 +269,10 @@ def _sample(
 ) -> Tokens:
     first = first_tokens(known, shape, schedule.mask)
     is_known = first != schedule.mask
-    wanted = (shape[0], schedule.mask, shape[1])
+    expected = (shape[0], schedule.mask, shape[1])
 
     def step(prediction: Array, state: tuple[Array, Array], row: VQRow) -> tuple[Array, Array]:
-        check_prediction(prediction, wanted, "log-probabilities of every class but the masked one")
+        check_prediction(prediction, expected, "log-probabilities of every class but the masked one")
         log_probabilities = normalized(prediction)
         if truncation is not None:
             log_probabilities = jnp.maximum(truncate(log_probabilities, truncation), LOWEST)
@@ -280,7 +280,7 @@ def _sample(
         gumbel = jax.random.gumbel(jax.random.fold_in(key, row.timestep), noise_shape, jnp.float32)
         tokens = vq_step(schedule, log_probabilities, state[0], row, gumbel)
         tokens = jnp.where(is_known, first, tokens)
-        sure = of_class(log_probabilities, jnp.minimum(tokens, schedule.mask - 1))
+        sure = select_class(log_probabilities, jnp.minimum(tokens, schedule.mask - 1))
         return tokens, jnp.where(is_known, 0, sure)
 
     return Tokens(*run_steps(predict, step, (first, jnp.zeros(shape, jnp.float32)), schedule.rows(steps), extras))

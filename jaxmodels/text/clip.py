@@ -1,4 +1,4 @@
-"""CLIP's text tower from a transformers folder.
+"""CLIP's text encoder, read from a transformers folder.
 
 Source of names and semantics: transformers/models/clip (CLIPTextModel, or the whole CLIPModel, whose other tower and
 projections are not read).
@@ -42,7 +42,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class ClipText:
-    """A text tower at rest.
+    """Config, weights and tokenizer of a CLIP text encoder.
 
     Attributes:
         weights: our flat names within a `TextEncoder` to float32 arrays.
@@ -55,7 +55,7 @@ class ClipText:
 
 
 def read_clip_text(folder: Path) -> ClipText:
-    """The text tower in a folder.
+    """Read the text encoder of a CLIP folder.
 
     Raises:
         CheckpointError: a file is missing or malformed, or this is no CLIP.
@@ -66,16 +66,16 @@ def read_clip_text(folder: Path) -> ClipText:
     plan = blueprint(lambda rngs: text_encoder(config, rngs=rngs))
     shapes = {name: shape.shape for name, shape in plan.shapes.items()}
     table = tensors(shapes)
-    found = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)
-    check_fit({name: stored.shape for name, stored in found.items()}, their_shapes(table, shapes), where=WEIGHTS)
-    weights = read_tensors(table, lambda name: found[name].read())
+    available = find_floats(folder / WEIGHTS, lambda name: not name.startswith(OTHERS) and name != _TABLE)
+    check_fit({name: stored.shape for name, stored in available.items()}, their_shapes(table, shapes), where=WEIGHTS)
+    weights = read_tensors(table, lambda name: available[name].read())
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return ClipText(config, weights, read_tokenizer(folder))
 
 
 def text_config(values: dict[str, Any]) -> TextConfig:
-    """The tower that a ``config.json`` of transformers describes, alone or as ``text_config`` of a whole CLIP.
+    """Config of the text encoder in a ``config.json`` of transformers: its own, or of a whole CLIP.
 
     Raises:
         CheckpointError: it is of another model, or needs what is not done here.
@@ -104,7 +104,7 @@ def text_config(values: dict[str, Any]) -> TextConfig:
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """transformers' tensors for our names."""
+    """transformers' tensors for our weights of a text encoder."""
     return tuple(_tensor(name) for name in names)
 
 
@@ -112,9 +112,9 @@ def _tensor(name: str) -> Tensor:
     if name in ("tokens", "positions"):
         return Tensor(TOWER + _PARTS[name], (name,), SAME)
     part, _, last = name.rpartition(".")
-    place = ""
+    layer = ""
     if part.startswith("layers."):
         _, number, part = part.split(".", 2)
-        place = f"encoder.layers.{number}."
-    theirs = f"{TOWER}{place}{_PARTS[part]}.{'bias' if last == 'bias' else 'weight'}"
+        layer = f"encoder.layers.{number}."
+    theirs = f"{TOWER}{layer}{_PARTS[part]}.{'bias' if last == 'bias' else 'weight'}"
     return Tensor(theirs, (name,), LINEAR if last == "kernel" else SAME)

@@ -12,7 +12,16 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.layers.attention import Attention
 from jaxmodels.layers.feed_forward import Activation, FeedForward, exact_gelu, sigmoid_gelu
 from jaxmodels.layers.norm import LayerNorm
-from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range, numbers_of, shown, wrong_numbers, wrong_values
+from jaxmodels.ranges import (
+    HEADS,
+    LAYERS_WRITTEN_OUT,
+    WIDTH,
+    Range,
+    find_number_errors,
+    find_value_errors,
+    list_numbers,
+    shorten_value,
+)
 
 SMALL, CLIP = "small", "clip"
 KINDS = (SMALL, CLIP)
@@ -22,7 +31,7 @@ BYTES = 257  # every byte, and one that starts a text
 
 @dataclass(frozen=True)
 class TextConfig:
-    """A transformer over the tokens of a text.
+    """Config of a transformer over the tokens of a text.
 
     Attributes:
         kind: ``small``, trained with the policy on the bytes of a text; ``clip``, CLIP's text tower.
@@ -34,7 +43,7 @@ class TextConfig:
         is_frozen: whether training leaves its weights as they are.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     kind: str = SMALL
@@ -48,14 +57,14 @@ class TextConfig:
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
-        wrong = wrong_numbers(self, integers=True)
+        wrong = find_number_errors(self, integers=True)
         wrong += [
-            f"{name} is {shown(getattr(self, name))}; known: {', '.join(known)}"
+            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
             for name, known in (("kind", KINDS), ("activation", TEXT_ACTIVATIONS))
             if getattr(self, name) not in known
         ]
         if not isinstance(self.is_frozen, bool):
-            wrong.append(f"is_frozen is {shown(self.is_frozen)}; wanted true or false")
+            wrong.append(f"is_frozen is {shorten_value(self.is_frozen)}; wanted true or false")
         if not wrong and self.width % self.n_heads:
             wrong.append(f"width {self.width} is not a multiple of n_heads {self.n_heads}")
         if not wrong and self.kind == SMALL and self.vocabulary != BYTES:
@@ -67,34 +76,34 @@ class TextConfig:
 
     @classmethod
     def small(cls) -> "TextConfig":
-        """One that is trained with its policy, for instructions of up to 95 bytes."""
+        """Config of a small one, trained with its policy, for instructions of up to 95 bytes."""
         return cls()
 
     @classmethod
     def clip(cls) -> "TextConfig":
-        """That of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
+        """Config of the text encoder of CLIP ViT-B/32 (https://huggingface.co/openai/clip-vit-base-patch32)."""
         return cls(CLIP, 77, 512, 12, 8, 2048, 49408, "quick_gelu", is_frozen=True)
 
     @classmethod
     def from_json(cls, values: Any) -> "TextConfig":
-        """Reads the object ``text_encoder`` of a policy's ``config.json``.
+        """Read the object ``text_encoder`` of a policy's ``config.json``.
 
         Raises:
             ConfigError: unknown fields, or values that make no sense.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"text_encoder is {shown(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
+                f"text_encoder is {shorten_value(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
             )
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, values)) - set(known)):
             raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
-        if wrong := wrong_values(numbers_of(cls), values):
+        if wrong := find_value_errors(list_numbers(cls), values):
             raise ConfigError("text encoder: " + "; ".join(wrong))
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The way back."""
+        """The object ``text_encoder`` of a policy's ``config.json``."""
         return asdict(self)
 
 
@@ -104,7 +113,7 @@ _embedding_init = nnx.initializers.normal(1.0)
 
 
 class Layer(nnx.Module):
-    """Self-attention and feed-forward, each after a norm and with a skip."""
+    """Transformer layer: self-attention and feed-forward, each after a norm and with a skip connection."""
 
     def __init__(self, config: TextConfig, *, rngs: nnx.Rngs):
         self.norm1 = LayerNorm(config.width)
@@ -119,7 +128,7 @@ class Layer(nnx.Module):
 
 
 class TextEncoder(nnx.Module):
-    """What the tokens of a text say, each seen with all the others, or with those before it (CLIP).
+    """Transformer over the tokens of a text, with full attention, or with causal attention as in CLIP.
 
     Source of the latter: transformers/models/clip/modeling_clip.py, CLIPTextModel, whose ``last_hidden_state`` it is.
 
@@ -142,10 +151,10 @@ class TextEncoder(nnx.Module):
         """
         length = ids.shape[1]
         x = self.tokens[...][ids] + self.positions[...][None, :length]
-        seen = mask[:, None, None, :]
+        attended = mask[:, None, None, :]
         if self.is_causal:
-            seen = seen & jnp.tril(jnp.ones((length, length), bool))[None, None]
-        bias = jnp.where(seen, 0.0, -jnp.inf)
+            attended = attended & jnp.tril(jnp.ones((length, length), bool))[None, None]
+        bias = jnp.where(attended, 0.0, -jnp.inf)
         for layer in self.layers:
             x = layer(x, bias)
         return self.norm(x)

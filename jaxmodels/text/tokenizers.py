@@ -1,4 +1,4 @@
-"""Byte and vocabulary tokenizers."""
+"""Tokenizers of bytes and of vocabularies."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxmodels.checkpoints.folder import TOKENIZER_BYTES as LIMIT
-from jaxmodels.checkpoints.folder import Folder, opened
+from jaxmodels.checkpoints.folder import Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.text.encoder import BYTES, CLIP, TextConfig
 
@@ -16,7 +16,7 @@ FILE = "tokenizer.json"
 
 
 class VocabularyTokenizer:
-    """What the file says; longer texts lose their end, as with CLIP, and keep the tokens that begin and end a text.
+    """Tokenizer of a ``tokenizer.json``; longer texts are cut at the end, as with CLIP, and keep their outer tokens.
 
     Shorter ones are filled up with their last token. Nobody looks there: CLIP's own models were trained like that.
     """
@@ -40,9 +40,9 @@ class VocabularyTokenizer:
         mask = np.zeros((len(texts), self.length), bool)
         for row, text in enumerate(texts):
             # A lone surrogate is no text for the package, which is written in Rust.
-            found = self._read.encode(text.encode("utf-8", "replace").decode()).ids
-            ids[row] = [*found, *found[-1:] * (self.length - len(found))]
-            mask[row, : len(found)] = True
+            tokens = self._read.encode(text.encode("utf-8", "replace").decode()).ids
+            ids[row] = [*tokens, *tokens[-1:] * (self.length - len(tokens))]
+            mask[row, : len(tokens)] = True
         return ids, mask
 
 
@@ -55,22 +55,22 @@ def _reader(file: bytes, config: TextConfig) -> Any:
             "installed; pip install 'robojax[language]'"
         ) from error
     try:
-        found = Tokenizer.from_str(file.decode())
+        reader = Tokenizer.from_str(file.decode())
     except Exception as error:  # the package raises no class of its own
         raise CheckpointError(
             f"{FILE}: cannot be read ({error}); wanted what transformers' save_pretrained wrote"
         ) from (error)
-    largest = max(found.get_vocab(with_added_tokens=True).values(), default=-1)
+    largest = max(reader.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= config.vocabulary:
         raise CheckpointError(
             f"{FILE}: has a token {largest}, and the text encoder a vocabulary of {config.vocabulary}; they are not of "
             "one model"
         )
-    found.enable_truncation(config.length)
-    found.no_padding()
-    if not found.encode("").ids:
+    reader.enable_truncation(config.length)
+    reader.no_padding()
+    if not reader.encode("").ids:
         raise CheckpointError(f"{FILE}: begins and ends no text with a token of its own; wanted CLIP's")
-    return found
+    return reader
 
 
 START = BYTES - 1
@@ -78,7 +78,7 @@ START = BYTES - 1
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Reads texts into tokens of a fixed number."""
+    """Interface of tokenizers: texts to tokens of a fixed number."""
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         """Tokens, int32, and which of them are part of the text. The first always is.
@@ -105,7 +105,7 @@ def tokenizer(config: TextConfig, file: bytes | None = None) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """One token starts the text, then every byte of it is one: small letters, no blanks around it, NFKC, UTF-8."""
+    """Tokenizer of UTF-8 bytes after a start token; texts are lower-cased, stripped and NFKC-normalised."""
 
     def __init__(self, length: int):
         self.length = length
@@ -129,7 +129,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def read_tokenizer(folder: Folder) -> bytes | None:
-    """The file's content; None when there is none.
+    """Contents of a folder's ``tokenizer.json``; None without one.
 
     Raises:
         CheckpointError: it cannot be read, or is longer than any tokenizer.
@@ -138,7 +138,7 @@ def read_tokenizer(folder: Folder) -> bytes | None:
     if not path.exists():
         return None
     try:
-        with opened(path) as file:
+        with open_source(path) as file:
             raw = file.read(0, LIMIT + 1)
     except OSError as error:
         raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error

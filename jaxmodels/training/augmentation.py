@@ -25,7 +25,7 @@ SUFFIX = "wanted an object of name to {weight, type, kwargs}, as LeRobot writes 
 
 @dataclass(frozen=True)
 class Transform:
-    """One change, by a number that is drawn between two others for every picture.
+    """One transform of images, whose strength is drawn from a range for every picture.
 
     Attributes:
         name: one of `KINDS`; the number of ``affine`` is degrees, of ``hue`` a share of the colour wheel, of the others
@@ -66,7 +66,7 @@ LEROBOT = (
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """LeRobot's `ImageTransformsConfig` (lerobot/datasets/transforms.py), and noise.
+    """Which transforms are applied: LeRobot's `ImageTransformsConfig` (lerobot/datasets/transforms.py), and noise.
 
     Attributes:
         enable: whether `tfs` are applied.
@@ -98,7 +98,7 @@ class ImageTransforms:
 
 
 def parse_transforms(values: Any) -> tuple[Transform, ...]:
-    """LeRobot's ``tfs``: ``{"hue": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}``.
+    """Parse LeRobot's ``tfs``: ``{"hue": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"hue": [-0.05, 0.05]}}}``.
 
     Raises:
         ConfigError: another form, or a change that is not known.
@@ -118,16 +118,16 @@ def _parse(name: str, entry: Any) -> Transform:
     if len(kwargs) != 1 or kind not in KINDS or KINDS[kind][0] != entry["type"]:
         known = ", ".join(f"{kind} ({name})" for name, (kind, _, _) in KINDS.items())
         raise ConfigError(f"tfs.{name} is {entry['type']} with {sorted(entry['kwargs'])}; known: {known}")
-    given = kwargs[key]
+    values = kwargs[key]
     middle = 0.0 if kind in ("hue", "affine") else 1.0
     # One number is how far to go to either side, of a factor down to nothing.
-    is_one = isinstance(given, int | float)
-    low, high = (max(middle - given, KINDS[kind][1]), middle + given) if is_one else given
+    is_one = isinstance(values, int | float)
+    low, high = (max(middle - values, KINDS[kind][1]), middle + values) if is_one else values
     return Transform(kind, float(low), float(high), float(entry.get("weight", 1.0)), translate)
 
 
 def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGKeyArray) -> UInt8[Array, "b h w 3"]:
-    """Frames as a policy might see them on another day, rounded back to pixels."""
+    """Apply random transforms to frames, and round back to uint8."""
     if not config.active and not config.noise:
         return frames
     choice, numbers, grain = jax.random.split(key, 3)
@@ -143,11 +143,11 @@ def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGK
 
 
 def _choose(config: ImageTransforms, count: int, key: PRNGKeyArray) -> Array:
-    """Which changes each picture gets: drawn without putting back, by weight (the largest of Gumbel's numbers)."""
+    """Choose the transforms of each picture: drawn without replacement, by weight (the largest of Gumbel's numbers)."""
     weights = jnp.log(jnp.asarray([transform.weight for transform in config.active], jnp.float32))
     scores = weights + jax.random.gumbel(key, (count, len(config.active)), jnp.float32)
-    wanted = min(config.max_num_transforms, len(config.active))
-    return scores >= jnp.sort(scores, axis=-1)[:, -wanted, None]
+    picks = min(config.max_num_transforms, len(config.active))
+    return scores >= jnp.sort(scores, axis=-1)[:, -picks, None]
 
 
 def _apply(x: Float[Array, "b h w 3"], transform: Transform, key: PRNGKeyArray) -> Float[Array, "b h w 3"]:

@@ -1,4 +1,4 @@
-"""TrainingConfig: how a training runs."""
+"""Config of a training run."""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ class TrainingConfig:
             are where None, and one for the other one when both are.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     steps: int = 100_000

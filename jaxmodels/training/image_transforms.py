@@ -1,4 +1,4 @@
-"""Transforms of images as torchvision computes them, over a batch.
+"""Image transforms as torchvision computes them, over a batch.
 
 Each takes pictures (b, h, w, 3) and one number per picture (b,), and gives pictures in [0, 1] back.
 Source: torchvision/transforms/v2/functional/_color.py and _geometry.py.
@@ -15,21 +15,21 @@ LUMA = (0.2989, 0.587, 0.114)
 
 
 def brightness(x: Pictures, factor: Numbers) -> Pictures:
-    return jnp.clip(x * _wide(factor), 0, 1)
+    return jnp.clip(x * _broadcast(factor), 0, 1)
 
 
 def contrast(x: Pictures, factor: Numbers) -> Pictures:
-    """Away from (or towards) the mean grey of the picture."""
+    """Blend each picture with its mean grey, by a factor."""
     return _blend(x, _grey(x).mean(axis=(1, 2, 3), keepdims=True), factor)
 
 
 def saturation(x: Pictures, factor: Numbers) -> Pictures:
-    """Away from (or towards) each pixel's grey."""
+    """Blend each pixel with its grey, by a factor."""
     return _blend(x, _grey(x), factor)
 
 
 def hue(x: Pictures, turn: Numbers) -> Pictures:
-    """Colours turned around the wheel, a whole turn being 1."""
+    """Rotate the hue; 1 is a whole turn."""
     red, green, blue = x[..., 0], x[..., 1], x[..., 2]
     highest, lowest = x.max(axis=-1), x.min(axis=-1)
     spread = highest - lowest
@@ -48,7 +48,7 @@ def hue(x: Pictures, turn: Numbers) -> Pictures:
 
 
 def sharpness(x: Pictures, factor: Numbers) -> Pictures:
-    """Away from (or towards) a picture blurred over 3x3 pixels; the border stays as it is."""
+    """Blend each picture with one blurred over 3x3 pixels, by a factor; the border stays as it is."""
     kernel = jnp.asarray(((1, 1, 1), (1, 5, 1), (1, 1, 1)), x.dtype) / 13
     weights = jnp.broadcast_to(kernel[..., None, None], (3, 3, 1, 3))
     inner = jax.lax.conv_general_dilated(
@@ -58,7 +58,7 @@ def sharpness(x: Pictures, factor: Numbers) -> Pictures:
 
 
 def affine(x: Pictures, degrees: Numbers, across: Numbers, down: Numbers) -> Pictures:
-    """Turned around the centre and shifted, by shares of width and height; black comes in, pixels are the nearest."""
+    """Rotate around the centre and shift by shares of width and height; nearest pixels, black outside."""
     height, width = x.shape[1:3]
     middle = jnp.asarray(((height - 1) / 2, (width - 1) / 2), x.dtype)
     rows, columns = jnp.meshgrid(jnp.arange(height) - middle[0], jnp.arange(width) - middle[1], indexing="ij")
@@ -70,13 +70,13 @@ def affine(x: Pictures, degrees: Numbers, across: Numbers, down: Numbers) -> Pic
         row = jnp.round(cosine * y - sine * x + middle[0]).astype(jnp.int32)
         column = jnp.round(sine * y + cosine * x + middle[1]).astype(jnp.int32)
         is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        found = picture[jnp.clip(row, 0, height - 1), jnp.clip(column, 0, width - 1)]
-        return jnp.where(is_inside[..., None], found, 0)
+        moved = picture[jnp.clip(row, 0, height - 1), jnp.clip(column, 0, width - 1)]
+        return jnp.where(is_inside[..., None], moved, 0)
 
     return jax.vmap(one)(x, degrees, across, down)
 
 
-def _wide(numbers: Numbers) -> Float[Array, "b 1 1 1"]:
+def _broadcast(numbers: Numbers) -> Float[Array, "b 1 1 1"]:
     return numbers[:, None, None, None]
 
 
@@ -85,4 +85,4 @@ def _grey(x: Pictures) -> Float[Array, "b h w 1"]:
 
 
 def _blend(x: Pictures, other: Array, factor: Numbers) -> Pictures:
-    return jnp.clip(_wide(factor) * x + (1 - _wide(factor)) * other, 0, 1)
+    return jnp.clip(_broadcast(factor) * x + (1 - _broadcast(factor)) * other, 0, 1)

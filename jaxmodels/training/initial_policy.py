@@ -1,4 +1,4 @@
-"""New or pretrained policy that training starts from."""
+"""The policy that a training starts from, new or pretrained."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from jaxmodels.checkpoints.backbones import Backbone, read_backbone
 from jaxmodels.data import Dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.hub import fetch
-from jaxmodels.policies import lerobot_folder, policy_type
+from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import TextConfig
 from jaxmodels.text.clip import read_clip_text
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
@@ -31,7 +31,7 @@ _ANY = {
 
 @dataclass(frozen=True)
 class Start:
-    """What is known before the first step.
+    """Config, weights, backbone and tokenizer that a training starts from.
 
     Attributes:
         policy: its config.
@@ -46,21 +46,21 @@ class Start:
     tokenizer: bytes | None = None
 
     def with_values(self, values: Mapping[str, Any]) -> "Start":
-        """The same with other values of some fields of the config, as ``config.json`` has them.
+        """This start with other values of some config fields, as in ``config.json``.
 
         Raises:
             ConfigError: a field is unknown or makes no sense.
         """
-        return replace(self, policy=policy_type(self.policy.type).config({**self.policy.to_json(), **values}))
+        return replace(self, policy=get_policy_type(self.policy.type).config({**self.policy.to_json(), **values}))
 
 
 def policy_fields(kind: str) -> dict[str, str]:
-    """The fields of a policy type's config, and their types in words.
+    """Fields of a policy type's config and their types in words.
 
     Raises:
         ConfigError: there is no such type.
     """
-    return {field.name: str(field.type) for field in fields(policy_type(kind).config(_ANY))}
+    return {field.name: str(field.type) for field in fields(get_policy_type(kind).config(_ANY))}
 
 
 def new_policy(
@@ -73,7 +73,7 @@ def new_policy(
     values: Mapping[str, Any] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Start:
-    """A policy for what a dataset's robot sees and does.
+    """A new policy for the features of a dataset.
 
     Args:
         preset: ``small``, what a CPU can train.
@@ -87,7 +87,7 @@ def new_policy(
         CheckpointError: weights of a trained part cannot be read.
         HubError: they cannot be fetched.
     """
-    chosen = policy_type(kind)
+    chosen = get_policy_type(kind)
     if preset not in (None, *PRESETS):
         raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")
     read: dict[str, Any] = dict(_features(dataset, image_size))
@@ -130,48 +130,48 @@ def trained_policy(
     revision: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Start:
-    """A policy to go on with, from a folder or from the Hub. The dataset's statistics will replace its own.
+    """A pretrained policy to go on with, from a folder or the Hub. The dataset's statistics will replace its own.
 
     Raises:
         HubError: the repo cannot be fetched.
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
-    checkpoint = lerobot_folder.read(_folder(path_or_repo, revision, on_progress))
+    checkpoint = lerobot_folder.read_checkpoint(_folder(path_or_repo, revision, on_progress))
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
 
 
-def _folder(path_or_repo: str | Path, revision: str | None, tell: Callable[[str], None] | None) -> Path:
+def _folder(path_or_repo: str | Path, revision: str | None, on_progress: Callable[[str], None] | None) -> Path:
     folder = Path(os.path.expanduser(path_or_repo))
     if not folder.is_dir():
-        return fetch(str(path_or_repo), revision, on_progress=tell)
+        return fetch(str(path_or_repo), revision, on_progress=on_progress)
     if revision is not None:
         raise ConfigError(f"{folder} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
     return folder
 
 
 def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:
-    """What a policy could see and do, as ``config.json`` has it; like LeRobot's it reads one state."""
-    seen, done = [], []
+    """Inputs and outputs of a policy for a dataset, as in ``config.json``; like LeRobot's it reads one state."""
+    inputs, done = [], []
     for feature in dataset.features:
         if feature.type == "VISUAL":
             shape = feature.shape if image_size is None else (3, *image_size)
-            seen.append(Feature(feature.name, "VISUAL", shape))
+            inputs.append(Feature(feature.name, "VISUAL", shape))
         elif feature.name in (STATE, ENVIRONMENT_STATE):
-            seen.append(feature)
+            inputs.append(feature)
         elif feature.name == ACTION:
             done.append(feature)
     if not done:
         names = ", ".join(feature.name for feature in dataset.features)
         raise DatasetError(f"{dataset.folder.name} has no {ACTION}; it has {names}")
-    return {"input_features": dump_features(seen), "output_features": dump_features(done)}
+    return {"input_features": dump_features(inputs), "output_features": dump_features(done)}
 
 
 def _text_encoder(name: str) -> dict[str, Any]:
-    made = {"small": TextConfig.small, "clip": TextConfig.clip}
-    if name not in made:
+    presets = {"small": TextConfig.small, "clip": TextConfig.clip}
+    if name not in presets:
         raise ConfigError(
-            f"text_encoder is {name!r}; known: {', '.join(made)}, or an object of its fields, or null; the folder or "
-            "repo of a CLIP is given as --text_encoder, without policy"
+            f"text_encoder is {name!r}; known: {', '.join(presets)}, or an object of its fields, or null; the folder "
+            "or repo of a CLIP is given as --text_encoder, without policy"
         )
-    return made[name]().to_json()
+    return presets[name]().to_json()

@@ -1,4 +1,4 @@
-"""Training loop: batches in, checkpoints, metrics and a policy out; resumes where it stopped."""
+"""Training loop: writes checkpoints, metrics and a policy, and resumes interrupted runs."""
 
 import json
 import math
@@ -22,14 +22,22 @@ from jaxmodels.training.run_folder import (
     METRICS,
     POLICY_FOLDER,
     Snapshots,
-    claim,
+    claim_folder,
     cut_metrics,
-    normalization_of,
+    derive_normalization,
+    explain_write_errors,
     write_policy,
-    writing,
 )
 from jaxmodels.training.run_folder import POLICY as SNAPSHOT
-from jaxmodels.training.train_state import COUNT, Placed, State, host_weights, place, resolve, setup
+from jaxmodels.training.train_state import (
+    COUNT,
+    PlacedTraining,
+    State,
+    describe_training,
+    gather_weights,
+    put_on_devices,
+    resolve_config,
+)
 
 CHECKPOINTS, CURVE = "checkpoints", "loss.png"
 
@@ -45,7 +53,7 @@ def train(
     on_progress: Callable[[Progress], None] | None = None,
     on_decoding: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Trains a policy and writes it to ``output/policy`` in LeRobot's layout.
+    """Train a policy and write it to ``output/policy`` in LeRobot's layout.
 
     ``output`` also gets ``training.json`` (the set-up), ``metrics.jsonl``, ``checkpoints/<step>`` (the state, and the
     policy as it was) and ``loss.png``. A run that goes on ends with the weights that it would have had: batches and
@@ -69,28 +77,28 @@ def train(
         CheckpointError: weights to start from do not fit the policy.
         OSError: something cannot be written, e.g. because the disk is full; a later run can go on from what was.
     """
-    with writing(output):
+    with explain_write_errors(output):
         use_compile_cache()
-        config = resolve(config, start.policy)
+        config = resolve_config(config, start.policy)
         layout = find_layout(device, config.data, config.fsdp, config.batch_size, config.gradient_accumulation_steps)
         is_first = jax.process_index() == 0
         if is_first:
-            claim(output, setup(dataset, start.policy, config), resume=resume)
+            claim_folder(output, describe_training(dataset, start.policy, config), resume=resume)
         loader = _loader(dataset, start.policy, config, on_decoding)
-        normalization = normalization_of(dataset, start, use_imagenet_stats=config.use_imagenet_stats)
+        normalization = derive_normalization(dataset, start, use_imagenet_stats=config.use_imagenet_stats)
         example = layout.put_batch(loader.at(0))
-        placed = place(dataset, start, normalization, config, layout, example)
-        run = _Run(dataset, start, config, output, layout, normalization, placed)
+        training = put_on_devices(dataset, start, normalization, config, layout, example)
+        run = _Run(dataset, start, config, output, layout, normalization, training)
         with Snapshots(output / CHECKPOINTS, keep=config.keep_checkpoints) as snapshots:
             newest = snapshots.newest
-            state = placed.state if newest is None else snapshots.restore(newest, placed.state)
+            state = training.state if newest is None else snapshots.restore(newest, training.state)
             first = 0 if newest is None else newest
             if newest is not None:
                 # A kill may have come between the two parts of a checkpoint. Every process has to gather: none looks.
                 run.write(snapshots.folder(newest) / SNAPSHOT, state)
             before = cut_metrics(output, first) if is_first else 0.0
             with Reports(output, first=first, tensorboard=config.tensorboard, is_writing=is_first) as reports:
-                state = run.steps(state, first, before, loader, snapshots, reports, on_progress)
+                state = run.run_steps(state, first, before, loader, snapshots, reports, on_progress)
             if newest != config.steps:
                 run.save(snapshots, state)
         run.write(output / POLICY_FOLDER, state)
@@ -100,7 +108,7 @@ def train(
 
 
 class _Run:
-    """What does not change while the steps are done."""
+    """A running training: everything that does not change between steps."""
 
     def __init__(
         self,
@@ -110,13 +118,13 @@ class _Run:
         output: Path,
         layout: Layout,
         normalization: Normalization,
-        placed: Placed,
+        training: PlacedTraining,
     ):
         self._dataset, self._start, self._config, self._output = dataset, start, config, output
         self._layout, self._normalization = layout, normalization
-        self._step, self._fixed = placed.step, placed.fixed
+        self._step, self._fixed = training.step, training.fixed
 
-    def steps(
+    def run_steps(
         self,
         state: State,
         first: int,
@@ -124,7 +132,7 @@ class _Run:
         loader: Loader,
         snapshots: Snapshots,
         reports: Reports,
-        tell: Callable[[Progress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
     ) -> State:
         """All steps from the first to the last; gives the last state.
 
@@ -143,13 +151,13 @@ class _Run:
                     running.block_until_ready()  # two steps ahead at most: batches in flight take memory
                 running, done = loss, number + 1
                 if done % config.log_freq == 0 or done == config.steps:
-                    values = self._measured(state, done)
+                    values = self._measure(state, done)
                     progress = watch.progress(done, values.pop("loss"), float(self._rate(number)))
                     reports.write(progress, values)
-                    if tell is not None:
-                        tell(progress)
+                    if on_progress is not None:
+                        on_progress(progress)
                 if done % config.save_freq == 0 and done < config.steps:
-                    self._measured(state, done)  # a state that is no number is not kept
+                    self._measure(state, done)  # a state that is no number is not kept
                     self.save(snapshots, state)
         return state
 
@@ -161,7 +169,7 @@ class _Run:
 
     def write(self, folder: Path, state: State) -> None:
         """The policy as it is in this state."""
-        weights = host_weights(state, self._fixed, self._layout)
+        weights = gather_weights(state, self._fixed, self._layout)
         if jax.process_index() == 0:
             write_policy(folder, weights, self._start, self._normalization, self._dataset)
 
@@ -171,7 +179,7 @@ class _Run:
         assert scheduler is not None
         return optimizer.lr * scheduler.factor(step, self._config.steps)
 
-    def _measured(self, state: State, done: int) -> dict[str, float]:
+    def _measure(self, state: State, done: int) -> dict[str, float]:
         """Means over the steps since the last line."""
         sums: Mapping[str, Any] = jax.device_get(state.sums)
         values = {name: float(value / sums[COUNT]) for name, value in sums.items() if name != COUNT}

@@ -1,4 +1,4 @@
-"""Optimizers, weight averaging, learning-rate schedules."""
+"""Optimizers, weight averaging and learning-rate schedules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NAMES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """LeRobot's schedulers (lerobot/optim/schedulers.py).
+    """Learning-rate schedule, with LeRobot's names (lerobot/optim/schedulers.py).
 
     Attributes:
         type: ``constant``; ``diffuser``, one of diffusers' by `name`; or ``cosine_decay_with_warmup``.
@@ -27,7 +27,7 @@ class SchedulerConfig:
         peak_lr, decay_lr: the ratio that a ``cosine_decay_with_warmup`` falls to is decay_lr / peak_lr.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     type: str = "constant"
@@ -53,7 +53,7 @@ class SchedulerConfig:
             raise ConfigError("scheduler: " + "; ".join(wrong))
 
     def factor(self, step: Int[Array, ""] | int, steps: int) -> Float[Array, ""]:
-        """What the learning rate of a step (the first is 0) is multiplied with, in a training of `steps`."""
+        """Factor of the learning rate at a step (the first is 0) of a training of `steps`."""
         now = jnp.asarray(step, jnp.float32)
         if self.type == "cosine_decay_with_warmup":
             return self._decay(now, steps)
@@ -82,7 +82,7 @@ class SchedulerConfig:
 
 
 def scheduler_preset(policy: object) -> SchedulerConfig:
-    """What the fields of a policy's config ask for, with LeRobot's names of them; constant when there are none."""
+    """The schedule that a policy's config asks for; constant when it names none."""
     warmup = getattr(policy, "scheduler_warmup_steps", None) or 0
     if (decay := getattr(policy, "scheduler_decay_steps", None)) is not None:
         lowest = getattr(policy, "scheduler_decay_lr", 0.0)
@@ -100,7 +100,7 @@ DECAYED = ("all", "matrices")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """LeRobot's optimizers (lerobot/optim/optimizers.py), and what is decayed.
+    """Optimizer, with LeRobot's names (lerobot/optim/optimizers.py), and which parameters decay.
 
     Attributes:
         type: ``adamw``, or ``adam``, in which the decay is a part of the gradient.
@@ -110,7 +110,7 @@ class OptimizerConfig:
         decayed: ``all`` parameters, as in LeRobot, or only ``matrices``: no norms, no biases.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     type: str = "adamw"
@@ -145,7 +145,7 @@ class OptimizerConfig:
 
 
 def optimizer_preset(policy: object) -> OptimizerConfig:
-    """What the fields of a policy's config ask for, with LeRobot's names of them."""
+    """The optimizer that a policy's config asks for."""
     names = {
         "lr": "optimizer_lr",
         "lr_backbone": "optimizer_lr_backbone",
@@ -163,7 +163,7 @@ def optimizer_preset(policy: object) -> OptimizerConfig:
 def make_optimizer(
     config: OptimizerConfig, scheduler: SchedulerConfig, steps: int, names: Iterable[str]
 ) -> optax.GradientTransformation:
-    """The rule for a flat mapping of parameters with these names.
+    """The optax transformation for a flat mapping of parameters with these names.
 
     The norm that is clipped is that of all of these parameters together. A parameter belongs to the backbone when a
     part of its name is ``backbone``.
@@ -189,8 +189,8 @@ def _are_matrices(parameters: Any) -> Any:
     return {name: array.ndim > 1 for name, array in parameters.items()}
 
 
-def averaged(average: Any, parameters: Any, step: Any, decay: float) -> Any:
-    """The exponential moving average of parameters after one more step.
+def update_average(average: Any, parameters: Any, step: Any, decay: float) -> Any:
+    """Exponential moving average of parameters after one more step.
 
     Early on the decay is (1 + step) / (10 + step), so that the average does not remember the initial weights.
     """

@@ -1,4 +1,4 @@
-"""Metrics, TensorBoard, loss curve, time accounting."""
+"""Progress of a training: metrics file, TensorBoard, loss curve, throughput."""
 
 import json
 import math
@@ -21,7 +21,7 @@ EVENTS = "tensorboard"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is; all but the first two since the line before.
+    """Progress of a training at one line of its metrics; speed and losses are since the line before.
 
     Attributes:
         step: how many are done.
@@ -45,7 +45,7 @@ class Progress:
 
 
 class Reports:
-    """Open files of one run; nothing is written by a process that is not the first.
+    """Open metrics files of a run; only the first process writes.
 
     Raises:
         ConfigError: TensorBoard's events are wanted and tensorboardX is not installed.
@@ -72,7 +72,7 @@ class Reports:
         self._stack.close()
 
     def write(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """One line.
+        """Write one line of metrics.
 
         Args:
             values: what was measured beside the loss.
@@ -107,7 +107,7 @@ INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
 
 
 def draw_curve(metrics: Path, picture: Path) -> None:
-    """Reads ``metrics.jsonl`` and writes a PNG."""
+    """Draw the loss in ``metrics.jsonl`` as a PNG."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     if not lines:
         raise ValueError(f"{metrics.name} is empty; nothing to draw")
@@ -148,7 +148,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 class Throughput:
-    """Counts seconds between lines of metrics, and those in which the device waited for data.
+    """Measures seconds between lines of metrics, and those in which the device waited for data.
 
     Args:
         steps, batch_size: of the training.
@@ -163,19 +163,19 @@ class Throughput:
 
     @contextmanager
     def waiting(self, running: Any) -> Iterator[None]:
-        """While a batch is waited for.
+        """Context in which waiting for a batch is measured.
 
         Args:
             running: of the newest step, None before the first. If it is not there when the batch is, the device had
                 something to do all the time, and did not wait.
         """
-        asked = time.monotonic()
+        began = time.monotonic()
         yield
         if running is None or running.is_ready():
-            self._waited += time.monotonic() - asked
+            self._waited += time.monotonic() - began
 
     def progress(self, step: int, loss: float, rate: float) -> Progress:
-        """Since the last time this was asked."""
+        """Progress since the last call."""
         now = time.monotonic()
         seconds = max(now - self._last, 1e-9)
         progress = Progress(

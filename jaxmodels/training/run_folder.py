@@ -1,4 +1,4 @@
-"""Run folder: lock, snapshots, exported policy.
+"""Folder of a training run: its claim, checkpoints, exported policy.
 
 ``checkpoints/<step>/training_state`` is an Orbax checkpoint, ``checkpoints/<step>/pretrained_model`` a policy, and
 ``checkpoints/last`` a link to the newest: LeRobot's names.
@@ -22,7 +22,7 @@ from jaxmodels.checkpoints import orbax
 from jaxmodels.checkpoints.backbones import Backbone
 from jaxmodels.data import Dataset
 from jaxmodels.errors import TrainingError
-from jaxmodels.normalization import Normalization, from_stats
+from jaxmodels.normalization import Normalization, build_normalization
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.training.initial_policy import Start
@@ -32,8 +32,8 @@ SETUP, METRICS, POLICY_FOLDER = "training.json", "metrics.jsonl", "policy"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def claim(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
-    """Writes the set-up of a new run, or checks that the one that is there was the same.
+def claim_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
+    """Write the settings of a new run to its folder, or check that a resumed run has the same.
 
     Raises:
         TrainingError: the folder holds a run that nobody asked to go on with, or one of another set-up (every
@@ -42,7 +42,7 @@ def claim(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
     path = output / SETUP
     text = json.dumps(setup, indent=2) + "\n"
     if not path.exists():
-        if output.is_dir() and any(entry != _draft(path) for entry in output.iterdir()):
+        if output.is_dir() and any(entry != _draft_path(path) for entry in output.iterdir()):
             raise TrainingError(f"{output}: is there and holds no training; choose another --output_dir")
         output.mkdir(parents=True, exist_ok=True)
         _replace(path, text)
@@ -50,10 +50,10 @@ def claim(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
     if not resume:
         raise TrainingError(f"{output}: holds a training; add --resume=true to go on with it, or choose another folder")
     try:
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except ValueError as error:
         raise TrainingError(f"{path}: unreadable ({error}); choose another --output_dir") from error
-    if differing := _differences("", found, json.loads(text)):
+    if differing := _list_differences("", stored, json.loads(text)):
         raise TrainingError(
             f"{output}: holds a run with another set-up ({'; '.join(differing)}); choose another folder"
         )
@@ -61,28 +61,32 @@ def claim(output: Path, setup: dict[str, Any], *, resume: bool) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _differences(where: str, found: Any, wanted: Any) -> list[str]:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        names = sorted({*found, *wanted})
-        return [line for name in names for line in _differences(f"{where}.{name}", found.get(name), wanted.get(name))]
-    return [] if found == wanted else [f"{where.removeprefix('.')}: was {found!r}, now {wanted!r}"]
+def _list_differences(where: str, stored: Any, requested: Any) -> list[str]:
+    if isinstance(stored, dict) and isinstance(requested, dict):
+        names = sorted({*stored, *requested})
+        return [
+            line
+            for name in names
+            for line in _list_differences(f"{where}.{name}", stored.get(name), requested.get(name))
+        ]
+    return [] if stored == requested else [f"{where.removeprefix('.')}: was {stored!r}, now {requested!r}"]
 
 
 def cut_metrics(output: Path, step: int) -> float:
-    """Drops lines that a killed run wrote after its last checkpoint; gives the seconds that the kept ones took."""
+    """Drop lines of metrics after the last checkpoint of a killed run; returns the seconds that the others took."""
     path = output / METRICS
     if not path.exists():
         return 0.0
     # The last line may have been cut by the kill.
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    kept = [line for line in lines if line["step"] <= step]
-    _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return float(kept[-1]["seconds"]) if kept else 0.0
+    remaining = [line for line in lines if line["step"] <= step]
+    _replace(path, "".join(json.dumps(line) + "\n" for line in remaining))
+    return float(remaining[-1]["seconds"]) if remaining else 0.0
 
 
 @contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Says of which run a full disk is, and what to do: neither the system nor Orbax does.
+def explain_write_errors(output: Path) -> Iterator[None]:
+    """Context that turns errors of a full disk into ones that name the run and the next step.
 
     Raises:
         OSError: something could not be written.
@@ -100,12 +104,12 @@ def writing(output: Path) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file that appears whole, or stays as it was when the disk is full or the process killed."""
-    draft = _draft(path)
+    draft = _draft_path(path)
     draft.write_text(text)
     os.replace(draft, path)
 
 
-def _draft(path: Path) -> Path:
+def _draft_path(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
@@ -117,7 +121,7 @@ Tree = TypeVar("Tree")
 
 
 class Snapshots:
-    """The checkpoints of a folder; what a killed run began and nobody will finish is removed.
+    """Checkpoints of a run; incomplete ones of killed runs are removed.
 
     Args:
         keep: how many of the newest stay.
@@ -133,7 +137,7 @@ class Snapshots:
 
     def __enter__(self) -> "Snapshots":
         if jax.process_index() == 0:
-            self._tidy()
+            self._remove_incomplete()
         return self
 
     def __exit__(
@@ -141,43 +145,43 @@ class Snapshots:
     ) -> None:
         self._writer.__exit__(kind, error, trace)
         if kind is None:
-            self._settle()
+            self._finish_pending()
 
     def folder(self, step: int) -> Path:
         return self._folder / f"{step:06}"
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint."""
-        return max(self._whole(), default=None)
+        """Step of the newest complete checkpoint."""
+        return max(self._list_complete_steps(), default=None)
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to write; what was begun before is whole now."""
+        """Begin to write a checkpoint; the one before is complete then."""
         self._writer.wait()
-        self._settle()
+        self._finish_pending()
         self._writer.save(self.folder(step) / STATE, _leaves(state))
         self._pending = step
 
-    def restore(self, step: int, wanted: Tree) -> Tree:
-        """The state of a step, as a tree like `wanted`, whose shardings it gets.
+    def restore(self, step: int, target: Tree) -> Tree:
+        """The state of a step, as a tree like `target` with its shardings.
 
         Raises:
             CheckpointError: unreadable, or of other shapes than wanted.
         """
         leaves = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in _leaves(wanted).items()
+            for name, leaf in _leaves(target).items()
         }
-        found = orbax.restore(self.folder(step) / STATE, leaves)
+        restored = orbax.restore(self.folder(step) / STATE, leaves)
         self._pending = step  # the link to it may not have been made
-        return jax.tree.unflatten(jax.tree.structure(wanted), [found[name] for name in sorted(found)])
+        return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in sorted(restored)])
 
-    def _whole(self) -> list[int]:
+    def _list_complete_steps(self) -> list[int]:
         # Orbax writes into a folder with another name and renames it: what has the plain name is whole.
         return sorted(int(path.parent.name) for path in self._folder.glob(f"*/{STATE}") if path.parent.name.isdigit())
 
-    def _settle(self) -> None:
-        """After a checkpoint became whole: the link to it, and those that are too many."""
+    def _finish_pending(self) -> None:
+        """Link to a checkpoint that is complete now, and remove the oldest ones."""
         if self._pending is None or jax.process_index() != 0:
             return
         link = self._folder / f".{LAST}"
@@ -185,7 +189,7 @@ class Snapshots:
         link.symlink_to(self.folder(self._pending).name)
         os.replace(link, self._folder / LAST)
         self._pending = None
-        for step in self._whole()[: -self._keep]:
+        for step in self._list_complete_steps()[: -self._keep]:
             self._remove(self.folder(step))
 
     def _remove(self, folder: Path) -> None:
@@ -195,7 +199,7 @@ class Snapshots:
         os.replace(folder, removed)
         shutil.rmtree(removed, ignore_errors=True)
 
-    def _tidy(self) -> None:
+    def _remove_incomplete(self) -> None:
         for draft in (*self._folder.glob(f"{REMOVED}*"), *self._folder.glob(f"*/.{POLICY}-*")):
             shutil.rmtree(draft, ignore_errors=True)
         for folder in self._folder.glob("[0-9]*"):
@@ -212,8 +216,8 @@ def _leaves(state: Any) -> dict[str, Any]:
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def normalization_of(dataset: Dataset, start: Start, *, use_imagenet_stats: bool) -> Normalization:
-    """A policy's normalisation, from a dataset's statistics.
+def derive_normalization(dataset: Dataset, start: Start, *, use_imagenet_stats: bool) -> Normalization:
+    """A policy's normalization from a dataset's statistics.
 
     Args:
         use_imagenet_stats: cameras by the mean and spread that a trained backbone wants, ImageNet's if it does not say.
@@ -224,14 +228,14 @@ def normalization_of(dataset: Dataset, start: Start, *, use_imagenet_stats: bool
         for camera in policy.cameras:
             stats[camera.name] = {**stats[camera.name], "mean": mean, "std": std}
     known = {feature.name for feature in (*policy.input_features, *policy.output_features)}
-    wanted = {name: values for name, values in stats.items() if name in known}
-    return from_stats(policy.input_features, policy.output_features, policy.normalization_mapping, wanted)
+    selected = {name: values for name, values in stats.items() if name in known}
+    return build_normalization(policy.input_features, policy.output_features, policy.normalization_mapping, selected)
 
 
 def write_policy(
     folder: Path, weights: Mapping[str, np.ndarray], start: Start, normalization: Normalization, dataset: Dataset
 ) -> None:
-    """Writes LeRobot's layout.
+    """Write a trained policy in LeRobot's layout.
 
     Raises:
         TrainingError: weights are no numbers any more.
@@ -243,7 +247,7 @@ def write_policy(
         # LeRobot would ask torchvision for this before it reads the weights, which are here.
         policy = replace(policy, pretrained_backbone_weights=None)
     sidecar = Sidecar(rate=dataset.fps, joint_names=dataset.joint_names)
-    lerobot_folder.write(folder, Checkpoint(policy, weights, normalization, sidecar, start.tokenizer))
+    lerobot_folder.write_checkpoint(folder, Checkpoint(policy, weights, normalization, sidecar, start.tokenizer))
 
 
 def _colours(backbone: Backbone | None) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""State, compiled step, instructions, placed on devices."""
+"""Training state on the devices, and the compiled training step."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,18 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.checkpoints.backbones import put_backbone
+from jaxmodels.checkpoints.backbones import replace_backbone
 from jaxmodels.data import Batch, Dataset
 from jaxmodels.devices import Layout
 from jaxmodels.errors import DatasetError
 from jaxmodels.normalization import Affine, Normalization
-from jaxmodels.policies import policy_type
+from jaxmodels.policies import get_policy_type
 from jaxmodels.program import Scales, Size, normalize
 from jaxmodels.text import tokenizer
 from jaxmodels.training.augmentation import augment
 from jaxmodels.training.config import OPERATIONAL, TrainingConfig
 from jaxmodels.training.initial_policy import Start
-from jaxmodels.training.optimizers import averaged, make_optimizer, optimizer_preset, scheduler_preset
+from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset, update_average
 from jaxmodels.types import Language, Observation
 from jaxmodels.weights import Blueprint, blueprint, check_fit, flatten
 
@@ -36,7 +36,7 @@ AHEAD = 64  # tasks that are read at a time
 
 @dataclass(frozen=True)
 class Instructions:
-    """The tokens of every task of a dataset.
+    """Tokens of all task texts of a dataset.
 
     Attributes:
         ids, mask: of the tasks, in their order.
@@ -47,8 +47,8 @@ class Instructions:
     mask: Bool[Any, "k n"]
     language: Language | None = None
 
-    def of(self, model: Any, tasks: Int[Array, " b"], dtype: DTypeLike) -> Language:
-        """What the model's text encoder makes of each example's task."""
+    def encode_tasks(self, model: Any, tasks: Int[Array, " b"], dtype: DTypeLike) -> Language:
+        """The model's language tokens for each example's task."""
         if self.language is not None:
             language = jax.tree.map(lambda x: x[tasks], self.language)
         elif len(self.ids) <= len(tasks):  # each task once, however many examples have it
@@ -57,10 +57,10 @@ class Instructions:
             language = model.read(self.ids[tasks], self.mask[tasks])
         return Language(language.tokens.astype(dtype), language.mask)
 
-    def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], place: NamedSharding) -> "Instructions":
-        """With `language`, so that a frozen text encoder runs once and not in every step."""
+    def read_ahead(self, plan: Blueprint[Any], weights: Mapping[str, Any], sharding: NamedSharding) -> "Instructions":
+        """These with `language`, so that a frozen text encoder runs once and not in every step."""
 
-        @partial(jax.jit, out_shardings=place)
+        @partial(jax.jit, out_shardings=sharding)
         def read(weights: Mapping[str, Any], ids: Array, mask: Array) -> Language:
             return plan.assemble(weights).read(ids, mask)
 
@@ -75,7 +75,7 @@ jax.tree_util.register_dataclass(Instructions, data_fields=["ids", "mask", "lang
 
 
 def read_instructions(policy: Any, tasks: Sequence[str], file: bytes | None) -> Instructions | None:
-    """The tasks of a dataset for a policy; None for one that reads no instructions.
+    """Tokens of a dataset's tasks for a policy; None for one without language.
 
     Args:
         file: the policy's ``tokenizer.json``, if it has one.
@@ -100,7 +100,7 @@ COUNT = "count"
 
 
 class State(NamedTuple):
-    """Everything that a step changes: a tree of arrays.
+    """Everything that a training step changes: a tree of arrays.
 
     Attributes:
         step: how many were done.
@@ -119,7 +119,7 @@ class State(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Everything that a step reads and does not change, beside the batch.
+    """Everything that a training step reads and does not change, besides the batch.
 
     Attributes:
         weights: buffers and frozen parameters, by our names.
@@ -139,7 +139,7 @@ Step = Callable[[State, Fixed, Batch], tuple[State, Float[Array, ""]]]
 
 
 def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingConfig, layout: Layout) -> Loss:
-    """The loss of a batch for these parameters, and its parts.
+    """The loss function of a batch, given parameters, and its parts.
 
     Args:
         plan: the module, which computes in `config.dtype`.
@@ -149,8 +149,8 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
 
     def loss(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
         # Cast before they are gathered: half the traffic in bfloat16.
-        weights = lower({**fixed.weights, **parameters}, dtype)
-        weights = jax.lax.with_sharding_constraint(weights, layout.whole)
+        weights = cast_weights({**fixed.weights, **parameters}, dtype)
+        weights = jax.lax.with_sharding_constraint(weights, layout.replicated)
         model = plan.assemble({name: weights[name] for name in plan.shapes})
         picture, vector, *streams = jax.random.split(key, 5)
         keys = jax.random.split(picture, max(1, len(batch.images)))
@@ -158,13 +158,15 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
             augment(jnp.asarray(frames), config.image_transforms, key)
             for frames, key in zip(batch.images, keys, strict=False)
         )
-        seen = Observation(images=images, state=batch.state, environment_state=batch.environment_state)
-        observation = normalize(seen, fixed.scales, sizes, dtype)
+        raw = Observation(images=images, state=batch.state, environment_state=batch.environment_state)
+        observation = normalize(raw, fixed.scales, sizes, dtype)
         if observation.state is not None and config.state_noise:
             noise = config.state_noise * jax.random.normal(vector, observation.state.shape, jnp.float32)
             observation = observation._replace(state=(observation.state + noise).astype(dtype))
         if fixed.instructions is not None:
-            observation = observation._replace(language=fixed.instructions.of(model, jnp.asarray(batch.tasks), dtype))
+            observation = observation._replace(
+                language=fixed.instructions.encode_tasks(model, jnp.asarray(batch.tasks), dtype)
+            )
         rngs = nnx.Rngs(**dict(zip(("dropout", "latent", "noise"), streams, strict=True)))
         value, parts = model.loss(observation, fixed.action.normalize(batch.actions), batch.is_pad, rngs)
         value = value.astype(jnp.float32)
@@ -176,7 +178,7 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
 def make_step(
     loss: Loss, config: TrainingConfig, rule: optax.GradientTransformation, layout: Layout, shardings: State
 ) -> Step:
-    """The compiled step: state and batch in, next state and the batch's loss out. The state's memory is reused.
+    """The compiled training step: state and batch to the next state and the loss. The state's memory is reused.
 
     Args:
         shardings: where a state's arrays lie, before and after.
@@ -184,15 +186,15 @@ def make_step(
     parts = config.gradient_accumulation_steps
 
     def gradient(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Any, dict[str, Array]]:
-        found = jax.grad(loss, has_aux=True)
+        gradient_of = jax.grad(loss, has_aux=True)
         if parts == 1:
-            return found(parameters, fixed, batch, key)
+            return gradient_of(parameters, fixed, batch, key)
 
         def add(total: Any, part: tuple[Batch, PRNGKeyArray]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, found(parameters, fixed, *part)), None
+            return jax.tree.map(jnp.add, total, gradient_of(parameters, fixed, *part)), None
 
         some = jax.tree.map(lambda x: _split(x, parts, layout), batch)
-        shapes = jax.eval_shape(found, parameters, fixed, jax.tree.map(lambda x: x[0], some), key)
+        shapes = jax.eval_shape(gradient_of, parameters, fixed, jax.tree.map(lambda x: x[0], some), key)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = jax.lax.scan(add, nothing, (some, jax.random.split(key, parts)))
         return jax.tree.map(lambda x: x / parts, total)
@@ -204,17 +206,17 @@ def make_step(
         parameters: Any = optax.apply_updates(state.parameters, updates)
         average = state.average
         if average is not None:
-            average = averaged(average, parameters, state.step, config.ema_decay)
+            average = update_average(average, parameters, state.step, config.ema_decay)
         measured = {**values, "gradient_norm": optax.tree.norm(slope), COUNT: jnp.ones((), jnp.float32)}
         is_first = state.step % config.log_freq == 0
         sums = {name: jnp.where(is_first, 0, state.sums[name]) + value for name, value in measured.items()}
         return State(state.step + 1, parameters, memory, average, sums), values["loss"]
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.whole))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
 
 
-def lower(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
-    """Weights in the dtype that is computed in; what is no float stays."""
+def cast_weights(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
+    """Weights in the dtype that is computed in; other dtypes than floats stay."""
     return {
         name: array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
         for name, array in weights.items()
@@ -224,20 +226,20 @@ def lower(weights: Weights, dtype: DTypeLike) -> dict[str, Any]:
 def _split(x: Array, parts: int, layout: Layout) -> Array:
     """The batch in parts, of which each device keeps its share."""
     some = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
-    return jax.lax.with_sharding_constraint(some, layout.parts)
+    return jax.lax.with_sharding_constraint(some, layout.microbatch_sharding)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A training before its first step."""
+class PlacedTraining:
+    """State and compiled step of a training, on its devices."""
 
     state: State
     fixed: Fixed
     step: Step
 
 
-def resolve(config: TrainingConfig, policy: Any) -> TrainingConfig:
-    """With what the policy's config asks for, where nothing else was."""
+def resolve_config(config: TrainingConfig, policy: Any) -> TrainingConfig:
+    """The training config, with what the policy's config asks for where nothing is set."""
     use_amp = getattr(policy, "use_amp", False)  # LeRobot's name of mixed precision
     return replace(
         config,
@@ -247,18 +249,18 @@ def resolve(config: TrainingConfig, policy: Any) -> TrainingConfig:
     )
 
 
-def setup(dataset: Dataset, policy: Any, config: TrainingConfig) -> dict[str, Any]:
-    """Everything that the weights depend on, as JSON."""
+def describe_training(dataset: Dataset, policy: Any, config: TrainingConfig) -> dict[str, Any]:
+    """Everything that the trained weights depend on, as JSON."""
     training = {name: value for name, value in asdict(config).items() if name not in OPERATIONAL}
     actions = hashlib.sha256(np.ascontiguousarray(dataset.vectors(policy.action.name)).tobytes()).hexdigest()
     data = {"episodes": len(dataset.lengths), "frames": int(sum(dataset.lengths)), "actions": actions[:16]}
     return {"policy": policy.to_json(), "training": training, "dataset": data}
 
 
-def place(
+def put_on_devices(
     dataset: Dataset, start: Start, normalization: Normalization, config: TrainingConfig, layout: Layout, batch: Batch
-) -> Placed:
-    """Puts a training onto its devices.
+) -> PlacedTraining:
+    """Put a training onto its devices.
 
     Args:
         config: resolved.
@@ -274,31 +276,31 @@ def place(
     parameters = {name: weights.pop(name) for name in programs.learned}
     inputs = normalization.inputs
     scales = Scales(
-        images=tuple(inputs.forward(camera) for camera in policy.cameras),
-        state=None if policy.state is None else inputs.forward(policy.state),
-        environment_state=None if policy.environment_state is None else inputs.forward(policy.environment_state),
-        action=normalization.outputs.backward(policy.action),
+        images=tuple(inputs.get_forward(camera) for camera in policy.cameras),
+        state=None if policy.state is None else inputs.get_forward(policy.state),
+        environment_state=None if policy.environment_state is None else inputs.get_forward(policy.environment_state),
+        action=normalization.outputs.get_backward(policy.action),
     )
     instructions = read_instructions(policy, dataset.tasks, start.tokenizer)
     if instructions is not None and policy.text_encoder.is_frozen:
-        instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.whole)
-    others = (scales, inputs.forward(policy.action), instructions)
-    fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.whole), others))
+        instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.replicated)
+    others = (scales, inputs.get_forward(policy.action), instructions)
+    fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.replicated), others))
     _, values = programs.loss.eval_shape(parameters, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)
     state = State(
-        step=layout.put(np.int32(0), layout.whole),
+        step=layout.put(np.int32(0), layout.replicated),
         parameters=parameters,
         optimizer=programs.remember(parameters),
         average=jax.tree.map(jnp.copy, parameters) if config.ema_decay else None,
-        sums={name: layout.put(np.float32(0), layout.whole) for name in sorted(names)},
+        sums={name: layout.put(np.float32(0), layout.replicated) for name in sorted(names)},
     )
-    return Placed(state, fixed, programs.step)
+    return PlacedTraining(state, fixed, programs.step)
 
 
 @dataclass(frozen=True)
 class _Programs:
-    """What is compiled for a training.
+    """Compiled functions of a training.
 
     Attributes:
         plan: of the policy's weights, as they are kept.
@@ -335,17 +337,17 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     assert config.scheduler is not None
     rule = make_optimizer(config.optimizer, config.scheduler, config.steps, learned)
     parameters = {name: plan.shapes[name] for name in learned}
-    places = layout.spread_tree(parameters)
-    memory = layout.spread_tree(jax.eval_shape(rule.init, parameters))
+    spread = layout.parameter_shardings(parameters)
+    memory = layout.parameter_shardings(jax.eval_shape(rule.init, parameters))
     loss = make_loss(computing, policy.frames, config, layout)
-    whole: Any = layout.whole  # one for all leaves of a part
-    shardings = State(whole, places, memory, places if config.ema_decay else None, whole)
+    whole: Any = layout.replicated  # one for all leaves of a part
+    shardings = State(whole, spread, memory, spread if config.ema_decay else None, whole)
     return _Programs(
         plan=plan,
         learned=learned,
         draw=jax.jit(
             lambda seed: flatten(build(nnx.Rngs(jax.random.key(seed)))),
-            out_shardings=layout.spread_tree(dict(plan.shapes)),
+            out_shardings=layout.parameter_shardings(dict(plan.shapes)),
         ),
         remember=jax.jit(rule.init, out_shardings=memory),
         loss=jax.jit(loss),
@@ -356,27 +358,27 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
 def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> dict[str, jax.Array]:
     """All weights of the policy: those to start from, and the others drawn where they will be."""
     shapes = programs.plan.shapes
-    wanted = {name: shape.shape for name, shape in shapes.items()}
-    places: Any = layout.spread_tree(dict(shapes))
-    found = {name: np.shape(array) for name, array in start.weights.items()}
+    expected = {name: shape.shape for name, shape in shapes.items()}
+    shardings: Any = layout.parameter_shardings(dict(shapes))
+    given = {name: np.shape(array) for name, array in start.weights.items()}
     # A part of them, of a text encoder, is compared with the same part of the policy.
-    is_whole = {name.split(".")[0] for name in found} != {"text"}
-    part = {name: shape for name, shape in wanted.items() if is_whole or name.startswith("text.")}
-    if found:
-        check_fit(found, part, where="weights to start from")
-    put = {name: layout.put(start.weights[name], places[name]) for name in found}
-    if len(put) == len(wanted):
+    is_whole = {name.split(".")[0] for name in given} != {"text"}
+    part = {name: shape for name, shape in expected.items() if is_whole or name.startswith("text.")}
+    if given:
+        check_fit(given, part, where="weights to start from")
+    put = {name: layout.put(start.weights[name], shardings[name]) for name in given}
+    if len(put) == len(expected):
         return put
     weights = programs.draw(np.uint32(seed)) | put
     if start.backbone is None:
         return weights
-    made = put_backbone(start.backbone, weights)
-    trained = {name: array for name, array in made.items() if array is not weights[name]}
-    return weights | {name: layout.put(array, places[name]) for name, array in trained.items()}
+    filled = replace_backbone(start.backbone, weights)
+    trained = {name: array for name, array in filled.items() if array is not weights[name]}
+    return weights | {name: layout.put(array, shardings[name]) for name, array in trained.items()}
 
 
 def _build(policy: Any, dtype: str | None) -> Callable[[nnx.Rngs], Any]:
-    model = policy_type(policy.type).model
+    model = get_policy_type(policy.type).model
     # Modules that compute in a dtype of their own take it; others compute in that of their weights.
     options = {"dtype": jnp.dtype(dtype)} if dtype is not None and "dtype" in signature(model).parameters else {}
     return lambda rngs: model(policy, rngs=rngs, **options)
@@ -387,6 +389,6 @@ def _is_frozen(policy: Any, name: str) -> bool:
     return text is not None and text.is_frozen and "text" in name.split(".")
 
 
-def host_weights(state: State, fixed: Fixed, layout: Layout) -> Mapping[str, np.ndarray]:
-    """The policy's weights as they are now, averaged parameters where there is an average; every process has to ask."""
+def gather_weights(state: State, fixed: Fixed, layout: Layout) -> Mapping[str, np.ndarray]:
+    """The policy's current weights on the host, averaged where there is an average; every process has to call it."""
     return layout.gather({**fixed.weights, **(state.average or state.parameters)})

@@ -1,4 +1,4 @@
-"""Checks of call arguments before compiled code, where a wrong number would be clipped silently."""
+"""Checks of a call's arguments before compiled code, which would clip wrong numbers silently."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ CONDITIONS = {"resolution": 2, "aspect_ratio": 1}  # name -> numbers per element
 
 
 class Arguments(NamedTuple):
-    """Arguments with the dtypes that the compiled program wants; a pytree.
+    """Checked arguments of a call, in the dtypes of the compiled program; a pytree.
 
     Attributes:
         objects: what GLIGEN's fusers look at.
@@ -52,7 +52,7 @@ def read_arguments(
     encoder_attention_mask: ArrayLike = None,
     conditioning: Conditioning | None = None,
 ) -> Arguments:
-    """Checks shapes and dtypes, and values where they are known (tracers have none).
+    """Check shapes and dtypes of a call's arguments, and values where they are known (tracers have none).
 
     Args:
         conditioning: in the place of what it was prepared from.
@@ -60,12 +60,12 @@ def read_arguments(
     Raises:
         InputError: which argument, what was found, what was wanted.
     """
-    for name, given in (
+    for name, value in (
         ("added_cond_kwargs", added_cond_kwargs),
         ("cross_attention_kwargs", cross_attention_kwargs),
     ):
-        if given is not None and not isinstance(given, Mapping):
-            raise InputError(f"{name} is a {type(given).__name__}; wanted a mapping of names to arrays")
+        if value is not None and not isinstance(value, Mapping):
+            raise InputError(f"{name} is a {type(value).__name__}; wanted a mapping of names to arrays")
     if conditioning is not None:
         _refuse_unprepared(encoder_hidden_states, timestep, added_cond_kwargs, class_labels)
     hidden = _hidden_states(config, dtype, hidden_states)
@@ -73,14 +73,14 @@ def read_arguments(
     context = _context(config, dtype, encoder_hidden_states, batch)
     if conditioning is not None:
         check_conditioning(config, conditioning, batch)
-        seen, timing = conditioning.keys, Timing()
+        context_tokens, timing = conditioning.keys, Timing()
     else:
-        seen = None if context is None else math.prod(context.shape[1:-1])
+        context_tokens = None if context is None else math.prod(context.shape[1:-1])
         timing = read_timing(config, batch, timestep, class_labels, added_cond_kwargs)
-    if seen is None:
+    if context_tokens is None:
         check_no_context(config)
     heads = config.num_attention_heads
-    first_keys = seen if config.only_cross_attention and seen is not None else tokens
+    first_keys = context_tokens if config.only_cross_attention and context_tokens is not None else tokens
     return Arguments(
         hidden,
         context,
@@ -88,7 +88,14 @@ def read_arguments(
         timing.class_labels,
         timing.conditions,
         _mask("attention_mask", attention_mask, batch, heads, tokens, first_keys),
-        _mask("encoder_attention_mask", encoder_attention_mask, batch, heads, tokens, tokens if seen is None else seen)
+        _mask(
+            "encoder_attention_mask",
+            encoder_attention_mask,
+            batch,
+            heads,
+            tokens,
+            tokens if context_tokens is None else context_tokens,
+        )
         if config.has_cross_attention
         else None,
         _objects(config, dtype, cross_attention_kwargs, batch),
@@ -97,7 +104,7 @@ def read_arguments(
 
 
 class Timing(NamedTuple):
-    """What modulates the blocks: timesteps, classes, conditions."""
+    """Conditions of the adaptive norms: timesteps, classes, resolution and aspect ratio."""
 
     timestep: Array | None = None
     class_labels: Array | None = None
@@ -111,7 +118,7 @@ def read_timing(
     class_labels: ArrayLike,
     added_cond_kwargs: Mapping[str, ArrayLike] | None,
 ) -> Timing:
-    """Checks what the norms are conditioned on; what this model's norms do not use is left out, as in diffusers.
+    """Check the conditions of the norms; those that this model's norms do not use are dropped, as in diffusers.
 
     Args:
         batch: number of elements; None when nothing says it yet.
@@ -144,7 +151,7 @@ def read_timing(
 
 
 def token_count(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
-    """How many tokens an input of this shape becomes."""
+    """Number of tokens of an input of this shape."""
     if config.kind == "discrete":
         return shape[1]
     patch = config.patch_size or 1
@@ -236,7 +243,7 @@ def _context(config: Transformer2DConfig, dtype: DTypeLike, value: ArrayLike, ba
 
 
 def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch: int | None = None) -> None:
-    """Shape and dtype of encoder_hidden_states."""
+    """Check shape and dtype of encoder_hidden_states."""
     is_captions = config.kind == "patches" and config.caption_channels is not None
     widths = {config.second_context} if config.has_cross_attention else set()
     if config.first_context is not None:
@@ -266,13 +273,13 @@ def check_context(config: Transformer2DConfig, array: Array | np.ndarray, batch:
 
 
 def check_no_context(config: Transformer2DConfig) -> None:
-    """Whether the model does without encoder_hidden_states."""
+    """Refuse a call without encoder_hidden_states of a model that needs them."""
     if config.kind == "patches" and config.caption_channels is not None:
         raise InputError(f"encoder_hidden_states are missing; wanted captions {config.caption_channels} wide")
-    wanted = {config.second_context} if config.has_cross_attention else set()
+    expected = {config.second_context} if config.has_cross_attention else set()
     if config.first_context is not None:
-        wanted.add(config.first_context)
-    if wanted - {config.inner_dim}:
+        expected.add(config.first_context)
+    if expected - {config.inner_dim}:
         raise InputError(
             f"encoder_hidden_states are missing; without them cross-attention looks at the tokens themselves, which "
             f"are {config.inner_dim} wide, but cross_attention_dim is {config.cross_attention_dim}"
@@ -292,19 +299,19 @@ def _embedded_time(config: Transformer2DConfig, timestep: ArrayLike, batch: int 
 
 
 def _conditions(
-    config: Transformer2DConfig, given: Mapping[str, ArrayLike] | None, batch: int | None
+    config: Transformer2DConfig, conditions: Mapping[str, ArrayLike] | None, batch: int | None
 ) -> dict[str, Array] | None:
     if not config.has_conditions:
         return None
-    missing = [name for name in CONDITIONS if given is None or given.get(name) is None]
-    if given is None or missing:
+    missing = [name for name in CONDITIONS if conditions is None or conditions.get(name) is None]
+    if conditions is None or missing:
         raise InputError(
             f"added_cond_kwargs lacks {' and '.join(missing)}; a model with use_additional_conditions wants "
             "{'resolution': (batch, 2), 'aspect_ratio': (batch, 1)}"
         )
     read = {}
     for name, count in CONDITIONS.items():
-        array = _array(f"added_cond_kwargs[{name!r}]", given[name])
+        array = _array(f"added_cond_kwargs[{name!r}]", conditions[name])
         if array.ndim != 2 or array.shape[1] != count or array.shape[0] not in (1, batch or array.shape[0]):
             raise InputError(f"{_shape(f'added_cond_kwargs[{name!r}]', array)}; wanted ({batch or 'batch'}, {count})")
         read[name] = jnp.asarray(array, jnp.float32)
@@ -312,10 +319,10 @@ def _conditions(
 
 
 def _objects(
-    config: Transformer2DConfig, dtype: DTypeLike, given: Mapping[str, Any] | None, batch: int
+    config: Transformer2DConfig, dtype: DTypeLike, objects: Mapping[str, Any] | None, batch: int
 ) -> Array | None:
-    """What GLIGEN's fusers look at, out of cross_attention_kwargs."""
-    gligen = (given or {}).get("gligen")
+    """Objects for GLIGEN's fusers, out of cross_attention_kwargs."""
+    gligen = (objects or {}).get("gligen")
     if gligen is None:
         return None
     if not config.has_fuser:
@@ -333,18 +340,18 @@ def _objects(
 
 
 def read_scale(cross_attention_kwargs: Mapping[str, Any] | None) -> Array | None:
-    """What low-rank adapters are scaled by (jaxmodels/transformer2d/lora.py), out of cross_attention_kwargs.
+    """Scale of low-rank adapters (jaxmodels/transformer2d/lora.py) in cross_attention_kwargs.
 
     Raises:
         InputError: it is no number, or there is a key that nothing here knows.
     """
-    given = cross_attention_kwargs or {}
-    unknown = sorted(set(given) - {"gligen", "scale"})
+    options = cross_attention_kwargs or {}
+    unknown = sorted(set(options) - {"gligen", "scale"})
     if unknown:
         raise InputError(f"cross_attention_kwargs has {', '.join(map(repr, unknown))}; known: 'gligen', 'scale'")
-    if given.get("scale") is None:
+    if options.get("scale") is None:
         return None
-    scale = _array("cross_attention_kwargs['scale']", given["scale"])
+    scale = _array("cross_attention_kwargs['scale']", options["scale"])
     if scale.ndim != 0 or scale.dtype == bool:
         raise InputError(f"{_shape('scale in cross_attention_kwargs', scale)}; wanted one number, e.g. 0.5")
     return jnp.asarray(scale, jnp.float32)

@@ -1,4 +1,4 @@
-"""Self-, cross- and GLIGEN attention; mask biases."""
+"""Self-attention, cross-attention, GLIGEN's fusers, and biases of masks."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +17,7 @@ linear_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class Dtypes(NamedTuple):
-    """What a model computes in, and what its weights are kept in."""
+    """Dtypes that a model computes in and stores its weights in."""
 
     compute: DTypeLike
     parameters: DTypeLike
@@ -41,7 +41,7 @@ def linear(
 
 
 class Projections(nnx.Module):
-    """Several linear maps of one input, as one matrix: (inputs, parts, width)."""
+    """Several linear layers of the same input as one matrix: (inputs, parts, width)."""
 
     def __init__(self, inputs: int, parts: int, width: int, dtypes: Dtypes, *, bias: bool, rngs: nnx.Rngs):
         shape = (inputs, parts, width)
@@ -59,14 +59,14 @@ class Projections(nnx.Module):
 
 
 class KeyValue(NamedTuple):
-    """Keys and values of the tokens that are looked at; worth keeping while those tokens stay the same."""
+    """Keys and values of attended tokens; can be reused while these tokens stay the same."""
 
     key: Float[Array, "b m d"]
     value: Float[Array, "b m d"]
 
 
 class SelfAttention(nnx.Module):
-    """Attention over the tokens themselves."""
+    """Attention of tokens to themselves."""
 
     def __init__(self, width: int, heads: int, dtypes: Dtypes, *, bias: bool, rate: float, rngs: nnx.Rngs):
         self.heads = heads
@@ -82,7 +82,7 @@ class SelfAttention(nnx.Module):
 
 
 class ContextAttention(nnx.Module):
-    """Attention over other tokens, or over the tokens themselves when there are no others.
+    """Attention to the tokens of a context, or to the tokens themselves without one.
 
     Args:
         context_width: width of the tokens that keys and values are made of.
@@ -105,31 +105,31 @@ class ContextAttention(nnx.Module):
         self.to_kv = Projections(context_width, 2, width, dtypes, bias=bias, rngs=rngs)
         self.to_out = linear(width, width, ("heads", "embed"), dtypes, rngs=rngs)
 
-    def look_at(self, context: Float[Array, "b m c"]) -> KeyValue:
-        """What the attention needs of the tokens it looks at."""
+    def project_context(self, context: Float[Array, "b m c"]) -> KeyValue:
+        """Keys and values of the context's tokens."""
         return KeyValue(*self.to_kv(context))
 
     def __call__(
         self,
         x: Float[Array, "b n d"],
-        seen: KeyValue | None = None,
+        context: KeyValue | None = None,
         bias: Bias | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b n d"]:
-        seen = self.look_at(x) if seen is None else seen
-        return dropout(self.to_out(_mix(self.to_q(x), seen, self.heads, bias)), self.rate, rngs)
+        context = self.project_context(x) if context is None else context
+        return dropout(self.to_out(_mix(self.to_q(x), context, self.heads, bias)), self.rate, rngs)
 
 
-def _mix(query: Float[Array, "b n d"], seen: KeyValue, heads: int, bias: Bias | None) -> Float[Array, "b n d"]:
+def _mix(query: Float[Array, "b n d"], context: KeyValue, heads: int, bias: Bias | None) -> Float[Array, "b n d"]:
     def split(x: Array) -> Array:
         return x.reshape(*x.shape[:2], heads, -1)
 
-    mixed = attend(split(query), split(seen.key), split(seen.value), bias)
+    mixed = attend(split(query), split(context.key), split(context.value), bias)
     return mixed.reshape(query.shape)
 
 
 class Fuser(nnx.Module):
-    """GLIGEN's gated self-attention: tokens look at themselves and at objects, as far as two learned gates open.
+    """GLIGEN's gated self-attention: tokens attend to themselves and to objects, through two learned gates.
 
     Source: diffusers/models/attention.py, GatedSelfAttentionDense; https://arxiv.org/abs/2301.07093.
     """
@@ -156,7 +156,7 @@ NEVER = -1e30  # added where a boolean mask of three or four dimensions says no
 
 
 def to_bias(mask: Float[Array, "..."] | Bool[Array, "..."], batch: int, heads: int) -> Float[Array, "#b #heads #n m"]:
-    """A (batch, keys) mask keeps with 1 and discards with 0, and may be fractional; others are added as they are."""
+    """Bias of the scores from a (batch, keys) mask of 0 to 1; masks of other shapes are biases already."""
     if mask.ndim == 2:
         return ((1 - mask.astype(jnp.float32)) * DISCARD)[:, None, None]
     bias = jnp.where(mask, 0.0, NEVER).astype(jnp.float32) if mask.dtype == bool else mask

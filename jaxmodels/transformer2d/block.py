@@ -24,7 +24,7 @@ CLASS_DROPOUT = 0.1  # share of labels that become the null class in training; d
 
 
 class Affine(NamedTuple):
-    """``x (1 + scale) + shift`` for each token of an element (n is 1: the same for all) or for one each."""
+    """``x (1 + scale) + shift`` for each token of an element, or for all of them (n is 1)."""
 
     scale: Float[Array, "*l b n d"]
     shift: Float[Array, "*l b n d"]
@@ -34,7 +34,7 @@ class Affine(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """What one block (or, with a leading axis, each layer) does to its three parts; None leaves one as it is."""
+    """Scales, shifts and gates of a block's three parts (with a leading axis, of each layer); None changes nothing."""
 
     first: Affine | None = None
     first_gate: Float[Array, "*l b n d"] | None = None
@@ -44,7 +44,7 @@ class Modulation(NamedTuple):
 
 
 class Mlp(nnx.Module):
-    """Two linear layers; an embedder of diffusers' (TimestepEmbedding, PixArtAlphaTextProjection)."""
+    """Two linear layers: diffusers' TimestepEmbedding and PixArtAlphaTextProjection."""
 
     def __init__(self, inputs: int, width: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.linear_1 = linear(inputs, width, ("context", "embed"), dtypes, rngs=rngs)
@@ -69,7 +69,7 @@ class TimeNorm(nnx.Module):
 
 
 class Table(nnx.Module):
-    """Embeddings by number; numbers are checked before compiled code runs, where they would be clipped silently."""
+    """Embedding table; indices are checked before compiled code runs, where they would be clipped silently."""
 
     def __init__(self, rows: Float[Array, "e d"]):
         self.embedding = nnx.Param(rows, axes=("vocabulary", "embed"))
@@ -79,7 +79,7 @@ class Table(nnx.Module):
 
 
 class TimeAndClass(nnx.Module):
-    """The embedding of a timestep plus that of a class; the last row of the table is the null class."""
+    """Sum of the embeddings of a timestep and a class; the last row of the table is the null class."""
 
     def __init__(self, width: int, classes: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.timestep_embedder = Mlp(TIME_CHANNELS, width, dtypes, rngs=rngs)
@@ -92,7 +92,7 @@ class TimeAndClass(nnx.Module):
 
 
 class ClassEmbedder(nnx.Module):
-    """A table of classes, nested as in diffusers' files."""
+    """Embedding table of classes, nested as in diffusers' files."""
 
     def __init__(self, rows: Float[Array, "e d"]):
         self.embedding_table = Table(rows)
@@ -102,7 +102,7 @@ class ClassEmbedder(nnx.Module):
 
 
 class TimeAndClassNorm(nnx.Module):
-    """ada_norm_zero: shift, scale and gate of the attention and of the feed-forward, from a timestep and a class."""
+    """ada_norm_zero: shifts, scales and gates of attention and feed-forward from a timestep and a class."""
 
     def __init__(self, width: int, classes: int, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.emb = TimeAndClass(width, classes, dtypes, rngs=rngs)
@@ -114,7 +114,7 @@ class TimeAndClassNorm(nnx.Module):
 
 
 def six_parts(parts: Float[Array, "b 6 d"]) -> Modulation:
-    """Shift, scale and gate of the attention, then of the feed-forward, as ada_norm_zero and ada_norm_single order."""
+    """Shift, scale and gate of attention, then of feed-forward, in the order of ada_norm_zero and ada_norm_single."""
     shift, scale, gate, shift2, scale2, gate2 = (parts[:, i : i + 1] for i in range(6))
     return Modulation(Affine(scale, shift), gate, None, Affine(scale2, shift2), gate2)
 
@@ -139,7 +139,7 @@ class TimeSingle(nnx.Module):
 
 
 class TimeAndConditions(nnx.Module):
-    """The embedding of a timestep plus, for PixArt at 1024 pixels, those of resolution and aspect ratio."""
+    """Sum of the embeddings of a timestep and, for PixArt at 1024 pixels, of resolution and aspect ratio."""
 
     def __init__(self, width: int, has_conditions: bool, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.timestep_embedder = Mlp(TIME_CHANNELS, width, dtypes, rngs=rngs)
@@ -167,7 +167,7 @@ ADA_NORM_ZERO_EPSILON = 1e-6  # they have no weights of their own
 
 
 class PlainNorm(LayerNorm):
-    """A layer norm with the config's epsilon and weights."""
+    """Layer norm with the config's epsilon and weights."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes):
         super().__init__(
@@ -179,22 +179,22 @@ class PlainNorm(LayerNorm):
         )
 
 
-class Seen(NamedTuple):
-    """Keys and values of the context; with a leading axis, of every layer. None where a block looks at itself."""
+class KeyValues(NamedTuple):
+    """Keys and values of the context (with a leading axis, of each layer); None for self-attention."""
 
     first: KeyValue | None = None
     second: KeyValue | None = None
 
 
 class Biases(NamedTuple):
-    """What is added to the scores of both attentions."""
+    """Biases of the scores of a block's two attentions."""
 
     first: Bias | None = None
     second: Bias | None = None
 
 
 class Block(nnx.Module):
-    """A block of every kind of norm; what timesteps and classes do to it comes from outside (`Modulation`)."""
+    """Transformer block for every kind of norm, modulated from outside (`Modulation`)."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         width, heads, norm = config.inner_dim, config.num_attention_heads, config.block_norm
@@ -242,23 +242,23 @@ class Block(nnx.Module):
             return TimeAndClassNorm(config.inner_dim, count, dtypes, rngs=rngs)
         return PlainNorm(config, dtypes)
 
-    def look_at(self, context: Float[Array, "b m c"]) -> Seen:
-        """Keys and values of the context for both attentions, where they look at it."""
-        first = self.attn1.look_at(context) if isinstance(self.attn1, ContextAttention) else None
-        return Seen(first, None if self.attn2 is None else self.attn2.look_at(context))
+    def project_context(self, context: Float[Array, "b m c"]) -> KeyValues:
+        """Keys and values of the context for both attentions, where they use it."""
+        first = self.attn1.project_context(context) if isinstance(self.attn1, ContextAttention) else None
+        return KeyValues(first, None if self.attn2 is None else self.attn2.project_context(context))
 
     def __call__(
         self,
         x: Float[Array, "b n d"],
         modulation: Modulation,
-        seen: Seen,
+        context: KeyValues,
         biases: Biases,
         objects: Float[Array, "b o c"] | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "b n d"]:
         normal = self._modulate(self._normalize(self.norm1, x), modulation.first)
         if isinstance(self.attn1, ContextAttention):
-            mixed = self.attn1(normal, seen.first, biases.first, rngs)
+            mixed = self.attn1(normal, context.first, biases.first, rngs)
         else:
             mixed = self.attn1(normal, biases.first, rngs)
         x = x + _gate(mixed, modulation.first_gate)
@@ -266,7 +266,7 @@ class Block(nnx.Module):
             x = self.fuser(x, objects)
         if self.attn2 is not None:
             normal = x if self.is_single else self._modulate(self._normalize(self.norm2, x), modulation.second)
-            x = x + self.attn2(normal, seen.second, biases.second, rngs)
+            x = x + self.attn2(normal, context.second, biases.second, rngs)
         norm = self.norm2 if self.is_single else self.norm3
         normal = self._modulate(self._normalize(norm, x), modulation.feed_forward)
         return x + _gate(self.ff(normal, rngs), modulation.feed_forward_gate)
@@ -286,32 +286,32 @@ def _gate(x: Float[Array, "b n d"], gate: Float[Array, "#b #n d"] | None) -> Flo
 
 
 class Modulations(NamedTuple):
-    """What timesteps, classes and conditions do: to every layer (leading axis), and to the head of a patched model."""
+    """Modulation of all layers (leading axis) and of a patched model's head."""
 
     blocks: Modulation
     head: Affine | None = None
 
 
 class Conditioning(NamedTuple):
-    """A pytree of what `Transformer2DModel.prepare` makes.
+    """Everything that `Transformer2DModel.prepare` computes ahead of a call; a pytree.
 
     Attributes:
         context: keys and values of `encoder_hidden_states` for every layer; the same for all steps of a sampler.
         modulations: what the timestep does; another one for each step.
     """
 
-    context: Seen
+    context: KeyValues
     modulations: Modulations
 
     @property
     def keys(self) -> int | None:
-        """How many tokens the context has; None when there is none."""
-        found = self.context.first if self.context.second is None else self.context.second
-        return None if found is None else found.key.shape[-2]
+        """Number of tokens of the context; None without one."""
+        key_value = self.context.first if self.context.second is None else self.context.second
+        return None if key_value is None else key_value.key.shape[-2]
 
 
 def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, batch: int) -> None:
-    """Whether it was prepared for one element, which then counts for all, or for as many as there are.
+    """Refuse a conditioning prepared for another number of elements; one for a single element fits all.
 
     Raises:
         InputError: it is something else, or of another model or batch.
@@ -349,6 +349,6 @@ def check_conditioning(config: Transformer2DConfig, conditioning: Conditioning, 
                 )
 
 
-def spread_context(seen: Seen, batch: int) -> Seen:
-    """Keys and values of one element as those of all."""
-    return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), seen)
+def spread_context(context: KeyValues, batch: int) -> KeyValues:
+    """Keys and values of one element, repeated for all."""
+    return jax.tree.map(lambda array: jnp.broadcast_to(array, (array.shape[0], batch, *array.shape[2:])), context)

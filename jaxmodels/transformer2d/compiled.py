@@ -1,4 +1,4 @@
-"""Ahead-of-time executables of a 2D transformer for stated shapes, over a flat tuple of weights."""
+"""Ahead-of-time executables of a 2D transformer for known shapes, over a flat tuple of weights."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from jaxmodels.cache_dirs import use_compile_cache
-from jaxmodels.devices import exact_products
+from jaxmodels.devices import use_exact_products
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.transformer2d.arguments import Arguments, ArrayLike, read_arguments
 from jaxmodels.transformer2d.block import Conditioning
@@ -29,7 +29,7 @@ WRITTEN_OUT = 8  # layers; a program for more would take long to compile, and ga
 
 
 class CompiledTransformer2D:
-    """The forward pass of one model as executables, one for each set of shapes it was compiled for.
+    """Forward pass of one model, as an executable for each set of shapes.
 
     Calling it costs no Python work per weight, and never compiles: shapes that were not asked for are an error.
 
@@ -57,15 +57,15 @@ class CompiledTransformer2D:
         """
         graph, state = nnx.split(model)
         leaves = jax.tree.leaves(state)
-        found = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if model.config != self._config or model.dtype != self._dtype or found != self._stacked:
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if model.config != self._config or model.dtype != self._dtype or shapes != self._stacked:
             raise ConfigError("these weights are of another config or dtype; compile a model of its own for them")
         other = copy.copy(self)
         other._graph, other._weights = graph, self._flatten(leaves)
         return other
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> None:
-        """Makes the executable for these shapes unless it is there; arguments of a call, or `jax.ShapeDtypeStruct`."""
+        """Compile for these shapes unless that was done; takes arguments of a call, or `jax.ShapeDtypeStruct`."""
         call = {"hidden_states": hidden_states, **others}
         arguments, conditioning = self._abstract(**call)
         key = _shapes((arguments, conditioning))
@@ -84,7 +84,7 @@ class CompiledTransformer2D:
         return _shapes(self._abstract(hidden_states=hidden_states, **others)) in self._executables
 
     def forget(self, hidden_states: ArrayLike, **others: Any) -> None:
-        """Drops the executable for these shapes."""
+        """Drop the executable for these shapes."""
         with self._lock:
             self._executables.pop(_shapes(self._abstract(hidden_states=hidden_states, **others)), None)
 
@@ -127,8 +127,8 @@ class CompiledTransformer2D:
                 f"not compiled for {_describe(shapes)}; call compile() with these shapes first (compiled for: {known})"
             )
         if len(self._weights[0].sharding.device_set) > 1:
-            _, *wanted = executable.input_shardings[0]
-            arguments, conditioning = jax.device_put((arguments, conditioning), tuple(wanted))
+            _, *shardings = executable.input_shardings[0]
+            arguments, conditioning = jax.device_put((arguments, conditioning), tuple(shardings))
         return executable(self._weights, arguments, conditioning)
 
     def _abstract(self, **call: Any) -> tuple[Arguments, Conditioning | None]:
@@ -165,7 +165,7 @@ class CompiledTransformer2D:
                 jax.tree.map(lambda leaf, i=i: leaf.parts[i] if isinstance(leaf, _Parts) else leaf, blocks)
                 for i in range(self._config.num_layers)
             ]
-        with exact_products(self._dtype):
+        with use_exact_products(self._dtype):
             return model.forward(arguments, conditioning, layers=layers)
 
 
@@ -189,5 +189,5 @@ def _shapes(arguments: Any) -> Shapes:
 def _describe(shapes: Shapes) -> str:
     tree, leaves = shapes
     arguments, conditioning = jax.tree.unflatten(tree, [f"{dtype}{list(shape)}" for shape, dtype in leaves])
-    given = [f"{name} {value}" for name, value in arguments._asdict().items() if value is not None]
-    return ", ".join([*given, *(["conditioning"] if conditioning is not None else [])])
+    described = [f"{name} {value}" for name, value in arguments._asdict().items() if value is not None]
+    return ", ".join([*described, *(["conditioning"] if conditioning is not None else [])])

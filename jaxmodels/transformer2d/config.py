@@ -1,4 +1,4 @@
-"""Transformer2DConfig: the constructor arguments of diffusers' Transformer2DModel."""
+"""Config of the 2D transformer: the constructor arguments of diffusers' Transformer2DModel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,10 +13,10 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    number_of,
-    numbers_of,
-    shown,
-    wrong_values,
+    find_value_errors,
+    list_numbers,
+    read_number_type,
+    shorten_value,
 )
 
 Kind: TypeAlias = Literal["continuous", "discrete", "patches"]
@@ -112,12 +112,12 @@ class Transformer2DConfig:
     def _wrong_types(self) -> list[str]:
         wrong = []
         for field in fields(self):
-            value, number = getattr(self, field.name), number_of(field.type)
+            value, number = getattr(self, field.name), read_number_type(field.type)
             if number is not None:
-                complaint = number.complaint(field.name, value)
-                wrong += [] if complaint is None else [complaint]
+                error = number.describe_error(field.name, value)
+                wrong += [] if error is None else [error]
             elif not isinstance(value, (kind := _TYPES[str(field.type)])[1]):
-                wrong.append(f"{field.name} is {shown(value)}; wanted {kind[0]}")
+                wrong.append(f"{field.name} is {shorten_value(value)}; wanted {kind[0]}")
         if not wrong and self.inner_dim not in CHANNELS:
             wrong.append(
                 f"num_attention_heads {self.num_attention_heads} of attention_head_dim {self.attention_head_dim} make "
@@ -146,14 +146,14 @@ class Transformer2DConfig:
         wrong = []
         if self.activation_fn not in DIFFUSERS_ACTIVATIONS:
             known = ", ".join(DIFFUSERS_ACTIVATIONS)
-            wrong.append(f"activation_fn is {shown(self.activation_fn)}; known (in lower case): {known}")
+            wrong.append(f"activation_fn is {shorten_value(self.activation_fn)}; known (in lower case): {known}")
         if self.attention_type not in ATTENTION_TYPES:
-            wrong.append(f"attention_type is {shown(self.attention_type)}; known: {', '.join(ATTENTION_TYPES)}")
+            wrong.append(f"attention_type is {shorten_value(self.attention_type)}; known: {', '.join(ATTENTION_TYPES)}")
         elif self.has_fuser and self.cross_attention_dim is None:
             wrong.append(f"attention_type {self.attention_type!r} needs cross_attention_dim, the width of its objects")
         if self.norm_type not in NORMS:
             reason = _UNUSABLE_NORMS.get(self.norm_type, f"known: {', '.join(NORMS)}")
-            wrong.append(f"norm_type is {shown(self.norm_type)}; {reason}")
+            wrong.append(f"norm_type is {shorten_value(self.norm_type)}; {reason}")
         elif self.norm_type in ("ada_norm", "ada_norm_zero") and self.num_embeds_ada_norm is None:
             what = "timesteps" if self.norm_type == "ada_norm" else "classes"
             wrong.append(f"norm_type {self.norm_type!r} needs num_embeds_ada_norm, its number of {what}")
@@ -161,25 +161,25 @@ class Transformer2DConfig:
 
     @property
     def kind(self) -> Kind:
-        """Which input the model takes."""
+        """Kind of input: continuous, discrete or patches."""
         if self.num_vector_embeds is not None:
             return "discrete"
         return "continuous" if self.patch_size is None else "patches"
 
     @property
     def inner_dim(self) -> int:
-        """d, the width of the tokens."""
+        """Width d of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def block_norm(self) -> str:
-        """The norm inside the blocks: older files say ``layer_norm`` and mean ``ada_norm``."""
+        """Norm type of the blocks: older files say ``layer_norm`` and mean ``ada_norm``."""
         is_old = self.norm_type == "layer_norm" and self.num_embeds_ada_norm is not None
         return "ada_norm" if is_old else self.norm_type
 
     @property
     def outputs(self) -> int | None:
-        """Channels of a continuous or patched output."""
+        """Number of channels of a continuous or patched output."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
     @property
@@ -193,18 +193,18 @@ class Transformer2DConfig:
 
     @property
     def first_context(self) -> int | None:
-        """Width of the tokens the first attention may look at instead of its own; None when it never does."""
+        """Width of the context of the first attention; None when it is always self-attention."""
         return (self.cross_attention_dim or self.inner_dim) if self.only_cross_attention else None
 
     @property
     def second_context(self) -> int:
-        """Width of the tokens the second attention looks at."""
+        """Width of the context of the second attention."""
         is_own = self.double_self_attention or self.cross_attention_dim is None
         return self.inner_dim if is_own else self.cross_attention_dim or self.inner_dim
 
     @property
     def position_scale(self) -> float:
-        """What positions of patches are divided by."""
+        """Divisor of the positions of patches."""
         if self.interpolation_scale is not None:
             return float(self.interpolation_scale)
         return float(max((self.sample_size or 0) // 64, 1))
@@ -220,13 +220,13 @@ class Transformer2DConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Transformer2DConfig":
-        """Reads a parsed ``config.json``; keys that are no constructor argument are ignored, as in diffusers.
+        """Read a parsed ``config.json``; unknown keys are ignored, as in diffusers.
 
         Raises:
             ConfigError: a value has the wrong type or makes no sense.
         """
         known = {field.name for field in fields(cls)}
-        if wrong := wrong_values(numbers_of(cls), values):
+        if wrong := find_value_errors(list_numbers(cls), values):
             raise ConfigError("Transformer2DModel: " + "; ".join(wrong))
         return cls(**{name: value for name, value in values.items() if name in known})
 

@@ -1,4 +1,4 @@
-"""diffusers' config.json of 2D transformers.
+"""Reader and writer of diffusers' config.json of 2D transformers.
 
 Source: diffusers 0.42.1, models/transformers/dit_transformer_2d.py and pixart_transformer_2d.py,
 models/unets/unet_2d_condition.py and unet_2d_blocks.py, models/controlnets/controlnet.py.
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import Range, is_number, shown
+from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 GENERAL = "Transformer2DModel"
@@ -76,7 +76,7 @@ LAYER_LIMIT = 64  # attentions in one block of a UNet; published ones have two o
 
 
 def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
-    """The config of a folder that holds one 2D transformer.
+    """Config of a folder with one 2D transformer.
 
     Raises:
         ConfigError: it holds something else, or values that make no sense.
@@ -84,23 +84,25 @@ def read_model_config(values: Mapping[str, Any]) -> Transformer2DConfig:
     name = values.get("_class_name", GENERAL)
     if name in SPLIT:
         defaults = SPLIT[name]
-        found = {key: values.get(key, default) for key, default in defaults.items()}
-        if found["norm_type"] != defaults["norm_type"]:
-            raise ConfigError(f"{name}: norm_type is {shown(found['norm_type'])}; wanted {defaults['norm_type']!r}")
-        return Transformer2DConfig.from_json({**found, **FIXED.get(name, {})})
+        arguments = {key: values.get(key, default) for key, default in defaults.items()}
+        if arguments["norm_type"] != defaults["norm_type"]:
+            raise ConfigError(
+                f"{name}: norm_type is {shorten_value(arguments['norm_type'])}; wanted {defaults['norm_type']!r}"
+            )
+        return Transformer2DConfig.from_json({**arguments, **FIXED.get(name, {})})
     if name in UNETS:
-        there = ", ".join(block_arguments(values))
+        available = ", ".join(block_arguments(values))
         raise ConfigError(
-            f"config.json is of a {name}, which holds several 2D transformers; give prefix, one of: {there}"
+            f"config.json is of a {name}, which holds several 2D transformers; give prefix, one of: {available}"
         )
     if name != GENERAL:
         known = ", ".join((GENERAL, *SPLIT, *UNETS))
-        raise ConfigError(f"config.json: _class_name is {shown(name)}; known: {known}")
+        raise ConfigError(f"config.json: _class_name is {shorten_value(name)}; known: {known}")
     return Transformer2DConfig.from_json(values)
 
 
 def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
-    """What diffusers' ``save_config`` writes: the class, a version, and every constructor argument, sorted."""
+    """A ``config.json`` as diffusers' ``save_config`` writes it: class, version, all constructor arguments, sorted."""
     values = {"_class_name": GENERAL, "_diffusers_version": VERSION, **config.to_json()}
     if config.kind == "patches" and config.norm_type == "ada_norm_single" and config.num_embeds_ada_norm is None:
         # diffusers reads such a folder as its PixArtTransformer2DModel, which wants a number that it never uses.
@@ -109,7 +111,7 @@ def dump_model_config(config: Transformer2DConfig) -> dict[str, Any]:
 
 
 def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DConfig:
-    """The config of one 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``.
+    """Config of one 2D transformer inside a UNet, e.g. ``mid_block.attentions.0``.
 
     Raises:
         ConfigError: no such prefix (the message lists those there are), not a UNet, or values that make no sense.
@@ -117,24 +119,24 @@ def read_block_config(values: Mapping[str, Any], prefix: str) -> Transformer2DCo
     name = values.get("_class_name")
     if name not in UNETS:
         raise ConfigError(
-            f"config.json: _class_name is {shown(name)}, and the config of a part of it is not known; known: "
+            f"config.json: _class_name is {shorten_value(name)}, and the config of a part of it is not known; known: "
             f"{', '.join(UNETS)}; give config"
         )
     arguments = block_arguments(values)
     if prefix not in arguments:
-        there = ", ".join(arguments) or "none"
-        raise ConfigError(f"prefix {prefix!r}: no 2D transformer there; this {name} has: {there}")
+        available = ", ".join(arguments) or "none"
+        raise ConfigError(f"prefix {prefix!r}: no 2D transformer there; this {name} has: {available}")
     return Transformer2DConfig.from_json(arguments[prefix])
 
 
 def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The prefix of every 2D transformer of a UNet, and the constructor arguments it is built with."""
+    """Constructor arguments of all 2D transformers inside a UNet, by prefix."""
     values = {key: values.get(key, default) for key, default in UNET_DEFAULTS.items()}
     channels = values["block_out_channels"]
     if not isinstance(channels, list | tuple) or not 1 <= len(channels) <= STAGES or not all(map(_is_count, channels)):
         raise ConfigError(
-            f"config.json: block_out_channels is {shown(channels)}; wanted a list of integers, one for each of 1 to "
-            f"{STAGES} blocks"
+            f"config.json: block_out_channels is {shorten_value(channels)}; wanted a list of integers, one for "
+            f"each of 1 to {STAGES} blocks"
         )
     stages = len(channels)
     # What UNets call attention_head_dim is the number of heads: https://github.com/huggingface/diffusers/issues/2011
@@ -150,8 +152,10 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if too_many := [count for count in layers if count > LAYER_LIMIT]:
         raise ConfigError(f"config.json: layers_per_block has {too_many[0]}; wanted at most {LAYER_LIMIT}")
 
-    def attentions(block: str, kind: Any, wanted: str, count: int, stage: int, depth: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(kind, str) or kind.removeprefix("UNetRes") != wanted:
+    def attentions(
+        block: str, kind: Any, block_type: str, count: int, stage: int, depth: Any
+    ) -> Iterator[tuple[str, Any]]:
+        if not isinstance(kind, str) or kind.removeprefix("UNetRes") != block_type:
             return
         is_context_only = only_context[stage] and block != "mid_block"
         for number in range(count):
@@ -164,24 +168,28 @@ def block_arguments(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             here = depth if isinstance(depth, int) else depth[number] if number < len(depth) else None
             if here is None:
                 raise ConfigError(
-                    f"config.json: transformer_layers_per_block has {shown(depth)} for {count} attentions"
+                    f"config.json: transformer_layers_per_block has {shorten_value(depth)} for {count} attentions"
                 )
             arguments |= {
                 name: values[name] for name in ("use_linear_projection", "upcast_attention", "attention_type")
             }
             yield name, {**arguments, "num_layers": here, "only_cross_attention": is_context_only}
 
-    found: dict[str, dict[str, Any]] = {}
+    arguments_by_prefix: dict[str, dict[str, Any]] = {}
     for stage, kind in enumerate(_kinds(values, "down_block_types", stages)):
-        found |= attentions(f"down_blocks.{stage}", kind, "CrossAttnDownBlock2D", layers[stage], stage, depths[stage])
-    last = stages - 1
-    found |= attentions("mid_block", values["mid_block_type"], "UNetMidBlock2DCrossAttn", 1, last, depths[last])
-    for place, kind in enumerate(_kinds(values, "up_block_types", stages)):
-        stage = last - place
-        found |= attentions(
-            f"up_blocks.{place}", kind, "CrossAttnUpBlock2D", layers[stage] + 1, stage, up_depths[place]
+        arguments_by_prefix |= attentions(
+            f"down_blocks.{stage}", kind, "CrossAttnDownBlock2D", layers[stage], stage, depths[stage]
         )
-    return found
+    last = stages - 1
+    arguments_by_prefix |= attentions(
+        "mid_block", values["mid_block_type"], "UNetMidBlock2DCrossAttn", 1, last, depths[last]
+    )
+    for index, kind in enumerate(_kinds(values, "up_block_types", stages)):
+        stage = last - index
+        arguments_by_prefix |= attentions(
+            f"up_blocks.{index}", kind, "CrossAttnUpBlock2D", layers[stage] + 1, stage, up_depths[index]
+        )
+    return arguments_by_prefix
 
 
 def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: int) -> dict[str, Any]:
@@ -198,33 +206,34 @@ def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: in
 def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type = int) -> list[Any]:
     """One value for each block of the way down; a single one is that of all."""
     value = values[name]
-    each = list(value) if isinstance(value, list | tuple) else [value] * stages
+    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
     is_right = (lambda entry: isinstance(entry, bool)) if kind is bool else _is_count
-    if len(each) != stages or not all(is_right(entry) for entry in each):
-        one = "true or false" if kind is bool else "a positive integer"
+    if len(per_stage) != stages or not all(is_right(entry) for entry in per_stage):
+        expected = "true or false" if kind is bool else "a positive integer"
         raise ConfigError(
-            f"config.json: {name} is {shown(value)}; wanted {one}, or a list of one for each of {stages} blocks"
+            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one for each "
+            f"of {stages} blocks"
         )
-    return each
+    return per_stage
 
 
 def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
     """Layers of the transformers of each block: a number for all of them, or a list of one for each."""
     value = values[name]
-    each = list(value) if isinstance(value, list | tuple) else [value] * stages
-    flat = [entry for part in each for entry in (part if isinstance(part, list | tuple) else [part])]
-    if len(each) != stages or not all(_is_count(entry) for entry in flat):
+    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
+    flat = [entry for part in per_stage for entry in (part if isinstance(part, list | tuple) else [part])]
+    if len(per_stage) != stages or not all(_is_count(entry) for entry in flat):
         raise ConfigError(
-            f"config.json: {name} is {shown(value)}; wanted a positive integer, or a list of one (or of a list of "
-            f"them) for each of {stages} blocks"
+            f"config.json: {name} is {shorten_value(value)}; wanted a positive integer, or a list of one (or of a "
+            f"list of them) for each of {stages} blocks"
         )
-    return each
+    return per_stage
 
 
 def _kinds(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
     kinds = values[name]
     if not isinstance(kinds, list | tuple) or len(kinds) != stages:
-        raise ConfigError(f"config.json: {name} is {shown(kinds)}; wanted a list of {stages} names")
+        raise ConfigError(f"config.json: {name} is {shorten_value(kinds)}; wanted a list of {stages} names")
     return list(kinds)
 
 

@@ -1,4 +1,4 @@
-"""diffusers' folders: weight names, shards, Orbax copy.
+"""Reader and writer of diffusers' folders: weight names, shards, and an Orbax copy.
 
 Files keep every layer, and queries, keys and values, apart; here layers are stacked and projections of the same tokens
 are one matrix, so that each tensor of theirs is a slice of an array of ours.
@@ -33,8 +33,8 @@ from jaxmodels.checkpoints.files import (
     find_shards,
     has_tensors,
     is_shard,
+    list_shard_patterns,
     read_json,
-    shard_patterns,
     write_json,
     write_shards,
 )
@@ -50,15 +50,15 @@ BLOCKS = "transformer_blocks"
 
 
 def tensor_names(config: Transformer2DConfig) -> tuple[TensorTarget, ...]:
-    """Every tensor of a model; total in both directions: each element of our arrays belongs to exactly one."""
+    """diffusers' tensors of a model, and the slices of our arrays that they hold; each element is in exactly one."""
     return (*_inputs(config), *_blocks(config), *_outputs(config))
 
 
 def count_parameters(config: Transformer2DConfig, *, blocks_only: bool = False) -> int:
-    """Numbers in the weights of a model, or of its blocks alone, from the names of one block: whatever the layers."""
+    """Number of weights of a model, or of its blocks alone, computed from the names of one block."""
 
-    def count(places: Iterator[TensorTarget]) -> int:
-        return sum(math.prod(place.shape) for place in places)
+    def count(targets: Iterator[TensorTarget]) -> int:
+        return sum(math.prod(target.shape) for target in targets)
 
     blocks = config.num_layers * count(_block(config))
     return blocks if blocks_only else blocks + count(_inputs(config)) + count(_outputs(config))
@@ -108,13 +108,13 @@ def _blocks(config: Transformer2DConfig) -> Iterator[TensorTarget]:
     layers = config.num_layers
     block = tuple(_block(config))
     for layer in range(layers):
-        for place in block:
+        for target in block:
             yield replace(
-                place,
-                theirs=f"{BLOCKS}.{layer}.{place.theirs}",
-                ours=f"{BLOCKS}.{place.ours}",
-                whole=(layers, *place.whole),
-                index=(layer, *place.index),
+                target,
+                theirs=f"{BLOCKS}.{layer}.{target.theirs}",
+                ours=f"{BLOCKS}.{target.ours}",
+                whole=(layers, *target.whole),
+                index=(layer, *target.index),
             )
 
 
@@ -209,7 +209,7 @@ CONFIG = "config.json"
 
 
 def save_orbax(folder: Path, config: Transformer2DConfig, weights: Mapping[str, Any]) -> None:
-    """Writes a model; what was there before is replaced.
+    """Write a model's config and weights in Orbax's format; an older folder is replaced.
 
     Args:
         weights: by our names (`jaxmodels.weights.flatten`), in any dtype and on any devices.
@@ -230,7 +230,7 @@ def save_orbax(folder: Path, config: Transformer2DConfig, weights: Mapping[str, 
 def restore_orbax(
     folder: Path, *, dtype: DTypeLike | None = None, shardings: Mapping[str, Sharding] | None = None
 ) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
-    """A model's config, and its weights by our names.
+    """Read a model's config, and its weights by our names, from Orbax's format.
 
     Args:
         dtype: what the arrays must be; when None, floats of any width are taken as they are.
@@ -251,20 +251,20 @@ def restore_orbax_arrays(
     dtype: DTypeLike | None = None,
     shardings: Mapping[str, Sharding] | None = None,
 ) -> dict[str, jax.Array]:
-    """`restore` for a config that is known."""
+    """Read a model's weights from Orbax's format, for a known config."""
     shapes = _shapes(config)
-    found = orbax.float_dtypes(folder / orbax.FOLDER) if dtype is None else dict.fromkeys(shapes, np.dtype(dtype))
+    dtypes = orbax.float_dtypes(folder / orbax.FOLDER) if dtype is None else dict.fromkeys(shapes, np.dtype(dtype))
     where = shardings or {}
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, found.get(name, np.float32), sharding=where.get(name))
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, dtypes.get(name, np.float32), sharding=where.get(name))
         for name, shape in shapes.items()
     }
-    arrays: Any = orbax.restore(folder / orbax.FOLDER, wanted)
+    arrays: Any = orbax.restore(folder / orbax.FOLDER, abstract)
     return arrays
 
 
 def _shapes(config: Transformer2DConfig) -> dict[str, tuple[int, ...]]:
-    return {place.ours: place.whole for place in tensor_names(config)}
+    return {target.ours: target.whole for target in tensor_names(config)}
 
 
 PIPELINE = "model_index.json"
@@ -274,13 +274,13 @@ ALIGNMENT = 64  # bytes; JAX takes arrays that begin so as they are, without a c
 
 
 def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | None = None) -> Transformer2DConfig:
-    """The config of the model in a folder, or of the one under a prefix of a UNet.
+    """Config of the model in a folder, or of the one under a prefix of a UNet.
 
     Raises:
         ConfigError: the config is of another model, or has values that make no sense.
         CheckpointError: no such folder or file, malformed JSON, or an unknown prefix.
     """
-    folder = _inside(folder, subfolder)
+    folder = _find_folder(folder, subfolder)
     values = read_json(folder / CONFIG)
     return (
         diffusers_config.read_model_config(values)
@@ -290,11 +290,11 @@ def read_config(folder: Path, *, subfolder: str | None = None, prefix: str | Non
 
 
 def files(*, subfolder: str | None = None, variant: str | None = None) -> tuple[str, ...]:
-    """What to fetch of a repo to `read` it (jaxmodels/hub.py)."""
+    """Files of a repository that `read` needs (jaxmodels/hub.py)."""
     if subfolder and not all(PART.fullmatch(part) for part in subfolder.split("/")):
         raise CheckpointError(f"subfolder {subfolder!r} is no folder of a repo; wanted e.g. 'transformer'")
     start = f"{subfolder}/" if subfolder else ""
-    return (PIPELINE, *(f"{start}{name}" for name in (CONFIG, *shard_patterns(variant))))
+    return (PIPELINE, *(f"{start}{name}" for name in (CONFIG, *list_shard_patterns(variant))))
 
 
 def read(
@@ -306,7 +306,7 @@ def read(
     config: Transformer2DConfig | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[Transformer2DConfig, dict[str, np.ndarray]]:
-    """A model's config, and its weights by our names (jaxmodels/weights.py).
+    """Read a model's config, and its weights by our names (jaxmodels/weights.py).
 
     A folder without safetensors files may hold Orbax's arrays instead (jaxmodels/transformer2d/diffusers_folder.py).
 
@@ -325,7 +325,7 @@ def read(
     """
     if config is None:
         config = read_config(folder, subfolder=subfolder, prefix=prefix)
-    folder = _inside(folder, subfolder)
+    folder = _find_folder(folder, subfolder)
     if prefix is None and not has_tensors(folder, variant) and (folder / orbax.FOLDER).is_dir():
         return config, _read_orbax(folder, config, None if dtype is None else np.dtype(dtype))
     stored = _find(folder, variant, prefix)
@@ -333,10 +333,10 @@ def read(
     where = f"{folder.name}" + (f" under {prefix}" if prefix else "")
     check_fit(
         {name: tensor.shape for name, tensor in stored.items()},
-        {place.theirs: place.shape for place in table},
+        {target.theirs: target.shape for target in table},
         where=where,
     )
-    size = sum(math.prod(place.shape) * _item(stored[place.theirs].dtype, dtype) for place in table)
+    size = sum(math.prod(target.shape) * _item_bytes(stored[target.theirs].dtype, dtype) for target in table)
     check_host(size, f"the weights of {where}, {len(table)} tensors")
     return config, _read_arrays(table, stored, None if dtype is None else np.dtype(dtype), where)
 
@@ -349,8 +349,8 @@ def write(
     variant: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes a folder that diffusers loads. It appears whole; in one that is there, the model's files are replaced when
-    all of them are written, and older ones of the same variant are removed.
+    """Write a folder that diffusers loads. A new one appears whole; in an existing one, the model's files are replaced
+    when all are written, and older ones of the same variant are removed.
 
     Args:
         weights: by our names; float32, float16 and bfloat16 are kept.
@@ -363,13 +363,13 @@ def write(
     table = tensor_names(config)
     check_fit(
         {name: tuple(np.shape(array)) for name, array in weights.items()},
-        {place.ours: place.whole for place in table},
+        {target.ours: target.whole for target in table},
         where="weights to be written",
     )
     dtypes = {name: np.dtype(array.dtype) for name, array in weights.items()}
     if wrong := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS.values()]:
         raise CheckpointError(f"weights to be written have other dtypes than floats: {', '.join(wrong)}")
-    by_name = {place.theirs: place for place in table}
+    by_name = {target.theirs: target for target in table}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         draft = Path(temporary) / "draft"  # inside, because only its owner may read a temporary folder itself
@@ -377,7 +377,7 @@ def write(
         write_json(draft / CONFIG, diffusers_config.dump_model_config(config), indent=2, end="\n")
         write_shards(
             draft,
-            {place.theirs: (dtypes[place.ours], place.shape) for place in table},
+            {target.theirs: (dtypes[target.ours], target.shape) for target in table},
             lambda name: by_name[name].take(np.asarray(weights[by_name[name].ours])),
             variant=variant,
             max_bytes=SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
@@ -390,33 +390,33 @@ def _find(folder: Path, variant: str | None, prefix: str | None) -> dict[str, St
     if prefix is None:
         return find_shards(folder, variant, lambda name: name not in NEVER_USED)
     start = f"{prefix}."
-    found = find_shards(folder, variant, lambda name: name.startswith(start))
-    if not found:
+    stored = find_shards(folder, variant, lambda name: name.startswith(start))
+    if not stored:
         end = f".{BLOCKS}.0.attn1.to_out.0.bias"
-        there = [name.removesuffix(end) for name in find_shards(folder, variant, lambda name: name.endswith(end))]
+        available = [name.removesuffix(end) for name in find_shards(folder, variant, lambda name: name.endswith(end))]
         raise CheckpointError(
-            f"{folder.name}: no tensor under {prefix!r}; transformers there: {', '.join(sorted(there)) or 'none'}"
+            f"{folder.name}: no tensor under {prefix!r}; transformers there: {', '.join(sorted(available)) or 'none'}"
         )
-    return {name.removeprefix(start): tensor for name, tensor in found.items()}
+    return {name.removeprefix(start): tensor for name, tensor in stored.items()}
 
 
 def _read_arrays(
     table: Sequence[TensorTarget], stored: Mapping[str, Stored], dtype: np.dtype[Any] | None, where: str
 ) -> dict[str, np.ndarray]:
     dtypes: dict[str, set[np.dtype[Any]]] = {}
-    for place in table:
-        dtypes.setdefault(place.ours, set()).add(stored[place.theirs].dtype)
-    wholes = {place.ours: place.whole for place in table}
+    for target in table:
+        dtypes.setdefault(target.ours, set()).add(stored[target.theirs].dtype)
+    wholes = {target.ours: target.whole for target in table}
     arrays = {
-        name: _aligned(whole, _common(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
+        name: _aligned(whole, _common_dtype(dtypes[name]) if dtype is None else dtype) for name, whole in wholes.items()
     }
     broken: list[str] = []
-    for place in sorted(table, key=lambda place: (stored[place.theirs].path.name, stored[place.theirs].start)):
+    for target in sorted(table, key=lambda target: (stored[target.theirs].path.name, stored[target.theirs].start)):
         with np.errstate(over="ignore"):  # what is too large for a narrower dtype becomes an infinity, and is named
-            tensor = stored[place.theirs].read().astype(arrays[place.ours].dtype, copy=False)
+            tensor = stored[target.theirs].read().astype(arrays[target.ours].dtype, copy=False)
         if not np.isfinite(tensor).all():
-            broken.append(place.theirs)
-        place.put(tensor, arrays)
+            broken.append(target.theirs)
+        target.put(tensor, arrays)
     if broken:
         raise CheckpointError(_not_finite_message(where, broken, dtype))
     return arrays
@@ -437,12 +437,12 @@ def _not_finite_message(where: str, names: Sequence[str], dtype: np.dtype[Any] |
     return f"{where}: weights hold a NaN or an infinity{as_what}: {', '.join(sorted(names))}"
 
 
-def _item(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
+def _item_bytes(stored: np.dtype[Any], dtype: DTypeLike | None) -> int:
     """Bytes of a number in memory, of a tensor that is stored in another dtype."""
     return min(stored.itemsize, 4) if dtype is None else np.dtype(dtype).itemsize
 
 
-def _common(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
+def _common_dtype(dtypes: set[np.dtype[Any]]) -> np.dtype[Any]:
     """The narrowest dtype that holds what the layers of one array have; float32 at most."""
     return dtypes.pop() if len(dtypes) == 1 and not dtypes & {np.dtype(np.float64)} else np.dtype(np.float32)
 
@@ -467,7 +467,7 @@ def _publish(draft: Path, folder: Path, variant: str | None) -> None:
         path.unlink()
 
 
-def _inside(folder: Path, subfolder: str | None) -> Path:
+def _find_folder(folder: Path, subfolder: str | None) -> Path:
     """The folder that is meant, with a config in it."""
     inside = folder / subfolder if subfolder else folder
     if not inside.is_dir():

@@ -1,4 +1,4 @@
-"""Served 2D transformer: named arrays, bounded executables."""
+"""A 2D transformer for serving: named arrays in and out, a bounded number of executables."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from jaxmodels.weights import flatten
 
 
 class ForwardCost(NamedTuple):
-    """Work, memory and size of the answer of one forward pass.
+    """Operations, memory and output size of one forward pass.
 
     Attributes:
         operations: additions and multiplications.
@@ -46,7 +46,7 @@ _FLOAT = 4
 def forward_cost(
     config: Transformer2DConfig, matrices: int, shapes: Mapping[str, tuple[int, ...]], item: int = _FLOAT
 ) -> ForwardCost:
-    """An estimate, meant to tell a second from an hour.
+    """Rough cost of a forward pass, to tell a second from an hour.
 
     Args:
         matrices: numbers in the weights that every token is multiplied with.
@@ -59,13 +59,13 @@ def forward_cost(
     products = 2.0 * batch * max(tokens, context) * matrices
     keys = tokens + (context if config.has_cross_attention else 0)
     scores = 4.0 * config.num_layers * batch * tokens * keys * width
-    answer = batch * _numbers_out(config, shape)
+    answer = batch * _count_outputs(config, shape)
     at_once = min(batch * config.num_attention_heads * tokens * max(tokens, context), _SCORES)
     memory = item * batch * _WIDTHS * max(tokens, context) * width + _FLOAT * (at_once + answer)
     return ForwardCost(products + scores, memory, _FLOAT * answer)
 
 
-def _numbers_out(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
+def _count_outputs(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
     if config.kind == "discrete":
         return ((config.num_vector_embeds or 1) - 1) * shape[1]
     if config.kind == "continuous":
@@ -76,14 +76,14 @@ def _numbers_out(config: Transformer2DConfig, shape: tuple[int, ...]) -> int:
 
 Key: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
 
-SHAPES_KEPT = 16
+MAX_SHAPES = 16
 UNSAID_SIZE = 32  # side of an example's latents when the config names none
 CONTEXT = 77  # tokens of an example's context: what CLIP makes of a text
 # Any machine does as many operations in a second; it keeps a first, small forward from looking like a slow machine.
 SLOWEST = 1e10
 # Executables forgotten until JAX's own caches are emptied. They keep half a megabyte of what was traced for each, for
 # ever; filling them again takes one pass 50 ms.
-CLEARED_AFTER = 32
+CLEAR_AFTER = 32
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -97,7 +97,7 @@ def load_model(
     prefix: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> "LoadedModel":
-    """Reads a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
+    """Load a diffusers folder of a `Transformer2DModel` (or DiT, or PixArt) from the disk or from the Hub.
 
     Args:
         path_or_repo: a folder, a repo id like ``owner/name``, or a folder in a repo like ``owner/name/transformer``.
@@ -121,7 +121,7 @@ def load_model(
 
 
 def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: str | None = None) -> bool:
-    """Whether this is a folder of diffusers rather than a policy: its ``config.json`` names a class, no type.
+    """Whether a folder is a diffusers model and no policy: its ``config.json`` names a class instead of a type.
 
     Raises:
         HubError: the repo cannot be fetched.
@@ -147,7 +147,7 @@ def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
 
 
 class LoadedModel:
-    """Arrays in, arrays out. Safe to use from any one thread at a time; what it describes, from any.
+    """A 2D transformer for serving. One thread at a time may compute; its properties may be read from any.
 
     Args:
         model: give it away, or its weights are in memory twice.
@@ -156,7 +156,7 @@ class LoadedModel:
         shapes_kept: executables kept, one for each set of shapes; the one that was longest unused goes first.
     """
 
-    def __init__(self, model: Transformer2DModel, *, shapes_kept: int = SHAPES_KEPT):
+    def __init__(self, model: Transformer2DModel, *, shapes_kept: int = MAX_SHAPES):
         weights = flatten(model)
         self._device: Device = next(iter(weights.values())).devices().pop()
         self._config: Transformer2DConfig = model.config
@@ -166,7 +166,7 @@ class LoadedModel:
         self._matrices = sum(array.size for name, array in weights.items() if _is_matrix(name))
         del weights
         self._compiled = CompiledTransformer2D(model)
-        self._kept: OrderedDict[Key, dict[str, jax.ShapeDtypeStruct]] = OrderedDict()
+        self._cached_shapes: OrderedDict[Key, dict[str, jax.ShapeDtypeStruct]] = OrderedDict()
         self._lock = threading.Lock()
         self._fastest = SLOWEST
         self._seconds: dict[Key, float] = {}
@@ -176,7 +176,7 @@ class LoadedModel:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What it is and takes, ready for JSON: class, kind, config, parameters, bytes, dtype, device, inputs, outputs.
+        """Description for JSON: class, kind, config, parameters, bytes, dtype, device, inputs, outputs.
 
         Inputs have a name, a shape whose free axes are named, a dtype, whether they are required, and a note.
         """
@@ -188,7 +188,7 @@ class LoadedModel:
 
     @property
     def device(self) -> str:
-        """Where it runs, e.g. ``cpu:0``."""
+        """Name of the device it runs on, e.g. ``cpu:0``."""
         return device_name(self._device)
 
     @property
@@ -197,32 +197,32 @@ class LoadedModel:
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds that the last `forward` spent on ``to_device``, ``compute`` and ``to_host``; empty before it."""
+        """Seconds of the last `forward` in ``to_device``, ``compute`` and ``to_host``; empty before it."""
         return MappingProxyType(self._timings)
 
     @property
     def compiled_shapes(self) -> int:
-        """How many sets of shapes are kept compiled."""
-        return len(self._kept)
+        """Number of sets of shapes with an executable."""
+        return len(self._cached_shapes)
 
     def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-        """Inputs of the size the model was made for: noise, and 1 wherever a number of a table is asked for."""
+        """Example inputs of the model's size: noise, and 1 where an index is expected."""
         config, random = self._config, np.random.default_rng(seed)
         side = config.sample_size or UNSAID_SIZE
         sizes = {"batch": batch, "height": side, "width": side, "latent_pixels": side**2, "context": CONTEXT}
-        found = {}
+        arrays = {}
         for entry in self._inputs:
             is_context = entry.name == "encoder_hidden_states"
             if entry.is_required or is_context:
                 shape = tuple(sizes[size] if isinstance(size, str) else size for size in entry.shape)
                 if entry.dtype == "int32":
-                    found[entry.name] = np.zeros(shape, np.int32)
+                    arrays[entry.name] = np.zeros(shape, np.int32)
                 else:
-                    found[entry.name] = random.standard_normal(shape, np.float32)
-        return found
+                    arrays[entry.name] = random.standard_normal(shape, np.float32)
+        return arrays
 
     def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """What a forward pass would take, found without compiling: seconds, bytes of memory, bytes of its sample.
+        """Estimated seconds, bytes of memory and bytes of output of a forward pass; nothing is compiled.
 
         Seconds are those of the fastest pass over such shapes; of new ones they follow from the fastest pass of all.
         Accelerators say themselves when memory is short, so that only a CPU's is counted.
@@ -238,10 +238,10 @@ class LoadedModel:
 
     def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether there is an executable for arrays of these shapes."""
-        return _key(_abstract(read_inputs(self._inputs, inputs))) in self._kept
+        return _key(_abstract(read_inputs(self._inputs, inputs))) in self._cached_shapes
 
     def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
-        """Makes the executable for arrays of these shapes; the seconds it took, 0 when it was there.
+        """Compile for arrays of these shapes; returns the seconds it took, 0 when that was done before.
 
         Raises:
             InputError: an input is wrong.
@@ -249,7 +249,7 @@ class LoadedModel:
         return self._compile(read_inputs(self._inputs, inputs))
 
     def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """One forward pass, compiled first when the shapes are new (see `is_compiled`).
+        """Run a forward pass; compiles first when the shapes are new (see `is_compiled`).
 
         Args:
             inputs: arrays by the names of `description`; any float and integer dtypes.
@@ -266,12 +266,12 @@ class LoadedModel:
         operations = self._forward_cost(arrays).operations
         try:
             start = time.perf_counter()
-            placed = jax.block_until_ready(jax.device_put(arrays, self._device))
+            on_device = jax.block_until_ready(jax.device_put(arrays, self._device))
             sent = time.perf_counter()
-            sample = jax.block_until_ready(self._compiled(**to_call(placed)))
+            sample = jax.block_until_ready(self._compiled(**to_call(on_device)))
             computed = time.perf_counter()
         except jax.errors.JaxRuntimeError as error:
-            raise _explained(error) from error
+            raise _convert_error(error) from error
         seconds, key = computed - sent, _key(_abstract(arrays))
         self._fastest = max(self._fastest, operations / max(seconds, 1e-9))
         self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
@@ -302,30 +302,30 @@ class LoadedModel:
         return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Everything about them, values too: nothing is counted from wrong shapes, or compiled for wrong numbers."""
+        """Check inputs, with their values: nothing is compiled or estimated for wrong ones."""
         read_arguments(self._config, self._dtype, **to_call(arrays))
 
     def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:
         shapes = _abstract(arrays)
         key = _key(shapes)
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
+            if key in self._cached_shapes:
+                self._cached_shapes.move_to_end(key)
                 return 0.0
             self._check(arrays)
-            while len(self._kept) >= self.shapes_kept:
-                oldest, shapes_of_it = self._kept.popitem(last=False)
+            while len(self._cached_shapes) >= self.shapes_kept:
+                oldest, shapes_of_it = self._cached_shapes.popitem(last=False)
                 self._compiled.forget(**to_call(shapes_of_it))
                 self._seconds.pop(oldest, None)
                 self._forgotten += 1
-                if not self._forgotten % CLEARED_AFTER:
+                if not self._forgotten % CLEAR_AFTER:
                     jax.clear_caches()
             start = time.perf_counter()
             try:
                 self._compiled.compile(**to_call(shapes))
             except jax.errors.JaxRuntimeError as error:
-                raise _explained(error) from error
-            self._kept[key] = shapes
+                raise _convert_error(error) from error
+            self._cached_shapes[key] = shapes
             return time.perf_counter() - start
 
 
@@ -343,7 +343,7 @@ def _is_matrix(name: str) -> bool:
     return name.endswith("kernel") and not is_modulating
 
 
-def _explained(error: Exception) -> Exception:
+def _convert_error(error: Exception) -> Exception:
     """An error of the compiler or the device as one of ours, where it is the input's doing."""
     if OUT_OF_MEMORY in str(error):
         return InputError("the forward pass does not fit into the device's memory; send a smaller batch or size")

@@ -1,4 +1,4 @@
-"""LoRA files and adapters: load, scale, fuse.
+"""LoRA: reading of adapter files, and adapters beside or fused into a model's weights.
 
 An adapter adds ``up @ down`` to weights it names. Here both factors lie as the arrays they belong to do: stacked by
 layer, queries, keys and values beside each other, zeros where an adapter has nothing.
@@ -48,7 +48,7 @@ SIDES = {"A": "down", "B": "up"}
 
 @dataclass
 class _Factors:
-    """What a file has for one weight."""
+    """Low-rank factors that a file has for one weight."""
 
     down: Stored | None = None
     up: Stored | None = None
@@ -58,7 +58,7 @@ class _Factors:
 def read(
     path: Path, config: Transformer2DConfig, *, prefix: str | None = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Down and up factors (float32) by the name of our layer, e.g. ``transformer_blocks.attn1.to_qkv``.
+    """Read down and up factors (float32) by the name of our layer, e.g. ``transformer_blocks.attn1.to_qkv``.
 
     The scale that the file states, alpha / rank, is part of the up factor. A kernel (layers, inputs, projections,
     outputs) has factors (layers, inputs, projections, rank) and (layers, rank, projections, outputs); where it has
@@ -76,14 +76,14 @@ def read(
     file = _find_file(path)
     stored = find_floats(file)
     weights = {
-        place.theirs.removesuffix(".weight"): place
-        for place in diffusers_folder.tensor_names(config)
-        if place.theirs.endswith(".weight") and place.layout in (LINEAR, POINTWISE)
+        target.theirs.removesuffix(".weight"): target
+        for target in diffusers_folder.tensor_names(config)
+        if target.theirs.endswith(".weight") and target.layout in (LINEAR, POINTWISE)
     }
     factors, unknown = _sort(stored, weights, prefix)
     wrong = [f"{name} {list(stored[name].shape)}: the model has no such weight to adapt" for name in unknown]
-    for module, found in factors.items():
-        wrong += _misfits(module, found, weights[module])
+    for module, parts in factors.items():
+        wrong += _find_misfits(module, parts, weights[module])
     if wrong:
         raise WeightsMismatch(
             "\n".join([f"{file.name}: the adapter does not fit the model:", *map("  {}".format, wrong)])
@@ -92,7 +92,7 @@ def read(
         where = f" under {prefix!r}" if prefix else ""
         raise CheckpointError(f"{file.name}: no low-rank factors{where}; wanted names like '….to_q.lora_A.weight'")
     settings = _read_settings(file)
-    patterns = {pattern: _ends(pattern) for pattern in settings.get("alpha_pattern") or {}}
+    patterns = {pattern: _make_pattern(pattern) for pattern in settings.get("alpha_pattern") or {}}
     if unused := [name for name, end in patterns.items() if not any(f".{module}".endswith(end) for module in factors)]:
         raise CheckpointError(f"{file.name}: alpha_pattern has {', '.join(unused)}; wanted names of adapted weights")
     return _stack(file, factors, weights, settings)
@@ -102,12 +102,12 @@ def _find_file(path: Path) -> Path:
     if path.is_file():
         return path
     names = [name for name in FILES if name.endswith(".safetensors")]
-    found = [path / name for name in names if (path / name).is_file()]
-    if not found:
+    existing = [path / name for name in names if (path / name).is_file()]
+    if not existing:
         raise CheckpointError(
             f"{path.name}: no adapter; wanted a safetensors file, or a folder with {' or '.join(names)}"
         )
-    return found[0]
+    return existing[0]
 
 
 def _sort(
@@ -122,7 +122,7 @@ def _sort(
     for name, tensor in stored.items():
         if name.startswith(OTHER_MODELS):
             continue
-        bare = _unwrapped(name)
+        bare = _strip_wrapper(name)
         is_kohya = name.startswith(KOHYA)
         if not bare.startswith(start.replace(".", "_") if is_kohya else start):
             continue
@@ -136,34 +136,34 @@ def _sort(
     return factors, unknown
 
 
-def _unwrapped(name: str) -> str:
+def _strip_wrapper(name: str) -> str:
     for wrapper in (*WRAPPERS, *KOHYA):
         name = name.removeprefix(wrapper)
     return name
 
 
-def _module(found: str, flat: Mapping[str, str] | None, start: str) -> str | None:
+def _module(name: str, flat: Mapping[str, str] | None, start: str) -> str | None:
     if flat is not None:
-        return flat.get(found)
+        return flat.get(name)
     # Older diffusers: the attention's processor held what belongs to its layers.
-    module = found.removeprefix(start).replace(".processor.", ".")
+    module = name.removeprefix(start).replace(".processor.", ".")
     return f"{module}.0" if module.endswith(".to_out") else module
 
 
-def _misfits(module: str, found: _Factors, place: TensorTarget) -> list[str]:
-    if found.down is None or found.up is None:
-        return [f"{module}: has {'no down (lora_A)' if found.down is None else 'no up (lora_B)'} factor"]
-    down, up = _matrix(found.down.shape), _matrix(found.up.shape)
-    rows, columns = place.shape[:2]
+def _find_misfits(module: str, factors: _Factors, target: TensorTarget) -> list[str]:
+    if factors.down is None or factors.up is None:
+        return [f"{module}: has {'no down (lora_A)' if factors.down is None else 'no up (lora_B)'} factor"]
+    down, up = _matrix(factors.down.shape), _matrix(factors.up.shape)
+    rows, columns = target.shape[:2]
     if down is None or up is None or not down[0] or down[1] != columns or up[0] != rows or down[0] != up[1]:
         return [
-            f"{module}: factors {list(found.down.shape)} and {list(found.up.shape)}; "
+            f"{module}: factors {list(factors.down.shape)} and {list(factors.up.shape)}; "
             f"wanted [rank, {columns}] and [{rows}, rank]"
         ]
     if down[0] not in RANK:
-        return [f"{module}: rank {down[0]}; wanted {RANK.most:g} at most"]
-    if found.alpha is not None and math.prod(found.alpha.shape) != 1:
-        return [f"{module}: alpha has shape {list(found.alpha.shape)}; wanted one number"]
+        return [f"{module}: rank {down[0]}; wanted {RANK.maximum:g} at most"]
+    if factors.alpha is not None and math.prod(factors.alpha.shape) != 1:
+        return [f"{module}: alpha has shape {list(factors.alpha.shape)}; wanted one number"]
     return []
 
 
@@ -177,12 +177,12 @@ def _stack(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     ranks: dict[str, int] = {}
     wholes: dict[str, tuple[Shape, int]] = {}
-    for module, found in factors.items():
-        place = weights[module]
-        assert found.down is not None  # looked at before
-        ours = place.ours.removesuffix(".kernel")
-        ranks[ours] = max(ranks.get(ours, 0), found.down.shape[0])
-        wholes[ours] = (place.whole, 1 if place.index else 0)
+    for module, parts in factors.items():
+        target = weights[module]
+        assert parts.down is not None  # looked at before
+        ours = target.ours.removesuffix(".kernel")
+        ranks[ours] = max(ranks.get(ours, 0), parts.down.shape[0])
+        wholes[ours] = (target.whole, 1 if target.index else 0)
     # Layers without an adapter get zeros: few factors of a file can ask for many times their size.
     size = sum(
         4 * ranks[ours] * (math.prod(whole[:-1]) + math.prod(whole) // whole[at])
@@ -197,27 +197,27 @@ def _stack(
         for ours, (whole, inputs) in wholes.items()
     }
     broken: list[str] = []
-    for module, found in factors.items():
-        place = weights[module]
-        assert found.down is not None
-        assert found.up is not None
-        rank = found.down.shape[0]
-        alpha = _alpha(module, rank, settings) if found.alpha is None else float(found.alpha.read().reshape(()))
+    for module, parts in factors.items():
+        target = weights[module]
+        assert parts.down is not None
+        assert parts.up is not None
+        rank = parts.down.shape[0]
+        alpha = _alpha(module, rank, settings) if parts.alpha is None else float(parts.alpha.read().reshape(()))
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") is True else rank)
-        down = found.down.read().astype(np.float32).reshape(rank, -1)
-        up = found.up.read().astype(np.float32).reshape(-1, rank) * np.float32(scale)
+        down = parts.down.read().astype(np.float32).reshape(rank, -1)
+        up = parts.up.read().astype(np.float32).reshape(-1, rank) * np.float32(scale)
         if not (np.isfinite(down).all() and np.isfinite(up).all()):
             broken.append(module)
-        downs, ups = stacked[place.ours.removesuffix(".kernel")]
-        downs[place.index][:, :rank] = down.T
-        ups[place.index][:rank] = up.T
+        downs, ups = stacked[target.ours.removesuffix(".kernel")]
+        downs[target.index][:, :rank] = down.T
+        ups[target.index][:rank] = up.T
     if broken:
         raise CheckpointError(f"{file.name}: factors hold a NaN or an infinity: {', '.join(sorted(broken))}")
     return stacked
 
 
 def _read_settings(file: Path) -> Mapping[str, Any]:
-    """What peft says of an adapter, in a file beside it or in its metadata; nothing in other files."""
+    """Settings of peft's adapters, from a file beside it or its metadata; empty for other files."""
     beside = file.parent / SETTINGS
     if beside.is_file():
         settings = read_json(beside)
@@ -236,19 +236,19 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
     numbers = [settings.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else [None])]
     if not all(is_number(number, ALPHA) for number in numbers):
         raise CheckpointError(
-            f"{file.name}: lora_alpha or alpha_pattern of its settings holds no number; wanted {ALPHA.words()}"
+            f"{file.name}: lora_alpha or alpha_pattern of its settings holds no number; wanted {ALPHA.describe()}"
         )
     return settings
 
 
 def _alpha(module: str, rank: int, settings: Mapping[str, Any]) -> float:
-    """What the up factor is scaled by, times the rank."""
+    """Scale of the up factor times the rank."""
     patterns: Mapping[str, Any] = settings.get("alpha_pattern") or {}
-    stated = [alpha for pattern, alpha in patterns.items() if f".{module}".endswith(_ends(pattern))]
+    stated = [alpha for pattern, alpha in patterns.items() if f".{module}".endswith(_make_pattern(pattern))]
     return float(stated[0] if stated else settings.get("lora_alpha", rank))
 
 
-def _ends(pattern: str) -> str:
+def _make_pattern(pattern: str) -> str:
     """peft takes patterns for regular expressions, which strangers should not write; files have plain names."""
     return f".{pattern.removeprefix('^')}"
 
@@ -257,7 +257,7 @@ DOWN, UP = "lora_down", "lora_up"
 
 
 class AdaptedLinear(nnx.Linear):
-    """A linear layer, and a way around it through fewer channels."""
+    """Linear layer with a low-rank adapter beside it."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
@@ -269,7 +269,7 @@ class AdaptedLinear(nnx.Linear):
 
 
 class AdaptedProjections(Projections):
-    """Several linear maps of one input, and a way around each through fewer channels."""
+    """Several linear layers of one input, each with a low-rank adapter beside it."""
 
     lora_down: nnx.LoRAParam[Array]
     lora_up: nnx.LoRAParam[Array]
@@ -277,14 +277,14 @@ class AdaptedProjections(Projections):
     def __call__(self, x: Float[Array, "b n c"]) -> tuple[Float[Array, "b n d"], ...]:
         narrow = jnp.einsum("bnc,cpr->bnpr", x.astype(self.dtype), self.lora_down[...].astype(self.dtype))
         wide = jnp.einsum("bnpr,rpd->bnpd", narrow, self.lora_up[...].astype(self.dtype))
-        return tuple(part + wide[:, :, place] for place, part in enumerate(super().__call__(x)))
+        return tuple(part + wide[:, :, index] for index, part in enumerate(super().__call__(x)))
 
 
 ADAPTED = {nnx.Linear: AdaptedLinear, Projections: AdaptedProjections}
 
 
 def load(model: Any, path: str | Path, *, prefix: str | None = None, scale: float = 1.0) -> None:
-    """Puts the adapter of a file beside the weights of a `Transformer2DModel`; see `attach`.
+    """Attach the adapter of a file to a `Transformer2DModel`; see `attach`.
 
     Args:
         path: a safetensors file of diffusers, peft or kohya, or a folder of one.
@@ -298,7 +298,7 @@ def load(model: Any, path: str | Path, *, prefix: str | None = None, scale: floa
 
 
 def attach(model: nnx.Module, factors: Mapping[str, tuple[Any, Any]], *, scale: float = 1.0) -> None:
-    """Puts low-rank factors beside weights, in the dtype of these; a second adapter adds to the first.
+    """Attach low-rank factors to weights, in their dtype; a second adapter adds to the first.
 
     From then on a call takes ``cross_attention_kwargs={"scale": 0.5}``, as does `prepare`; without it the scale is 1.
     ``nnx.state(model, nnx.LoRAParam)`` is the factors alone, e.g. to train them.
@@ -310,7 +310,7 @@ def attach(model: nnx.Module, factors: Mapping[str, tuple[Any, Any]], *, scale: 
     Raises:
         ConfigError: there is no such layer, or it has other shapes; nothing has been changed then.
     """
-    wrong = [text for name, (down, up) in factors.items() if (text := _misfit(model, name, down, up))]
+    wrong = [text for name, (down, up) in factors.items() if (text := _describe_misfit(model, name, down, up))]
     if wrong:
         raise ConfigError("the adapter does not fit the model: " + "; ".join(wrong))
     for name, (down, up) in factors.items():
@@ -322,15 +322,15 @@ def attach(model: nnx.Module, factors: Mapping[str, tuple[Any, Any]], *, scale: 
             down = jnp.concatenate((layer.lora_down[...], down), axis=-1)
             up = jnp.concatenate((layer.lora_up[...], up), axis=inputs)
         else:
-            layer = _retyped(layer, ADAPTED[type(layer)])
+            layer = _change_class(layer, ADAPTED[type(layer)])
             _replace(model, name, layer)
         layer.lora_down = nnx.LoRAParam(down, axes=None if axes is None else (*axes[:-1], None))
         layer.lora_up = nnx.LoRAParam(up, axes=None if axes is None else (None, *axes[1:]))
 
 
 def fuse(model: nnx.Module, *, scale: float = 1.0) -> None:
-    """Adds the adapters to the weights they are beside, and takes them away: calls cost nothing more from then on."""
-    for _, layer in _adapted(model):
+    """Add the adapters to their weights and remove them: calls cost nothing more from then on."""
+    for _, layer in _iterate_adapted(model):
         axes = {2: "cr,rd->cd", 3: "lcr,lrd->lcd", 4: "lcpr,lrpd->lcpd"}[layer.kernel.ndim]
         down, up = (factor[...].astype(jnp.float32) for factor in (layer.lora_down, layer.lora_up))
         kernel = layer.kernel[...]
@@ -340,20 +340,20 @@ def fuse(model: nnx.Module, *, scale: float = 1.0) -> None:
 
 
 def detach(model: nnx.Module) -> None:
-    """Takes all adapters away."""
-    for name, layer in list(_adapted(model)):
+    """Remove all adapters."""
+    for name, layer in list(_iterate_adapted(model)):
         plain = next(kind for kind, adapted in ADAPTED.items() if isinstance(layer, adapted))
-        bare = _retyped(layer, plain)
+        bare = _change_class(layer, plain)
         del bare.lora_down, bare.lora_up
         _replace(model, name, bare)
 
 
 def is_adapted(model: nnx.Module) -> bool:
-    return next(_adapted(model), None) is not None
+    return next(_iterate_adapted(model), None) is not None
 
 
-def scaled(state: Any, scale: Float[Array, ""]) -> Any:
-    """A state of a model (or of a part of it) whose adapters count `scale` times as much.
+def scale_adapters(state: Any, scale: Float[Array, ""]) -> Any:
+    """State of a model (or a part of it) whose adapters are scaled by `scale`.
 
     Raises:
         InputError: there are none.
@@ -382,14 +382,14 @@ def _replace(model: nnx.Module, name: str, layer: nnx.Module) -> None:
     setattr(reduce(getattr, parents, model), last, layer)
 
 
-def _adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
+def _iterate_adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     for path, node in nnx.iter_modules(model):
         if isinstance(node, tuple(ADAPTED.values())):
             yield ".".join(map(str, path)), node
 
 
-def _retyped(layer: Any, kind: type[Any]) -> Any:
-    """The same layer, over the same variables, as another class."""
+def _change_class(layer: Any, kind: type[Any]) -> Any:
+    """The same layer, over the same variables, as an object of another class."""
     other = object.__new__(kind)
     vars(other).update(vars(layer))
     return other
@@ -400,14 +400,14 @@ def _inputs(layer: Any) -> int:
     return layer.kernel.ndim - (3 if isinstance(layer, Projections) else 2)
 
 
-def _misfit(model: nnx.Module, name: str, down: Any, up: Any) -> str | None:
+def _describe_misfit(model: nnx.Module, name: str, down: Any, up: Any) -> str | None:
     layer = _find(model, name)
     if layer is None:
         return f"{name}: no linear layer of that name"
     whole, inputs = list(layer.kernel.shape), _inputs(layer)
     rank = jnp.shape(down)[-1] if jnp.ndim(down) else 0
-    wanted = [*whole[:-1], rank], [*whole[:inputs], rank, *whole[inputs + 1 :]]
-    found = list(jnp.shape(down)), list(jnp.shape(up))
-    if rank < 1 or found != wanted:
-        return f"{name}: factors {found[0]} and {found[1]}; wanted {wanted[0]} and {wanted[1]} with any rank"
+    expected = [*whole[:-1], rank], [*whole[:inputs], rank, *whole[inputs + 1 :]]
+    actual = list(jnp.shape(down)), list(jnp.shape(up))
+    if rank < 1 or actual != expected:
+        return f"{name}: factors {actual[0]} and {actual[1]}; wanted {expected[0]} and {expected[1]} with any rank"
     return None

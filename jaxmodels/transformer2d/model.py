@@ -1,4 +1,4 @@
-"""Transformer2DModel: diffusers' interface over the network."""
+"""Transformer2DModel: diffusers' interface of the 2D transformer."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmodels.devices import exact_products, find_device, read_dtype
+from jaxmodels.devices import find_device, read_dtype, use_exact_products
 from jaxmodels.errors import ConfigError
 from jaxmodels.hub import fetch
 from jaxmodels.transformer2d import diffusers_folder, lora
@@ -27,7 +27,7 @@ from jaxmodels.transformer2d.arguments import (
     read_timing,
 )
 from jaxmodels.transformer2d.attention import Dtypes
-from jaxmodels.transformer2d.block import Conditioning, Modulations, Seen
+from jaxmodels.transformer2d.block import Conditioning, KeyValues, Modulations
 from jaxmodels.transformer2d.compiled import CompiledTransformer2D
 from jaxmodels.transformer2d.config import Transformer2DConfig
 from jaxmodels.transformer2d.network import Execution, Network
@@ -35,7 +35,7 @@ from jaxmodels.weights import blueprint, flatten
 
 
 class Attributes:
-    """The public attributes of diffusers' `Transformer2DModel`, all of which the config says."""
+    """Public attributes of diffusers' `Transformer2DModel`, all from the config."""
 
     config: Transformer2DConfig
 
@@ -54,7 +54,7 @@ class Attributes:
 
     @property
     def height(self) -> int | None:
-        """Side of the square that positions were made for, in pixels."""
+        """Side in pixels of the square that the positions were made for."""
         return self.config.sample_size
 
     @property
@@ -63,7 +63,7 @@ class Attributes:
 
     @property
     def num_latent_pixels(self) -> int | None:
-        """Most latent pixels a discrete input may have."""
+        """Largest number of latent pixels of a discrete input."""
         return (self.config.sample_size or 0) ** 2 if self.config.kind == "discrete" else None
 
     @property
@@ -72,7 +72,7 @@ class Attributes:
 
     @property
     def num_vector_embeds(self) -> int | None:
-        """Classes of a discrete input, the masked one (the last) included."""
+        """Number of classes of a discrete input, with the masked one (the last)."""
         return self.config.num_vector_embeds
 
     @property
@@ -100,26 +100,26 @@ def load_pretrained(
     device: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> tuple[Transformer2DConfig, dict[str, jax.Array]]:
-    """A checkpoint's config and weights; arguments and errors as `Transformer2DModel.from_pretrained`."""
-    tell = on_progress or (lambda stage: None)
+    """Config and weights of a checkpoint; arguments and errors as `Transformer2DModel.from_pretrained`."""
+    report = on_progress or (lambda stage: None)
     where = find_device(device)
     folder = Path(os.path.expanduser(path_or_repo))
     if not str(path_or_repo) or not folder.is_dir():
         files = diffusers_folder.files(subfolder=subfolder, variant=variant)
-        folder = fetch(str(path_or_repo), revision, files=files, on_progress=tell)
+        folder = fetch(str(path_or_repo), revision, files=files, on_progress=report)
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
-    tell("reading")
+    report("reading")
     config, weights = diffusers_folder.read(
         folder, subfolder=subfolder, variant=variant, prefix=prefix, config=config, dtype=dtype
     )
-    placed = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
-    tell("ready")
-    return config, placed
+    on_device = {name: jax.device_put(weights.pop(name), where) for name in list(weights)}
+    report("ready")
+    return config, on_device
 
 
 class Transformer2DModelOutput(NamedTuple):
-    """What a model gives: attribute ``sample``, also as ``output["sample"]`` and ``output[0]``.
+    """Output of the model: attribute ``sample``, also as ``output["sample"]`` and ``output[0]``.
 
     Attributes:
         sample: (batch, channel, height, width), or for discrete input the log-probabilities
@@ -136,7 +136,7 @@ class Transformer2DModelOutput(NamedTuple):
 
 
 class Transformer2DModel(Attributes, Network):
-    """diffusers' `Transformer2DModel`: same arguments, same numbers, compiled.
+    """The 2D transformer with diffusers' arguments and numbers, compiled.
 
     The arguments are those of `Transformer2DConfig`, in the same order; and of our own:
 
@@ -235,7 +235,7 @@ class Transformer2DModel(Attributes, Network):
         remat: bool = False,
         rngs: nnx.Rngs | None = None,
     ) -> "Transformer2DModel":
-        """A model with fresh weights for a config, or for a ``config.json`` that was parsed already."""
+        """A model with random weights from a config, or from a parsed ``config.json``."""
         known = config if isinstance(config, Transformer2DConfig) else Transformer2DConfig.from_json(config)
         options = {"dtype": dtype, "param_dtype": param_dtype, "scan_layers": scan_layers, "remat": remat, "rngs": rngs}
         return cls(**known.to_json(), **options)
@@ -257,7 +257,7 @@ class Transformer2DModel(Attributes, Network):
         remat: bool = False,
         on_progress: Callable[[str], None] | None = None,
     ) -> "Transformer2DModel":
-        """A checkpoint of diffusers: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
+        """Load a diffusers checkpoint: ``config.json`` and ``diffusion_pytorch_model.safetensors``, whole or in shards.
 
         Folders of `DiTTransformer2DModel` and `PixArtTransformer2DModel` are read, too.
 
@@ -278,26 +278,26 @@ class Transformer2DModel(Attributes, Network):
             ConfigError: the config, dtype or device makes no sense.
             CheckpointError: files are missing or malformed, or do not fit the config (`WeightsMismatch`, all of it).
         """
-        dtype, kept = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
+        dtype, stored = read_dtype(dtype), read_dtype(dtype if param_dtype is None else param_dtype)
         config, weights = load_pretrained(
             path_or_repo,
             subfolder,
             revision,
-            kept,
+            stored,
             config=config,
             variant=variant,
             prefix=prefix,
             device=device,
             on_progress=on_progress,
         )
-        options = {"dtype": dtype, "param_dtype": kept, "scan_layers": scan_layers, "remat": remat}
+        options = {"dtype": dtype, "param_dtype": stored, "scan_layers": scan_layers, "remat": remat}
         plan = blueprint(lambda rngs: cls.from_config(config, **options, rngs=rngs))
         return plan.assemble(weights)
 
     def save_pretrained(
         self, folder: str | Path, *, variant: str | None = None, max_shard_bytes: int | None = None
     ) -> None:
-        """Writes a folder that diffusers loads, in the dtype weights are kept in.
+        """Write a folder that diffusers loads, in the dtype of the weights.
 
         Args:
             max_shard_bytes: larger models are written in shards; 10 GB, as in diffusers, when None.
@@ -382,7 +382,7 @@ class Transformer2DModel(Attributes, Network):
         class_labels: ArrayLike = None,
         cross_attention_kwargs: Mapping[str, Any] | None = None,
     ) -> Conditioning:
-        """What of a forward pass does not depend on `hidden_states`; arguments as there.
+        """Compute ahead what does not depend on `hidden_states`; arguments as in a call.
 
         A sampler makes the context once, ``model.prepare_context(text)``, and the modulations of all its steps before
         its loop, ``jax.jit(jax.vmap(model.prepare_modulations))(timesteps)``. What is prepared for one element counts
@@ -395,16 +395,16 @@ class Transformer2DModel(Attributes, Network):
 
     def prepare_context(
         self, encoder_hidden_states: ArrayLike = None, cross_attention_kwargs: Mapping[str, Any] | None = None
-    ) -> Seen:
-        """Keys and values of `encoder_hidden_states` in every layer, captions projected before; nothing of None."""
+    ) -> KeyValues:
+        """Keys and values of `encoder_hidden_states` in every layer, captions being projected before; none of None."""
         if encoder_hidden_states is None:
             check_no_context(self.config)
-            return Seen()
+            return KeyValues()
         if not (self.config.has_cross_attention or self.config.only_cross_attention):
-            return Seen()
+            return KeyValues()
         context = jnp.asarray(encoder_hidden_states)
         check_context(self.config, context)
-        return self._run("look_at", context.astype(self.dtype), read_scale(cross_attention_kwargs))
+        return self._run("project_context", context.astype(self.dtype), read_scale(cross_attention_kwargs))
 
     def prepare_modulations(
         self,
@@ -413,12 +413,12 @@ class Transformer2DModel(Attributes, Network):
         added_cond_kwargs: Mapping[str, ArrayLike] | None = None,
         cross_attention_kwargs: Mapping[str, Any] | None = None,
     ) -> Modulations:
-        """What timesteps, classes and conditions do to every layer; arguments as in a call."""
+        """Modulations of all layers by timesteps, classes and conditions; arguments as in a call."""
         timing = read_timing(self.config, None, timestep, class_labels, added_cond_kwargs)
         return self._run("modulate", timing, None, read_scale(cross_attention_kwargs))
 
     def compile(self, hidden_states: ArrayLike, **others: Any) -> CompiledTransformer2D:
-        """The forward pass ahead of time, over the weights this model has now.
+        """The forward pass compiled ahead of time, over the model's current weights.
 
         Args:
             hidden_states: an array, or a `jax.ShapeDtypeStruct`; only its shape and dtype matter.
@@ -433,11 +433,11 @@ class Transformer2DModel(Attributes, Network):
         leaves = jax.tree.leaves((state, arguments))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             return getattr(self, method)(*arguments)
-        return _compiled(graph, method, state, *arguments)
+        return _run_compiled(graph, method, state, *arguments)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _compiled(graph: nnx.GraphDef["Transformer2DModel"], method: str, state: Any, *arguments: Any) -> Any:
+def _run_compiled(graph: nnx.GraphDef["Transformer2DModel"], method: str, state: Any, *arguments: Any) -> Any:
     model = nnx.merge(graph, state)
-    with exact_products(model.dtype):
+    with use_exact_products(model.dtype):
         return getattr(model, method)(*arguments)

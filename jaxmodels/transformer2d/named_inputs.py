@@ -1,4 +1,4 @@
-"""Flat argument names of the served model."""
+"""Named arrays of a served model, and their conversion to arguments of a call."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True)
 class Input:
-    """One argument.
+    """Name, shape and dtype of one input array.
 
     Attributes:
         shape: sizes, or names of axes whose sizes are free.
@@ -42,45 +42,45 @@ class Input:
 
 
 def inputs_of(config: Transformer2DConfig) -> tuple[Input, ...]:
-    """The arguments that a model of this config uses."""
+    """Input arrays that a model of this config takes."""
     return (_hidden_states(config), *_context(config), *_timing(config), *_masks(config))
 
 
 def output_shape(config: Transformer2DConfig) -> tuple[str | int, ...]:
-    """Shape of the sample."""
+    """Shape of the output sample."""
     if config.kind == "discrete":
         return ("batch", (config.num_vector_embeds or 1) - 1, "latent_pixels")
     channels = (config.in_channels if config.kind == "continuous" else config.outputs) or 0
     return ("batch", channels, "height", "width")
 
 
-def read_inputs(inputs: tuple[Input, ...], given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays with the dtypes that the device computes in (float32, int32 or bool); a single number becomes (1,).
+def read_inputs(inputs: tuple[Input, ...], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Convert arrays to the dtypes of the device (float32, int32 or bool); a single number becomes (1,).
 
     Raises:
         InputError: a name is unknown or missing, or an array holds what these dtypes cannot.
     """
     known = {entry.name for entry in inputs}
-    unknown = sorted(map(repr, given.keys() - known))
-    missing = [entry.name for entry in inputs if entry.is_required and entry.name not in given]
+    unknown = sorted(map(repr, arrays.keys() - known))
+    missing = [entry.name for entry in inputs if entry.is_required and entry.name not in arrays]
     if unknown or missing:
-        found = [f"lacks {', '.join(missing)}"] if missing else []
-        found += [f"has {', '.join(unknown)}, which this model does not take"] if unknown else []
+        errors = [f"lacks {', '.join(missing)}"] if missing else []
+        errors += [f"has {', '.join(unknown)}, which this model does not take"] if unknown else []
         optional = [entry.name for entry in inputs if not entry.is_required]
-        wanted = ", ".join(entry.name for entry in inputs if entry.is_required)
-        raise InputError(f"the input {' and '.join(found)}; wanted {wanted}, and if you like {', '.join(optional)}")
-    return {entry.name: _read(entry, np.asarray(given[entry.name])) for entry in inputs if entry.name in given}
+        required = ", ".join(entry.name for entry in inputs if entry.is_required)
+        raise InputError(f"the input {' and '.join(errors)}; wanted {required}, and if you like {', '.join(optional)}")
+    return {entry.name: _read(entry, np.asarray(arrays[entry.name])) for entry in inputs if entry.name in arrays}
 
 
 def to_call(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat names as the arguments of a call."""
+    """Convert arrays by dotted name to the arguments of a call."""
     call: dict[str, Any] = {}
     for name, array in arrays.items():
         *folders, last = name.split(".")
-        place = call
+        folder_values = call
         for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = array
+            folder_values = folder_values.setdefault(folder, {})
+        folder_values[last] = array
     return call
 
 
@@ -126,11 +126,11 @@ def _context(config: Transformer2DConfig) -> list[Input]:
     note = "captions" if has_captions else "what cross-attention looks at"
     note += "" if is_needed else "; the tokens themselves when left out"
     shape = ("batch", "context", (config.caption_channels or 0) if has_captions else width)
-    found = [Input("encoder_hidden_states", shape, "float32", is_needed, note)]
+    inputs = [Input("encoder_hidden_states", shape, "float32", is_needed, note)]
     if config.has_fuser:
         shape = ("batch", "objects", config.cross_attention_dim or 0)
-        found.append(Input(OBJECTS, shape, "float32", False, "objects that GLIGEN's fusers look at"))
-    return found
+        inputs.append(Input(OBJECTS, shape, "float32", False, "objects that GLIGEN's fusers look at"))
+    return inputs
 
 
 def _timing(config: Transformer2DConfig) -> list[Input]:
@@ -143,19 +143,19 @@ def _timing(config: Transformer2DConfig) -> list[Input]:
     if norm == "ada_norm":
         note = f"0 to {(config.num_embeds_ada_norm or 0) - 1}; a single number counts for all elements"
         return [Input("timestep", ("batch",), "int32", True, note)]
-    found = [Input("timestep", ("batch",), "float32", True, "a single number counts for all elements")]
+    inputs = [Input("timestep", ("batch",), "float32", True, "a single number counts for all elements")]
     if norm == "ada_norm_zero":
         note = f"0 to {config.num_embeds_ada_norm}; the last is no class"
-        found.append(Input("class_labels", ("batch",), "int32", True, note))
+        inputs.append(Input("class_labels", ("batch",), "int32", True, note))
     if config.has_conditions:
-        found.append(Input(RESOLUTION, ("batch", 2), "float32", True, "height and width of the picture"))
-        found.append(Input(ASPECT_RATIO, ("batch", 1), "float32", True, "height by width"))
-    return found
+        inputs.append(Input(RESOLUTION, ("batch", 2), "float32", True, "height and width of the picture"))
+        inputs.append(Input(ASPECT_RATIO, ("batch", 1), "float32", True, "height by width"))
+    return inputs
 
 
 def _masks(config: Transformer2DConfig) -> list[Input]:
     note = "1 keeps a token, 0 discards it; (batch, 1 or tokens, keys) is added to the scores"
-    found = [Input("attention_mask", ("batch", "tokens"), "float32", False, note)]
+    inputs = [Input("attention_mask", ("batch", "tokens"), "float32", False, note)]
     if config.has_cross_attention:
-        found.append(Input("encoder_attention_mask", ("batch", "context"), "float32", False, note))
-    return found
+        inputs.append(Input("encoder_attention_mask", ("batch", "context"), "float32", False, note))
+    return inputs

@@ -1,4 +1,4 @@
-"""Embeddings, stacked blocks and output: what JAX traces.
+"""Network of the 2D transformer: embeddings, stacked blocks and output head.
 
 Source: diffusers/models/transformers/transformer_2d.py, the _operate_on_* and _get_output_for_* methods.
 """
@@ -26,10 +26,10 @@ from jaxmodels.transformer2d.block import (
     Biases,
     Block,
     Conditioning,
+    KeyValues,
     Mlp,
     Modulation,
     Modulations,
-    Seen,
     Table,
     TimeAndClassNorm,
     TimeNorm,
@@ -44,14 +44,14 @@ HEAD_EPSILON = 1e-6  # of the norm before a patched output
 
 
 def input_norm(config: Transformer2DConfig, dtypes: Dtypes) -> GroupNorm:
-    """The norm of a continuous input."""
+    """Group norm of a continuous input."""
     return GroupNorm(
         config.in_channels or 0, config.norm_num_groups, epsilon=CONTINUOUS_EPSILON, param_dtype=dtypes.parameters
     )
 
 
 class LatentEmbedding(nnx.Module):
-    """Embeddings of classes plus learned positions, a row and a column of the square of latent pixels each."""
+    """Embeddings of classes plus learned embeddings of rows and columns of the latent square."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         def table(rows: int) -> Table:
@@ -72,7 +72,7 @@ class LatentEmbedding(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
-    """Patches projected to tokens, plus fixed positions. Rows and columns that fill no patch are left out."""
+    """Patches projected to tokens, plus fixed positions. Rows and columns that fill no patch are dropped."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.base = (config.sample_size or 0) // (config.patch_size or 1)
@@ -87,7 +87,7 @@ class PatchEmbedding(nnx.Module):
 
 
 class PatchProjection(nnx.Module):
-    """A convolution whose stride is its size: one product over the pixels of each patch."""
+    """Convolution whose stride is its size, as one product over the pixels of each patch."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs):
         self.size = config.patch_size or 1
@@ -107,7 +107,7 @@ class PatchProjection(nnx.Module):
 
 
 def log_probabilities(x: Float[Array, "b n d"], norm: LayerNorm, out: nnx.Linear) -> Float[Array, "b v n"]:
-    """Log-probabilities of each latent pixel's classes, always float32; the masked class has none."""
+    """Log-probabilities of each latent pixel's classes, always float32, without the masked class."""
     logits = out(norm(x)).astype(jnp.float32)
     return jax.nn.log_softmax(logits, axis=-1).swapaxes(1, 2)
 
@@ -115,7 +115,7 @@ def log_probabilities(x: Float[Array, "b n d"], norm: LayerNorm, out: nnx.Linear
 def from_patches(
     x: Float[Array, "b n d"], head: Affine, out: nnx.Linear, patch: int, rows: int
 ) -> Float[Array, "b c h w"]:
-    """The image of a grid of tokens, `rows` of them below each other."""
+    """Image of a grid of tokens with `rows` rows."""
     pixels = out(head(standardize(x, HEAD_EPSILON)).astype(x.dtype))
     return rearrange(pixels, "b (h w) (p q c) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
 
@@ -126,7 +126,7 @@ def patch_output(config: Transformer2DConfig, dtypes: Dtypes, *, rngs: nnx.Rngs)
 
 
 class Execution(NamedTuple):
-    """How to run over the layers.
+    """How the layers are executed: scanned, rematerialised.
 
     Attributes:
         scan: one compiled block over all layers, or each written out.
@@ -138,7 +138,7 @@ class Execution(NamedTuple):
 
 
 def stack_blocks(config: Transformer2DConfig, dtypes: Dtypes, rngs: nnx.Rngs) -> Block:
-    """Blocks with fresh weights, stacked."""
+    """Blocks with random weights, stacked along a leading axis."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -152,7 +152,7 @@ def run_blocks(
     blocks: Block,
     x: Float[Array, "b n d"],
     modulation: Modulation,
-    seen: Seen,
+    key_values: KeyValues,
     biases: Biases,
     execution: Execution,
     *,
@@ -161,7 +161,7 @@ def run_blocks(
     key: PRNGKeyArray | None = None,
     layers: Sequence[Any] | None = None,
 ) -> Float[Array, "b n d"]:
-    """Tokens through every layer.
+    """Run tokens through all layers.
 
     Args:
         modulation: of every layer, with a leading axis; likewise `seen`.
@@ -173,29 +173,29 @@ def run_blocks(
     graph, stacked = nnx.split(blocks)
     count = jax.tree.leaves(stacked)[0].shape[0] if layers is None else len(layers)
 
-    def step(x: Array, layer: tuple[Any, Modulation, Seen, PRNGKeyArray | None]) -> tuple[Array, None]:
-        weights, modulation, seen, key = layer
+    def step(x: Array, layer: tuple[Any, Modulation, KeyValues, PRNGKeyArray | None]) -> tuple[Array, None]:
+        weights, modulation, key_values, key = layer
         block = nnx.merge(graph, weights)
-        seen = seen if context is None else block.look_at(context)
+        key_values = key_values if context is None else block.project_context(context)
         rngs = None if key is None else nnx.Rngs(dropout=key)
-        return block(x, modulation, seen, biases, objects, rngs), None
+        return block(x, modulation, key_values, biases, objects, rngs), None
 
     step = jax.checkpoint(step) if execution.remat else step
     keys = None if key is None else jax.random.split(key, count)
     if execution.scan and layers is None:
-        return lax.scan(step, x, (stacked, modulation, seen, keys))[0]
+        return lax.scan(step, x, (stacked, modulation, key_values, keys))[0]
     for i in range(count):
-        rest = jax.tree.map(lambda array, i=i: array[i], (modulation, seen, keys))
+        rest = jax.tree.map(lambda array, i=i: array[i], (modulation, key_values, keys))
         weights = jax.tree.map(lambda array, i=i: array[i], stacked) if layers is None else layers[i]
         x, _ = step(x, (weights, *rest))
     return x
 
 
-def look_at(blocks: Block, context: Float[Array, "b m c"]) -> Seen:
+def project_context(blocks: Block, context: Float[Array, "b m c"]) -> KeyValues:
     """Keys and values of a context for every layer."""
     graph, stacked = nnx.split(blocks)
     # One layer at a time: a product with a batch of matrices is slower on a CPU.
-    return lax.map(lambda weights: nnx.merge(graph, weights).look_at(context), stacked)
+    return lax.map(lambda weights: nnx.merge(graph, weights).project_context(context), stacked)
 
 
 def modulate_by_time(blocks: Block, timing: Timing) -> Modulation:
@@ -218,7 +218,7 @@ def modulate_by_table(blocks: Block, parts: Float[Array, "b 6 d"]) -> Modulation
 
 
 def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
-    """The embedding of timestep and class that the first layer of ada_norm_zero makes, which the head uses as well."""
+    """The first layer's embedding of timestep and class in ada_norm_zero, which the head uses, too."""
     assert isinstance(blocks.norm1, TimeAndClassNorm)
     assert timing.timestep is not None
     assert timing.class_labels is not None
@@ -228,7 +228,7 @@ def embed_in_first_layer(blocks: Block, timing: Timing) -> Float[Array, "b d"]:
 
 
 def head_affine(parts: Float[Array, "b 2 d"]) -> Affine:
-    """What modulates the head of a patched model: shift first, as diffusers keeps it."""
+    """Shift and scale of a patched model's head; shift first, as in diffusers' files."""
     shift, scale = jnp.split(parts.astype(jnp.float32), 2, axis=1)
     return Affine(scale, shift)
 
@@ -244,16 +244,16 @@ def _for_each_layer(norm: nnx.Module, *arguments: Any) -> Any:
 
 
 class Network(nnx.Module):
-    """Weights, and passes over arguments that were checked already (`Transformer2DModel` is what callers use)."""
+    """Weights of the 2D transformer and its passes over checked arguments; users call `Transformer2DModel`."""
 
     def __init__(self, config: Transformer2DConfig, dtypes: Dtypes, execution: Execution, *, rngs: nnx.Rngs):
         self.config = config
         self.dtype = dtypes.compute
         self.execution = execution
-        self._build_ends(dtypes, rngs)
+        self._build_input_and_output(dtypes, rngs)
         self.transformer_blocks = stack_blocks(config, dtypes, rngs)
 
-    def _build_ends(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
+    def _build_input_and_output(self, dtypes: Dtypes, rngs: nnx.Rngs) -> None:
         config, width = self.config, self.config.inner_dim
         if config.kind == "continuous":
             self.norm = input_norm(config, dtypes)
@@ -288,23 +288,23 @@ class Network(nnx.Module):
         key: Array | None = None,
         layers: Sequence[Any] | None = None,
     ) -> Float[Array, "..."]:
-        """The pass.
+        """Run the forward pass.
 
         Args:
             layers: each block's weights by itself, when they do not lie in one array each.
         """
         if arguments.scale is not None:
-            layers = None if layers is None else [lora.scaled(layer, arguments.scale) for layer in layers]
+            layers = None if layers is None else [lora.scale_adapters(layer, arguments.scale) for layer in layers]
             return self._scaled(arguments.scale).forward(arguments._replace(scale=None), conditioning, key, layers)
         hidden = arguments.hidden_states
         timing = Timing(arguments.timestep, arguments.class_labels, arguments.conditions)
         keys = (None, None) if key is None else jax.random.split(key)
         if conditioning is None:
-            modulations, seen = self.modulate(timing, keys[0]), Seen()
+            modulations, key_values = self.modulate(timing, keys[0]), KeyValues()
             context = arguments.encoder_hidden_states
             context = None if context is None else self._project_captions(context)
         else:
-            seen = spread_context(conditioning.context, hidden.shape[0])
+            key_values = spread_context(conditioning.context, hidden.shape[0])
             modulations, context = conditioning.modulations, None
         biases = Biases(
             *(
@@ -317,7 +317,7 @@ class Network(nnx.Module):
             self.transformer_blocks,
             x,
             modulations.blocks,
-            seen,
+            key_values,
             biases,
             self.execution,
             context=context,
@@ -354,12 +354,12 @@ class Network(nnx.Module):
     def _scaled(self, scale: Array) -> "Network":
         """This model with adapters that count `scale` times as much."""
         graph, state = nnx.split(self)
-        return nnx.merge(graph, lora.scaled(state, scale))
+        return nnx.merge(graph, lora.scale_adapters(state, scale))
 
-    def look_at(self, context: Array, scale: Array | None = None) -> Seen:
+    def project_context(self, context: Array, scale: Array | None = None) -> KeyValues:
         if scale is not None:
-            return self._scaled(scale).look_at(context)
-        return look_at(self.transformer_blocks, self._project_captions(context))
+            return self._scaled(scale).project_context(context)
+        return project_context(self.transformer_blocks, self._project_captions(context))
 
     def modulate(self, timing: Timing, key: Array | None = None, scale: Array | None = None) -> Modulations:
         if scale is not None:
@@ -383,7 +383,7 @@ class Network(nnx.Module):
         return Modulations(modulate_by_table(blocks, parts), head_affine(head))
 
     def _drop_labels(self, timing: Timing, key: Array) -> Timing:
-        """Some labels become the null class; once per element, where diffusers rolls the dice again in every block."""
+        """Replace some labels by the null class; once per element, where diffusers draws anew in every block."""
         labels = timing.class_labels
         assert labels is not None
         drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)

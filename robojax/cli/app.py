@@ -1,4 +1,4 @@
-"""Command table; how commands fail, exit, and print tables."""
+"""The console command's table of commands, errors, exit codes and tables of text."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Code(IntEnum):
-    """Exit codes."""
+    """Exit codes of the console command: a check failed, wrong usage or settings, policy, transport; 0 is success."""
 
     CHECK = 1
     USAGE = 2
@@ -31,7 +31,7 @@ class Code(IntEnum):
 
 
 def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
-    """Say it on standard error and end."""
+    """Print an error to standard error and end the process."""
     for style, label, text in (("bold red", "Error", what), ("bold", "Why", why), ("bold green", "Do", then)):
         lines = text.splitlines() or [""]
         typer.secho(f"{label:>5}: ", nl=False, err=True, fg=style.split()[-1] if " " in style else None, bold=True)
@@ -104,32 +104,37 @@ OPTIONAL = frozenset(
 
 
 class Commands(TyperGroup):
-    """Commands that are imported one at a time."""
+    """Typer group whose commands are imported one at a time."""
 
     _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names, in the order of the table."""
+        """Names of all commands, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name; while help is written, only its one line."""
+        """The command of this name; while help is printed, a stub with its one line."""
         if cmd_name not in COMMANDS:
             return None
         module, attribute, summary = COMMANDS[cmd_name]
         if self._is_listing:
             return TyperCommand(cmd_name, help=summary)
-        found = getattr(import_module(module), attribute)
-        if not isinstance(found, typer.Typer):
+        loaded = getattr(import_module(module), attribute)
+        if not isinstance(loaded, typer.Typer):
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            app.command(cmd_name)(found)
-            found = app
-        command = typer.main.get_command(found)
+            app.command(cmd_name)(loaded)
+            loaded = app
+        command = typer.main.get_command(loaded)
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: Any) -> Any:
+        """Typer's, which suggests names for one that is unknown; it looks for them in ``commands``, and calls none."""
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
+        return super().resolve_command(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The overview, without importing any command."""
+        """Print the overview without importing any command."""
         self._is_listing = True
         try:
             super().format_help(ctx, formatter)
@@ -138,7 +143,7 @@ class Commands(TyperGroup):
 
 
 def main() -> None:
-    """What the console command runs. Exit codes: 0 ok, 1 a check failed, 2 usage or settings, 3 policy, 4 transport."""
+    """Entry point of the console command; exit codes are those of ``Code``."""
     app = typer.Typer(
         cls=Commands,
         add_completion=False,
@@ -187,14 +192,14 @@ def _version(is_asked: bool) -> None:
 
 
 def flatten(function: Callable[..., None]) -> Callable[..., None]:
-    """A command for Typer: a parameter that is a group becomes an option for each field of its dataclass."""
+    """A function for Typer in which a parameter that is a group of options becomes one option per field."""
     hints = get_type_hints(function).items()
     groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
     @functools.wraps(function)
     def command(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         function(**given)
 
     parameters: list[inspect.Parameter] = []
@@ -210,7 +215,7 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
 def print_table(
     columns: Sequence[str], rows: Iterable[Iterable["str | Text"]], *, never_folded: Collection[str] = ()
 ) -> None:
-    """A heading and its rows.
+    """Print a heading and rows as a table.
 
     Args:
         never_folded: columns whose cells stay on one line.
@@ -232,7 +237,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) -> None:
-    """Print them; ends the command with exit code 1 when one says that something has to be mended."""
+    """Print findings as a table or JSON; ends the process with 1 when one of them failed."""
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -242,9 +247,12 @@ def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) ->
 
         print_table(
             ("", "what", "found", "fix"),
-            ((Text(one.level, _COLOURS[one.level]), one.name, one.found, one.fix) for one in findings),
+            (
+                (Text(finding.level, _COLOURS[finding.level]), finding.name, finding.found, finding.fix)
+                for finding in findings
+            ),
         )
-        told = f"{len(failed)} of {len(findings)} need repair" if failed else "fit"
-        Console(highlight=False).print(told, style="bold")
+        verdict = f"{len(failed)} of {len(findings)} need repair" if failed else "fit"
+        Console(highlight=False).print(verdict, style="bold")
     if failed:
         raise typer.Exit(Code.CHECK)

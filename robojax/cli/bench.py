@@ -1,4 +1,4 @@
-"""`bench`: runs benchmarks and writes their report."""
+"""Command `bench`: runs benchmarks and writes their report."""
 
 import os
 import subprocess
@@ -47,14 +47,14 @@ def bench(
 
     Exit code 1 when a benchmark failed or missed its target.
     """
-    chosen = _chosen(names or [], quick)
+    chosen = _select_benchmarks(names or [], quick)
     if listed:
-        for one in chosen:
-            typer.echo(f"{one.name:22} {one.minutes[quick]:4.1f} min  {one.question}")
+        for benchmark in chosen:
+            typer.echo(f"{benchmark.name:22} {benchmark.minutes[quick]:4.1f} min  {benchmark.question}")
         return
     into.mkdir(parents=True, exist_ok=True)
     peers = {"--lerobot-python": lerobot_python, "--openpi-python": openpi_python}
-    failed = {} if page_only else _run_all(_possible(chosen, peers), quick, into.resolve(), peers)
+    failed = {} if page_only else _run_all(_filter_possible(chosen, peers), quick, into.resolve(), peers)
     from benchmarks.catalogue import wanted
     from benchmarks.measured import RESULTS
     from benchmarks.report import collect, page
@@ -69,7 +69,7 @@ def bench(
         raise typer.Exit(Code.CHECK)
 
 
-def _chosen(names: Sequence[str], quick: bool) -> "list[Benchmark]":
+def _select_benchmarks(names: Sequence[str], quick: bool) -> "list[Benchmark]":
     """The catalogue of this checkout."""
     if not (ROOT / "benchmarks" / "catalogue.py").is_file():
         fail(
@@ -83,19 +83,21 @@ def _chosen(names: Sequence[str], quick: bool) -> "list[Benchmark]":
     from benchmarks.catalogue import wanted
 
     try:
-        found = wanted(names)
+        benchmarks = wanted(names)
     except KeyError as error:
         fail(Code.USAGE, f"no such benchmark: {error.args[0]}", "names are those of the files", "robojax bench --list")
-    return [one for one in found if names or not quick or one.quick is not None]
+    return [benchmark for benchmark in benchmarks if names or not quick or benchmark.quick is not None]
 
 
-def _possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
-    """Those that have all they need; of the others it is said what they lack."""
-    found = [one for one in chosen if one.is_peerless or one.takes is None or peers[one.takes]]
-    for one in chosen:
-        if one not in found:
-            typer.echo(f"{one.name}: left out; it only compares: give {one.takes}", err=True)
-    return found
+def _filter_possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
+    """Benchmarks that have all they need; prints what the others lack."""
+    possible = [
+        benchmark for benchmark in chosen if benchmark.is_peerless or benchmark.takes is None or peers[benchmark.takes]
+    ]
+    for benchmark in chosen:
+        if benchmark not in possible:
+            typer.echo(f"{benchmark.name}: left out; it only compares: give {benchmark.takes}", err=True)
+    return possible
 
 
 def _run_all(
@@ -105,7 +107,7 @@ def _run_all(
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
     failed: dict[str, list[str]] = {}
-    expected = [60 * one.minutes[quick] for one in chosen]
+    expected = [60 * benchmark.minutes[quick] for benchmark in chosen]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns) as progress:
         bar = progress.add_task("", total=sum(expected), left="")
@@ -136,14 +138,14 @@ def _run_all(
     return failed
 
 
-def _run(one: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[int, list[str]]:
+def _run(benchmark: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[int, list[str]]:
     """Run it; its exit code and last lines."""
     from rich.markup import escape
 
     said: deque[str] = deque(maxlen=12)
     paths = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
-        [sys.executable, str(one.script), *arguments],
+        [sys.executable, str(benchmark.script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""`check`: inspects and times a policy or model, without a robot."""
+"""Command `check`: inspects and times a policy or model, without a robot."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,17 +84,18 @@ def check(
 def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     """The limits that a session would have with the settings of here, and joints of the file that it does not have."""
     from robojax.cli.serve import settings_or_end
-    from service.control.joints import table_for
-    from service.control.limits import Asked, motion_limits, read_limits
+    from service.control.joints import create_joint_table
+    from service.control.limits import create_motion_limits, read_limits
     from service.errors import ServiceError
 
     settings = settings_or_end({"limits": file})
-    read = None if settings.limits is None else read_limits(settings.limits)
+    read = None if settings.safety.limits is None else read_limits(settings.safety.limits)
     try:
-        table = table_for(requirements.action, checkpoint=requirements.joint_names, ranges=settings.joint_ranges)
-        asked = Asked(settings.safety, setting=settings.max_relative_target, file=read)
-        found = motion_limits(table, asked, requirements.action_range)
-        return {"limits": found.as_json(), "unmatched": list(found.unmatched)}
+        table = create_joint_table(
+            requirements.action, checkpoint=requirements.joint_names, ranges=settings.control.joint_ranges
+        )
+        limits = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
+        return {"limits": limits.as_json(), "unmatched": list(limits.unmatched)}
     except ServiceError as error:
         then = "docs/robots/safety.md says where limits come from"
         fail(Code.USAGE, "the limits do not fit this policy", str(error), then)
@@ -181,7 +182,7 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", poli
 
 
 def is_model(path: str, revision: str | None, subfolder: str | None, prefix: str | None) -> bool:
-    """Whether this is a model of diffusers; what cannot be told is taken for a policy, whose errors say more.
+    """Whether this is a diffusers model; what is unclear counts as a policy, whose errors say more.
 
     Raises:
         HubError: a repo cannot be fetched.
@@ -206,7 +207,7 @@ def check_model(
     as_json: bool,
     status: "Status",
 ) -> None:
-    """Load it, time it, print it.
+    """Load, time and describe a diffusers model.
 
     Raises:
         JaxModelsError: it cannot be loaded.
@@ -214,10 +215,12 @@ def check_model(
     import jaxmodels
     from service.inference.measurement import measure_model
 
-    def tell(stage: str) -> None:
+    def show_stage(stage: str) -> None:
         status.update(f"{stage} {path} ...")
 
-    model = jaxmodels.load_model(path, revision, dtype, device, subfolder=subfolder, prefix=prefix, on_progress=tell)
+    model = jaxmodels.load_model(
+        path, revision, dtype, device, subfolder=subfolder, prefix=prefix, on_progress=show_stage
+    )
     status.update("compiling and timing ...")
     speed = measure_model(model, runs=runs)
     status.stop()

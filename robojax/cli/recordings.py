@@ -1,4 +1,4 @@
-"""`recordings`, `replay`: list, export, replay against a policy."""
+"""Commands `recordings` and `replay`: list, export and replay recordings."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from robojax.cli.sessions import AsJson, Key, Url, base_url, call
 from service.logging import sanitize_text
 
 if TYPE_CHECKING:
-    from service.recording.replay import Report
-    from service.recording.steps import Source
+    from service.recording.replay import ReplayReport
+    from service.recording.steps import StepSource
 
 app = typer.Typer(
     help="Recordings of sessions: list, info, export to a LeRobotDataset.", no_args_is_help=True, add_completion=False
 )
 # Letters of one value in the table, and events in it.
-LONGEST, MOST_EVENTS = 2000, 10_000
+LONGEST, MAX_EVENTS = 2000, 10_000
 # Bytes that looking at a file, and making a dataset of it, may have of memory: the limits of what reads them hold long
 # before, but the libraries for videos and tables believe what a file claims.
 MEMORY = 6 << 30
@@ -32,14 +32,14 @@ def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -
     import json
 
     base = base_url(url)
-    found = call(base, "GET", "/recordings", key=key)
+    recordings = call(base, "GET", "/recordings", key=key)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(recordings, indent=2))
         return
-    if not found:
+    if not recordings:
         typer.echo(f"no recordings at {base}; POST /sessions/ID/record begins one")
         return
-    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, found))
+    print_table(("recording", "session", "state", "seconds", "MB", "starts", "dataset"), map(_row, recordings))
 
 
 def _row(recording: Any) -> Sequence[str]:
@@ -63,23 +63,23 @@ def info(file: File, as_json: AsJson = False) -> None:
 
     try:
         with limited_memory():
-            found = _facts(source_or_end(file))
+            description = _describe_recording(source_or_end(file))
     except (RecordingError, MemoryError) as error:
-        fail(Code.USAGE, f"{file} cannot be used", _why(error), "give an .mcap as `robojax serve` wrote it")
+        fail(Code.USAGE, f"{file} cannot be used", _describe_error(error), "give an .mcap as `robojax serve` wrote it")
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(description, indent=2))
         return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, show_edge=False, pad_edge=False)
-    for name, value in found.items():
+    for name, value in description.items():
         if value not in (None, "", []) and name != "events":
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            line = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             # A name may hold what moves the cursor or sets the title of a terminal.
-            table.add_row(f"[bold]{name}[/bold]", escape(sanitize_text(shown, LONGEST)))
-    for at, code, text in found.get("events", []):
+            table.add_row(f"[bold]{name}[/bold]", escape(sanitize_text(line, LONGEST)))
+    for at, code, text in description.get("events", []):
         table.add_row("", escape(f"{at:9.3f} s  {sanitize_text(code)}: {sanitize_text(text, LONGEST)}"))
     Console(highlight=False).print(table)
 
@@ -101,18 +101,21 @@ def export(
     folder = to or file.with_suffix("")
     try:
         with limited_memory(), Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("writing", total=source.facts.length)
-            writer = write_dataset(folder, source.facts, source.steps(), lambda: bar.advance(task))
+            task = bar.add_task("writing", total=source.info.length)
+            writer = write_dataset(folder, source.info, source.steps(), lambda: bar.advance(task))
     except (RecordingError, OSError, MemoryError) as error:
         fail(
-            Code.USAGE, f"no dataset was made of {file}", _why(error), "robojax recordings info FILE says what is in it"
+            Code.USAGE,
+            f"no dataset was made of {file}",
+            _describe_error(error),
+            "robojax recordings info FILE says what is in it",
         )
     warn_of_damage(source)
     typer.echo(f"{folder}: {writer.episodes} episodes, {writer.frames} frames")
 
 
-def source_or_end(path: Path) -> "Source":
-    """The steps behind a path of the command line, or the end of this command."""
+def source_or_end(path: Path) -> "StepSource":
+    """Open a recording or dataset; ends the process when that fails."""
     try:
         from service.recording.library import open_source
     except ImportError as error:
@@ -125,19 +128,22 @@ def source_or_end(path: Path) -> "Source":
         return open_source(path)
     except (RecordingError, MemoryError) as error:
         fail(
-            Code.USAGE, f"{path} cannot be used", _why(error), "give an .mcap of `robojax serve`, or a dataset's folder"
+            Code.USAGE,
+            f"{path} cannot be used",
+            _describe_error(error),
+            "give an .mcap of `robojax serve`, or a dataset's folder",
         )
 
 
-def warn_of_damage(source: "Source") -> None:
-    """Say on standard error that not all of a damaged file was read."""
+def warn_of_damage(source: "StepSource") -> None:
+    """Warn on standard error that only a part of a damaged file was read."""
     if source.damage is not None:
         typer.secho(sanitize_text(source.damage, LONGEST), err=True, fg="yellow")
 
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Let this process take so much more meanwhile: what claims to be larger ends the command, not the machine."""
+    """Context that limits how much more memory this process may take: a bad file ends the command, not the machine."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -164,19 +170,19 @@ def _private_memory() -> int:
         return 0
 
 
-def _why(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"it needs more than the {MEMORY >> 30} GiB of memory that this command takes"
     return sanitize_text(str(error), LONGEST)
 
 
-def _facts(source: "Source") -> dict[str, Any]:
+def _describe_recording(source: "StepSource") -> dict[str, Any]:
     from dataclasses import asdict
 
     from service.recording.mcap_files import McapSource
 
-    facts = source.facts
-    found: dict[str, Any] = {
+    facts = source.info
+    description: dict[str, Any] = {
         "rate": facts.rate,
         "joints": list(facts.joints),
         "features": list(facts.features),
@@ -186,17 +192,17 @@ def _facts(source: "Source") -> dict[str, Any]:
         "steps": facts.length,
     }
     if isinstance(source, McapSource):
-        subject, outcome = source.subject, source.outcome
-        found |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
-        found |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
+        subject, outcome = source.header, source.outcome
+        description |= {"session": subject.session_id, "policy": subject.policy_path, "commit": subject.commit}
+        description |= {"version": subject.version, "dry_run": subject.is_dry_run, **asdict(outcome)}
         events, left_out = [], 0
         for at, code, text in source.events():
-            if len(events) < MOST_EVENTS:
+            if len(events) < MAX_EVENTS:
                 events.append([round((at - subject.wall_ns) / 1e9, 3), code[:LONGEST], text[:LONGEST]])
             else:
                 left_out += 1
-        found |= {"events": events, "events_left_out": left_out or None, "damage": source.damage}
-    return found
+        description |= {"events": events, "events_left_out": left_out or None, "damage": source.damage}
+    return description
 
 
 def replay(
@@ -231,14 +237,14 @@ def replay(
     from jaxmodels.errors import JaxModelsError
 
     pass
-    from service.recording.replay import Misfit, play
+    from service.recording.replay import PolicyMismatch, replay_recording
     from service.recording.steps import RecordingError
 
     errors = Console(stderr=True, highlight=False)
     source = source_or_end(recording)
     if plot is not None:
         _need_matplotlib()
-    viewer = _viewer(source.facts, save) if rerun else None
+    viewer = _viewer(source.info, save) if rerun else None
     try:
         with errors.status("importing JAX ...") as status:
             load = jaxmodels.load_policy
@@ -246,15 +252,15 @@ def replay(
                 policy, revision, device=device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
             )
         with Progress(console=errors, transient=True) as bar:
-            task = bar.add_task("playing", total=source.facts.length)
+            task = bar.add_task("playing", total=source.info.length)
 
             def on_step(step: Any, chunk: Any) -> None:
                 if viewer is not None:
                     viewer.show(step, chunk)
                 bar.advance(task)
 
-            report = play(source, loaded, every=every, on_step=on_step)
-    except Misfit as error:
+            report = replay_recording(source, loaded, every=every, on_step=on_step)
+    except PolicyMismatch as error:
         then = f"robojax check {policy} says what it needs, robojax recordings info {recording} what there is"
         fail(Code.POLICY, f"policy {policy!r} does not fit the recording", str(error), then)
     except JaxModelsError as error:
@@ -269,7 +275,7 @@ def replay(
     warn_of_damage(source)
     commit = loaded.commit
     if as_json:
-        typer.echo(json.dumps(_replay_facts(report, str(recording), policy, commit), indent=2))
+        typer.echo(json.dumps(_describe_replay(report, str(recording), policy, commit), indent=2))
     else:
         _show(report, policy, commit)
     if plot is not None:
@@ -289,17 +295,17 @@ def _need_matplotlib() -> None:
 
 
 def _viewer(facts: Any, save: Path | None) -> Any:
-    from service.recording.replay import INSTALL, Viewer
+    from service.recording.replay import INSTALL, RerunViewer
 
     try:
-        return Viewer(facts, save)
+        return RerunViewer(facts, save)
     except ImportError:
         fail(Code.USAGE, "nothing can be shown", "Rerun is not installed", INSTALL)
     except (RuntimeError, OSError) as error:
         fail(Code.USAGE, "the viewer does not start", str(error), "give --save FILE.rrd and open it elsewhere")
 
 
-def _plot(path: Path, report: "Report", title: str) -> None:
+def _plot(path: Path, report: "ReplayReport", title: str) -> None:
     from service.recording.replay import save_plot
 
     try:
@@ -313,7 +319,7 @@ def _plot(path: Path, report: "Report", title: str) -> None:
         )
 
 
-def _replay_facts(report: "Report", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
+def _describe_replay(report: "ReplayReport", recording: str, policy: str, commit: str | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     milliseconds = sorted(seconds * 1e3 for seconds in report.seconds)
@@ -321,17 +327,17 @@ def _replay_facts(report: "Report", recording: str, policy: str, commit: str | N
         "recording": recording,
         "policy": policy,
         "commit": commit,
-        "rate": report.facts.rate,
+        "rate": report.info.rate,
         "episodes": len(report.episodes),
         "steps": report.steps,
         "inferences": len(milliseconds),
         "inference_ms": {"p50": milliseconds[len(milliseconds) // 2], "largest": milliseconds[-1]},
         "mean_percent": report.mean_percent,
-        "joints": [asdict(joint) for joint in report.joints()],
+        "joints": [asdict(joint) for joint in report.joint_errors()],
     }
 
 
-def _show(report: "Report", policy: str, commit: str | None) -> None:
+def _show(report: "ReplayReport", policy: str, commit: str | None) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
@@ -341,13 +347,13 @@ def _show(report: "Report", policy: str, commit: str | None) -> None:
     table.add_column("joint")
     for column in ("mean error", "largest", "mean % of range", "largest %"):
         table.add_column(column, justify="right")
-    for joint in report.joints():
+    for joint in report.joint_errors():
         percents = (joint.mean_percent, joint.largest_percent)
-        shown = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
-        table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *shown)
+        texts = ["-" if percent is None else f"{percent:.2f}" for percent in percents]
+        table.add_row(escape(sanitize_text(joint.name)), f"{joint.mean:.3f}", f"{joint.largest:.3f}", *texts)
     console = Console(highlight=False)
     console.print(table)
-    facts = report.facts
+    facts = report.info
     overall = "" if report.mean_percent is None else f"; mean error {report.mean_percent:.2f} % of the range"
     whole = "" if facts.is_whole else "; the file was cut off and is read as far as it goes"
     name = escape(policy) + (f" at {commit[:12]}" if commit else "")

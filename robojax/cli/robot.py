@@ -1,4 +1,4 @@
-"""`robot`: ties an arm and cameras to a session."""
+"""Command `robot`: connects an arm and its cameras to a session."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,12 +126,12 @@ def robot(
     Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
     cannot.
     """
-    from robojax.robot.config import robot_config
+    from robojax.robot.config import build_robot_config
     from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
     from robojax.robot.runner import RobotRunner
 
     try:
-        config = robot_config(
+        config = build_robot_config(
             type=type_,
             port=port,
             id=id_,
@@ -145,7 +145,7 @@ def robot(
         fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
-    program = RobotRunner(
+    runner = RobotRunner(
         robot=config,
         server=server,
         key=key,
@@ -155,13 +155,13 @@ def robot(
         task=task,
         transport=transport,
         rate=fps,
-        patience=watchdog_ms / 1e3,
+        command_timeout=watchdog_ms / 1e3,
         is_started=start,
         is_dry_run=dry_run,
         is_compressed=None if frames is None else frames == "jpeg",
     )
     if check:
-        _check(program, as_json)
+        _check(runner, as_json)
         return
     if policy is None and session is None:
         fail(
@@ -176,15 +176,15 @@ def robot(
     from robojax.robot.runner import run
 
     try:
-        asyncio.run(run(program, lambda text: typer.echo(text, err=True)))
+        asyncio.run(run(runner, lambda text: typer.echo(text, err=True)))
     except RobotError as error:
         is_lost = isinstance(error, ArmLost | BusLost | CameraLost)
         fail(Code.CHECK if is_lost else Code.USAGE, "the robot cannot go on", str(error), error.then)
     except ClientError as error:
-        fail(Code.TRANSPORT, "the server cannot be used", str(error), _way_on(error))
+        fail(Code.TRANSPORT, "the server cannot be used", str(error), _suggest_next(error))
 
 
-def _way_on(error: Exception) -> str:
+def _suggest_next(error: Exception) -> str:
     code = getattr(error, "code", "")
     if code == "session_exists":
         return "--session=ID without --policy.path joins it; with it, ID names another one"
@@ -195,7 +195,7 @@ def _way_on(error: Exception) -> str:
     return "robojax robot --check looks at everything"
 
 
-def _check(program: "RobotRunner", as_json: bool) -> None:
-    from robojax.robot.checks import findings
+def _check(runner: "RobotRunner", as_json: bool) -> None:
+    from robojax.robot.checks import check_robot
 
-    show_findings(list(findings(program)), as_json=as_json)
+    show_findings(list(check_robot(runner)), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`serve`, `transport`, `follow`, `doctor`: commands of a server's machine."""
+"""Commands `serve`, `transport`, `follow`, `doctor`, for a server's machine."""
 
 import inspect
 import os
@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from robojax.cli.app import Code, fail, show_findings
-from service.settings import FILE, GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+from service.setting_types import Mark, SettingsError
+from service.settings import FIELDS, FILE, GROUPS, PREFIX, Settings, load_settings, unknown_variables
 
 if TYPE_CHECKING:
-    from service.logging import BackgroundHandler, RotatingLogFile
+    from service.logging import BackgroundHandler, LogSettings, RotatingLogFile
 
 
-def serve(config: Path | None, **flags: Any) -> None:
+def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     """Run the server until Ctrl-C or SIGTERM.
 
     Settings come from flags, then from the environment (ROBOJAX_PORT for --port), then from a TOML file (port = 8001),
@@ -28,20 +30,18 @@ def serve(config: Path | None, **flags: Any) -> None:
     from service.http.server import CannotListen, listen, run
     from service.logging import configure_logging
     from service.processes import pause_garbage_collection
-    from service.state import default_state
 
-    settings = settings_or_end(flags, config)
-    if settings.state is None:
-        settings = settings.model_copy(update={"state": default_state(settings.port)})
-    log = configure_logging(settings.log_level, settings.log_format, _log_file(settings))
+    settings = settings_or_end(flags, config).with_state()
+    server = settings.server
+    log = configure_logging(settings.logging.log_level, settings.logging.log_format, _log_file(settings.logging))
     for name in unknown_variables():
         logging.getLogger(__name__).warning("environment variable %s is no setting and is not used", name)
     try:
-        listener = listen(settings.host, settings.port)
-        openpi = None if settings.openpi_port is None else listen(settings.host, settings.openpi_port)
+        listener = listen(server.host, server.port)
+        openpi = None if server.openpi_port is None else listen(server.host, server.openpi_port)
     except CannotListen as error:
         fail(Code.USAGE, "the server cannot start", str(error), "robojax serve --port 0 takes a free port")
-    close_to_strangers(listener.getsockname()[0], settings, "serve")
+    refuse_without_keys(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
     with pause_garbage_collection():
         from service.api.websockets import openpi_app
@@ -49,12 +49,12 @@ def serve(config: Path | None, **flags: Any) -> None:
         from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
         from service.rollout.webhooks import StartFailed
 
-    rooms = "rooms included" if settings.embedded_transport else "without rooms"
+    rooms = "rooms included" if settings.transport.embedded_transport else "without rooms"
     try:
         app = create_app(settings)
     except SettingsError as error:
         listener.close()
-        fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help` lists all")
+        fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
     beside = None if openpi is None else (openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
     try:
@@ -81,7 +81,7 @@ def serve(config: Path | None, **flags: Any) -> None:
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except NoDevice as error:
         then = "robojax serve --devices all takes those there are"
-        if settings.hosts_count > 1:
+        if settings.hosts.hosts_count > 1:
             then = "docs/operate/several_hosts.md says how several hosts are started"
         fail(Code.USAGE, "the server cannot start", str(error), then)
     except ModelError as error:
@@ -109,7 +109,7 @@ def _end(log: "BackgroundHandler") -> None:
     os._exit(0)
 
 
-def _log_file(settings: Settings) -> "RotatingLogFile | None":
+def _log_file(settings: "LogSettings") -> "RotatingLogFile | None":
     from service.logging import RotatingLogFile
 
     if settings.log_file is None:
@@ -118,11 +118,11 @@ def _log_file(settings: Settings) -> "RotatingLogFile | None":
         return RotatingLogFile(Path(settings.log_file).expanduser(), settings.log_file_bytes, settings.log_files)
     except OSError as error:
         why = f"log_file {settings.log_file!r}: {error.strerror}; wanted a file that can be written"
-        fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help` lists all")
+        fail(Code.USAGE, "the settings cannot be used", why, "`robojax serve --help-all` lists all")
 
 
-def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
-    """End here when other machines would be let in without a key, or say so loudly when that is asked for."""
+def refuse_without_keys(bound: str, settings: Settings, command: str) -> None:
+    """Refuse to serve other machines without keys, or warn loudly when that is asked for."""
     import logging
 
     from service.auth.config import keys_path
@@ -130,8 +130,9 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
     from service.http.origins import is_loopback
     from service.reloading_file import FileUnusable
 
+    access, server, state = settings.access, settings.server, settings.webhooks.state
     try:
-        guard = create_guard(settings, host=settings.host, origins=settings.origins, state=settings.state)
+        guard = create_guard(access, host=server.host, origins=server.origins, state=state)
         is_keyed = guard.admissions.check_files()
     except (SettingsError, FileUnusable) as error:
         fail(
@@ -139,27 +140,27 @@ def close_to_strangers(bound: str, settings: Settings, command: str) -> None:
         )
     if is_loopback(bound) or is_keyed:
         return
-    if not settings.insecure:
-        path = keys_path(settings, settings.state)
-        named = "" if settings.keys_file is None and path is not None else f" --keys-file {path or 'keys.json'}"
-        port = f" --port {settings.port}" if not named and command == "serve" and settings.port != 8001 else ""
+    if not access.insecure:
+        path = keys_path(access, state)
+        named = "" if access.keys_file is None and path is not None else f" --keys-file {path or 'keys.json'}"
+        port = f" --port {server.port}" if not named and command == "serve" and server.port != 8001 else ""
         fail(
             Code.USAGE,
-            f"the server does not listen on {settings.host} without a key",
+            f"the server does not listen on {server.host} without a key",
             "whoever reaches the port could load any policy and move the robots",
             f"make one: robojax token new --role operator --name me{named}{port}\n"
-            f"then: robojax {command} --host {settings.host}{named}{port}\n"
+            f"then: robojax {command} --host {server.host}{named}{port}\n"
             "or --host 127.0.0.1 for this machine alone; --insecure lets everybody in",
         )
     logging.getLogger(__name__).warning(
         "INSECURE: listening on %s without any key. Whoever reaches this port can load policies and move the robots; "
         "`robojax token new --role operator` makes a key",
-        settings.host,
+        server.host,
     )
 
 
 def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = None) -> Settings:
-    """The settings, or the end of this command with what is wrong with them."""
+    """Read the settings; ends the process when they are wrong."""
     try:
         return load_settings(flags, config)
     except SettingsError as error:
@@ -167,70 +168,78 @@ def settings_or_end(flags: dict[str, Any] | None = None, config: Path | None = N
             Code.USAGE,
             "the settings cannot be used",
             str(error),
-            f"correct them; `robojax serve --help` lists all. Flags win over {PREFIX}*, that over the TOML file",
+            f"correct them; `robojax serve --help-all` lists all. Flags win over {PREFIX}*, that over the TOML file",
         )
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option per setting; values pass unread, so that settings explain what is wrong with them."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(
-            "config",
-            keyword,
-            default=None,
-            annotation=Annotated[Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one.")],
-        )
-    ]
-    for group in GROUPS:
-        for name in group.__annotations__:
-            field = Settings.model_fields[name]
-            option: Any = typer.Option(
-                help=f"{field.description}{_default(field.default)}",
+    """Give the command an option per setting; values pass unread, so that settings explain what is wrong with them."""
+    options = [_parameter("config", Path | None, typer.Option(help=f"TOML file; default: ./{FILE} if there is one."))]
+    for group in GROUPS.values():
+        for name, field in group.model_fields.items():
+            flags, metavar = setting_flags(name, field)
+            default = setting_default(field)
+            # The values of one that may be repeated have commas in them.
+            more = " Repeat it for more." if field.json_schema_extra else f" Default: {default}." if default else ""
+            option = typer.Option(
+                *(flags if field.json_schema_extra else ()),
+                help=f"{field.description}{more}",
                 rich_help_panel=group.__doc__,
-                metavar=None if field.annotation is bool else _metavar(field.annotation),
+                metavar=metavar,
                 show_default=False,
+                hidden=Mark.COMMON not in field.metadata,
             )
-            kind: Any = bool if field.annotation is bool else str
-            if field.json_schema_extra:
-                # Its values may have commas in them, so the flag is repeated instead.
-                assert isinstance(field.json_schema_extra, dict)
-                flags = (field.json_schema_extra["flag"], f"--{name.replace('_', '-')}")
-                option = typer.Option(
-                    *map(str, flags),
-                    help=f"{field.description} Repeat it for more.",
-                    rich_help_panel=group.__doc__,
-                    metavar=str(field.json_schema_extra["metavar"]),
-                    show_default=False,
-                )
-                kind = list[str]
-            options.append(inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option]))
+            kind = list[str] if field.json_schema_extra else bool if field.annotation is bool else str
+            options.append(_parameter(name, kind | None, option))
+    shown = sum(Mark.COMMON in field.metadata for field in FIELDS.values())
+    every = f"Show all {len(FIELDS)} settings; --help shows the {shown} that most people need."
+    options.append(
+        _parameter("help_all", bool, typer.Option("--help-all", help=every, is_eager=True, callback=_show_all))
+    )
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     command.__annotations__ = {option.name: option.annotation for option in options}
     return command
 
 
-def _default(value: object) -> str:
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    default = False if kind is bool else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _show_all(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def setting_flags(name: str, field: FieldInfo) -> tuple[tuple[str, ...], str | None]:
+    """Return the flags of a setting, and what their value is called in the help; None for a switch."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(field.json_schema_extra, dict):
+        return (str(field.json_schema_extra["flag"]), flag), str(field.json_schema_extra["metavar"])
+    if field.annotation is bool:
+        return (flag, f"--no-{flag.removeprefix('--')}"), None
+    return (flag,), _metavar(field.annotation)
+
+
+def setting_default(field: FieldInfo) -> str:
+    """Return the default of a setting as a flag says it; empty where the description says what holds."""
+    value = field.default
     if value is None or value == () or value == {}:
         return ""
-    shown = (
-        ",".join(map(str, value))
-        if isinstance(value, tuple)
-        else ",".join(f"{name}={amount:g}" for name, amount in value.items())
-        if isinstance(value, Mapping)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else value
-    )
-    return f" Default: {shown}."
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={amount:g}" for name, amount in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _metavar(annotation: Any) -> str:
     if get_args(annotation) and all(isinstance(choice, str) for choice in get_args(annotation)):
         return "|".join(get_args(annotation))
-    if annotation is int:
-        return "NUMBER"
-    if annotation is float or get_origin(annotation) is float:
+    if annotation in (int, float):
         return "NUMBER"
     if get_origin(annotation) is tuple:
         return "A,B"
@@ -281,7 +290,7 @@ def transport(
         typer.echo(f"Rooms at {url} and {url}/api. Ctrl-C ends it.")
 
     origins = tuple(origin or ())
-    access = Settings(
+    settings = Settings.from_values(
         host=host,
         port=port,
         origins=origins,
@@ -295,8 +304,8 @@ def transport(
     except CannotListen as error:
         fail(Code.USAGE, "the rooms server cannot start", str(error), "robojax transport --port 0 takes a free port")
     with listener:
-        close_to_strangers(listener.getsockname()[0], access, "transport")
-        guard = create_guard(access, host=host, origins=origins, state=access.state)
+        refuse_without_keys(listener.getsockname()[0], settings, "transport")
+        guard = create_guard(settings.access, host=host, origins=origins, state=OFF)
         run_transport(listener, TransportSettings(origins=origins, is_odd=oddities), started, guard)
 
 
@@ -314,7 +323,7 @@ def follow(
     or another host is gone; start it again then, and the server too.
     """
     from service.distributed.host_coordinator import read_address, read_secret
-    from service.settings import SettingsError
+    from service.setting_types import SettingsError
 
     try:
         host, port = read_address("front", front)
@@ -347,9 +356,6 @@ def doctor(
     """
     pass
     from service.doctor import diagnose
-    from service.state import default_state
 
-    settings = settings_or_end({"port": port})
-    if settings.state is None:
-        settings = settings.model_copy(update={"state": default_state(settings.port)})
+    settings = settings_or_end({"port": port}).with_state()
     show_findings(diagnose(settings), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`sessions`, `start`, `stop`, `policy`, `rollback`: commands to a running server."""
+"""Commands to a running server: `sessions`, `start`, `stop`, `policy`, `rollback` and others."""
 
 import math
 from collections.abc import Sequence
@@ -24,21 +24,21 @@ def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     import json
 
     base = base_url(url)
-    found = call(base, "GET", "/sessions", key=key)
+    listed = call(base, "GET", "/sessions", key=key)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
-    if not found:
+    if not listed:
         typer.echo(f"no sessions at {base}")
         return
     from rich.console import Console
     from rich.markup import escape
 
-    print_table(("session", "status", "policy", "cameras", "rate", "commands"), map(_row, found))
+    print_table(("session", "status", "policy", "cameras", "rate", "commands"), map(_row, listed))
     console = Console(highlight=False)
     # Below it: a column of a table this wide has no room for a sentence.
-    for session in found:
-        if why := _why(session, session["stats"]):
+    for session in listed:
+        if why := _explain_standstill(session, session["stats"]):
             console.print(f"[bold]{escape(session['session_id'])}[/bold]: {escape(why)}", soft_wrap=True)
 
 
@@ -54,7 +54,7 @@ def _row(session: Any) -> Sequence[str]:
     )
 
 
-def _why(session: Any, stats: Any) -> str:
+def _explain_standstill(session: Any, stats: Any) -> str:
     """Why it does not move, and the command that changes that."""
     name, error = session["session_id"], session["error_message"]
     if stats.get("emergency_stop"):
@@ -93,28 +93,28 @@ def stop(
         )
     base = base_url(url)
     if session_id is not None:
-        place = f"/sessions/{quote(session_id, safe='')}"
+        path = f"/sessions/{quote(session_id, safe='')}"
         if emergency:
             body = {"reason": reason or "robojax stop --emergency"}
-            found = call(base, "POST", f"{place}/emergency_stop", body, key=key, silent=_BLOCKED)
+            answer = call(base, "POST", f"{path}/emergency_stop", body, key=key, silent=_BLOCKED)
         else:
-            found = call(base, "POST", f"{place}/stop", key=key, silent=_BLOCKED)
+            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED)
     else:
         body = {"reason": reason or "robojax stop --all"}
-        found = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
-    typer.echo(json.dumps(found, indent=2) if as_json else _told(found))
+        answer = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
+    typer.echo(json.dumps(answer, indent=2) if as_json else _describe_stop(answer))
 
 
-def _told(found: Any) -> str:
-    stopped = found.get("stopped")
+def _describe_stop(answer: Any) -> str:
+    stopped = answer.get("stopped")
     if stopped is None:
-        return found["message"]
+        return answer["message"]
     names = f": {', '.join(stopped)}; each needs `robojax reset ID` before it can start" if stopped else ""
-    return found["message"] + names
+    return answer["message"] + names
 
 
 def base_url(url: str | None) -> str:
-    """Where the server is: as said, or as the settings say."""
+    """URL of the server, from the option or the settings."""
     if url is not None:
         if not url.startswith(("http://", "https://")):
             fail(
@@ -127,8 +127,8 @@ def base_url(url: str | None) -> str:
     from robojax.cli.serve import settings_or_end
 
     settings = settings_or_end()
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)
+    return f"http://[{host}]:{settings.server.port}" if ":" in host else f"http://{host}:{settings.server.port}"
 
 
 def call(
@@ -138,11 +138,11 @@ def call(
     body: object = None,
     *,
     key: str | None = None,
-    patience: float = 10,
+    timeout: float = 10,
     then: str | None = None,
     silent: str | None = None,
 ) -> Any:
-    """The server's JSON answer, or the end of this command.
+    """Call the server; returns its JSON answer or ends the process.
 
     Args:
         key: key or token of the caller's; ROBOJAX_KEY when None.
@@ -152,7 +152,7 @@ def call(
     from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
     try:
-        with Client(base, key=key, timeout=patience) as client:
+        with Client(base, key=key, timeout=timeout) as client:
             return client.request(method, path, body)
     except Refused as error:
         usual = then or "robojax sessions shows what there is"
@@ -172,7 +172,7 @@ def call(
 
 
 def credentials(key: str | None) -> dict[str, str]:
-    """The header of a key or token, as said or as ROBOJAX_KEY says; empty without one."""
+    """Authorization header of a key or token, from the option or ROBOJAX_KEY; empty without one."""
     from robojax.client import Unusable
     from robojax.client.http import credentials as header_of
 
@@ -209,7 +209,7 @@ def restart(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJs
 
     One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
     """
-    _print_answer(_call("POST", session_id, "/restart", url, key, patience=LOADED), as_json)
+    _print_answer(_call("POST", session_id, "/restart", url, key, timeout=LOADED), as_json)
 
 
 def adjust(
@@ -236,7 +236,7 @@ def adjust(
     as_json: AsJson = False,
 ) -> None:
     """Change what a session's policy is told and how its chunks are joined, from the next chunk on, while it moves."""
-    asked = {
+    changes = {
         "overlap": (overlap, str),
         "ask_ahead": (ask_ahead, float),
         "action_steps": (action_steps, int),
@@ -245,7 +245,7 @@ def adjust(
     body: dict[str, object] = {}
     if language_instruction is not None:
         body["language_instruction"] = language_instruction
-    for name, (text, kind) in asked.items():
+    for name, (text, kind) in changes.items():
         if text is None:
             continue
         try:
@@ -259,16 +259,16 @@ def adjust(
             )
     if not body:
         fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
-    place = f"/sessions/{quote(session_id, safe='')}"
-    found = call(
+    path = f"/sessions/{quote(session_id, safe='')}"
+    answer = call(
         base_url(url),
         "PATCH",
-        place,
+        path,
         body,
         key=key,
         then="robojax sessions lists them, robojax adjust --help what can be changed",
     )
-    _print_answer(found, as_json)
+    _print_answer(answer, as_json)
 
 
 def reset(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
@@ -282,16 +282,16 @@ def delete(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJso
 
 
 def _call(
-    method: str, session_id: str, move: str, url: str | None, key: str | None, before: str = "", patience: float = 10
+    method: str, session_id: str, move: str, url: str | None, key: str | None, before: str = "", timeout: float = 10
 ) -> Any:
-    place = f"{before}/sessions/{quote(session_id, safe='')}{move}"
-    return call(base_url(url), method, place, key=key, patience=patience)
+    path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
+    return call(base_url(url), method, path, key=key, timeout=timeout)
 
 
-def _print_answer(found: Any, as_json: bool) -> None:
+def _print_answer(answer: Any, as_json: bool) -> None:
     import json
 
-    typer.echo(json.dumps(found, indent=2) if as_json else found["message"])
+    typer.echo(json.dumps(answer, indent=2) if as_json else answer["message"])
 
 
 def deployments(
@@ -306,16 +306,16 @@ def deployments(
 
     base = base_url(url)
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
-    found = call(base, "GET", path, key=key)
+    listed = call(base, "GET", path, key=key)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
-    if not found:
+    if not listed:
         whose = f" of session {session_id!r}" if session_id else ""
         typer.echo(f"no policy updates{whose} at {base}")
         return
     columns = ("deployment", "policy", "commit", "set off by", "sessions", "stages", "result", "why")
-    print_table(columns, map(_deployment_row, found))
+    print_table(columns, map(_deployment_row, listed))
 
 
 def _deployment_row(deployment: Any) -> Sequence[str]:
@@ -345,36 +345,36 @@ def policy(
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
     path = f"/sessions/{quote(session_id, safe='')}/policy"
-    found = call(base_url(url), "POST", path, body, key=key, patience=1800, then=_then(session_id))
-    _print_deployment(session_id, found, as_json)
+    answer = call(base_url(url), "POST", path, body, key=key, timeout=1800, then=_suggest_next(session_id))
+    _print_deployment(session_id, answer, as_json)
 
 
 def rollback(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
     path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    found = call(base_url(url), "POST", path, key=key, patience=120, then=_then(session_id))
-    _print_deployment(session_id, found, as_json)
+    answer = call(base_url(url), "POST", path, key=key, timeout=120, then=_suggest_next(session_id))
+    _print_deployment(session_id, answer, as_json)
 
 
-def _then(session_id: str) -> str:
+def _suggest_next(session_id: str) -> str:
     return f"robojax sessions shows what runs, robojax deployments {session_id} what was tried"
 
 
-def _print_deployment(session_id: str, found: Any, as_json: bool) -> None:
+def _print_deployment(session_id: str, answer: Any, as_json: bool) -> None:
     import json
 
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    result = found["result"] or "on probation"
+        typer.echo(json.dumps(answer, indent=2))
+    result = answer["result"] or "on probation"
     if result in ("rejected", "failed"):
         fail(
             Code.POLICY,
             f"session {session_id!r} goes on with the policy it has",
-            found["text"] or str(found["reason"]),
+            answer["text"] or str(answer["reason"]),
             f"robojax deployments {session_id} shows the stages",
         )
     if not as_json:
-        typer.echo(f"{session_id}: {result} {(found['sha'] or '')[:12]} {found['text']}".rstrip())
+        typer.echo(f"{session_id}: {result} {(answer['sha'] or '')[:12]} {answer['text']}".rstrip())
 
 
 def _stage(stage: Any) -> str:

@@ -1,4 +1,4 @@
-"""`demo`, `eval`, `record-demo`: commands of the simulated arm."""
+"""Commands of the simulated arm: `demo`, `eval`, `record-demo`."""
 
 import asyncio
 import math
@@ -28,11 +28,10 @@ WhichTask = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Of the first episode; the next ones follow it.")]
 
 
-def policy_of(task: Task, given: str | None) -> str:
-    """A folder's whole path, a repo id as it is, or the policy that is shipped for the task; ends the command when
-    there is none."""
-    if given is not None:
-        return str(Path(given).resolve()) if Path(given).exists() else given
+def select_policy(task: Task, policy: str | None) -> str:
+    """Path or repository of the policy to play, by default the shipped one; ends the process when there is none."""
+    if policy is not None:
+        return str(Path(policy).resolve()) if Path(policy).exists() else policy
     if task.policy is None:
         fail(
             Code.POLICY,
@@ -74,7 +73,7 @@ def evaluate(
     if output is not None and (output / REPORT).exists():
         fail(Code.USAGE, f"{output} has an evaluation already", "it is not written over", "choose another folder")
     chosen = TASKS[task]
-    run = Evaluation(policy_of(chosen, policy), revision, chosen, range(seed, seed + episodes), output is not None)
+    run = Evaluation(select_policy(chosen, policy), revision, chosen, range(seed, seed + episodes), output is not None)
     # Asked to end, it reports what there is, as it does at Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -107,7 +106,7 @@ def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None)
     )
 
     from jaxmodels.errors import JaxModelsError
-    from robojax.sim.demo import ShowFailed
+    from robojax.sim.demo import DemoFailed
     from service.processes import ChildDied
 
     films = None if output is None else output / "films"
@@ -146,7 +145,7 @@ def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None)
             str(error),
             f"robojax check {run.policy} says what it needs",
         )
-    except (ShowFailed, ChildDied) as error:
+    except (DemoFailed, ChildDied) as error:
         fail(Code.TRANSPORT, "the evaluation stopped", str(error), "robojax doctor says what this machine lacks")
     except (OSError, RuntimeError, ValueError) as error:
         fail(Code.USAGE, "nothing can be evaluated", str(error), "robojax doctor says what this machine lacks")
@@ -158,7 +157,7 @@ def _in_process(run: "Evaluation", delay: int, films: Path | None, count: Callab
     from robojax.sim.evaluation import evaluate as play
 
     policy = jaxmodels.load_policy(run.policy, run.revision)
-    run.found |= {
+    run.results |= {
         "through": "the policy alone",
         "policy_type": policy.requirements.policy_type,
         "commit": policy.commit,
@@ -173,19 +172,19 @@ def _in_process(run: "Evaluation", delay: int, films: Path | None, count: Callab
 
 
 async def _through_the_stack(run: "Evaluation", films: Path | None, count: Callable[["Outcome"], None]) -> None:
-    from robojax.sim.demo import show
+    from robojax.sim.demo import serve_demo
 
     first, episodes = run.seeds[0], len(run.seeds)
-    async with show() as running:
+    async with serve_demo() as running:
         request = await running.create_session(run.policy, run.task, first, revision=run.revision)
-        run.found |= {
+        run.results |= {
             "through": "server, rooms and video",
             "policy_type": request.policy_type,
             "reads_language": request.instruction is not None,
         }
         async for view in running.views(request, seed=first, episodes=episodes, task=run.task, films=films):
-            run.found |= {"commit": view.status["stats"].get("policy_commit"), "session": view.status["stats"]}
-            run.found |= {"inference": view.status.get("inference_stats")}
+            run.results |= {"commit": view.status["stats"].get("policy_commit"), "session": view.status["stats"]}
+            run.results |= {"inference": view.status.get("inference_stats")}
             for outcome in view.news:
                 count(outcome)
 
@@ -254,37 +253,37 @@ def demo(
     """
     if context.invoked_subcommand is not None:
         return
-    from robojax.sim.demo import ChildDied, ShowFailed
+    from robojax.sim.demo import ChildDied, DemoFailed
 
-    wanted = math.ceil(PASS_SHARE * episodes) if require is None else require
+    required = math.ceil(PASS_SHARE * episodes) if require is None else require
     chosen = TASKS[task]
-    given = policy_of(chosen, policy)
+    chosen_policy = select_policy(chosen, policy)
     try:
         is_plain = headless or not sys.stdout.isatty()
-        lifted = asyncio.run(_watch(given, chosen, episodes, seed, port, is_plain, record))
+        lifted = asyncio.run(_run_demo(chosen_policy, chosen, episodes, seed, port, is_plain, record))
     except KeyboardInterrupt:
         typer.echo("ended; server and arm are stopped")
         return
-    except (ShowFailed, ChildDied) as error:
+    except (DemoFailed, ChildDied) as error:
         typer.echo(f"the demo stopped: {error}\nrobojax doctor says what this machine lacks", err=True)
         raise typer.Exit(4) from error
-    if lifted < wanted:
-        typer.echo(f"fewer than the {wanted} cubes wanted", err=True)
+    if lifted < required:
+        typer.echo(f"fewer than the {required} cubes wanted", err=True)
         raise typer.Exit(1)
 
 
-async def _watch(
+async def _run_demo(
     policy: str, task: Task, episodes: int, seed: int, port: int, is_plain: bool, record: Path | None
 ) -> int:
     from rich.console import Console
     from rich.live import Live
 
     pass
-    from robojax.sim.demo import show
+    from robojax.sim.demo import serve_demo
 
     console = Console()
     console.print("starting the server ...")
-    async with show(port=port, recordings=record) as running:
+    async with serve_demo(port=port, recordings=record) as running:
         console.print(f"server: {running.url}   making the session: loading and compiling ...")
         console.print(f"watch it, and stop it: [bold]{running.page}[/bold]", soft_wrap=True, highlight=False)
         request = await running.create_session(policy, task, seed)
@@ -296,12 +295,14 @@ async def _watch(
             async for view in running.views(request, seed=seed, episodes=episodes, task=task):
                 for outcome in view.news:
                     end = f"of {episodes}" if episodes else "so far"
-                    console.print(f"{_line(outcome, task)}   {view.score.lifted} lifted {end}", highlight=False)
+                    console.print(
+                        f"{_format_outcome(outcome, task)}   {view.score.lifted} lifted {end}", highlight=False
+                    )
                 if not is_plain:
-                    live.update(table(view, episodes), refresh=True)
+                    live.update(build_table(view, episodes), refresh=True)
         assert view is not None, "there is at least one view"
         if is_plain:
-            for name, value in facts(view):
+            for name, value in list_facts(view):
                 console.print(f"{name}: {value}", highlight=False)
         for instruction, score in view.score.by_instruction().items():
             if len(task.cubes) > 1:
@@ -309,18 +310,18 @@ async def _watch(
         console.print(f"[bold]{view.score}[/bold]", highlight=False)
         if record is not None:
             console.print("finishing the recording ...")
-            made = await running.recorded()
-            file = record / f"{made['name']}.mcap"
+            finished = await running.finish_recording()
+            file = record / f"{finished['name']}.mcap"
             dataset = (
-                f"; dataset: {file.with_suffix('')}" if made["dataset"] == "ready" else "; no dataset could be made"
+                f"; dataset: {file.with_suffix('')}" if finished["dataset"] == "ready" else "; no dataset could be made"
             )
             console.print(f"recording: {file}{dataset}", soft_wrap=True, highlight=False, markup=False)
         return view.score.lifted
 
 
-def _line(outcome: "Outcome", task: Task) -> str:
-    asked = f", {outcome.instruction}" if len(task.cubes) > 1 else ""
-    return f"cube {outcome.number:>3} (seed {outcome.seed}{asked}): {outcome.verdict}"
+def _format_outcome(outcome: "Outcome", task: Task) -> str:
+    instruction = f", {outcome.instruction}" if len(task.cubes) > 1 else ""
+    return f"cube {outcome.number:>3} (seed {outcome.seed}{instruction}): {outcome.verdict}"
 
 
 @app.command()
@@ -397,8 +398,8 @@ def record_demo(
     typer.echo(f"train on them: {train}  (other types, and their flags: robojax train --help)")
 
 
-def facts(view: "View") -> list[tuple[str, str]]:
-    """Name and text of every figure, in order."""
+def list_facts(view: "View") -> list[tuple[str, str]]:
+    """Names and texts of all figures of the demo, in order."""
     status = view.status
     stats: dict[str, Any] = status["stats"]
     inference: dict[str, Any] = status.get("inference_stats") or {}
@@ -407,9 +408,12 @@ def facts(view: "View") -> list[tuple[str, str]]:
     why = f" ({stats['hold']})" if stats.get("hold") else ""
     rows = [
         ("session", f"{status['session_id']}: {status['status']}{why}"),
-        ("camera fps", ", ".join(f"{name} {_number(fps)}" for name, fps in stats.get("camera_fps", {}).items())),
-        ("inference ms", f"{_pair(stages.get('total', {}))}, {inference.get('inference_count', 0)} chunks"),
-        ("tick late ms", f"{_pair(lateness)} at {_number(stats.get('rate'))} Hz"),
+        ("camera fps", ", ".join(f"{name} {_format(fps)}" for name, fps in stats.get("camera_fps", {}).items())),
+        (
+            "inference ms",
+            f"{_format_percentiles(stages.get('total', {}))}, {inference.get('inference_count', 0)} chunks",
+        ),
+        ("tick late ms", f"{_format_percentiles(lateness)} at {_format(stats.get('rate'))} Hz"),
         ("commands", f"{stats.get('commands_sent', 0)} sent, {stats.get('late_actions_dropped', 0)} late ones dropped"),
     ]
     if status.get("error_message"):
@@ -417,37 +421,37 @@ def facts(view: "View") -> list[tuple[str, str]]:
     return rows
 
 
-def table(view: "View", episodes: int) -> Table:
-    """The live table."""
+def build_table(view: "View", episodes: int) -> Table:
+    """The demo's live table."""
     title = f"robojax demo: a policy of type {view.status['policy_type']} picks up cubes"
-    shown = Table(title=title, title_justify="left", show_header=False)
-    shown.add_column(style="bold")
-    shown.add_column(min_width=64)
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(min_width=64)
     ahead = f"{episodes - view.score.done} to go" if episodes else "Ctrl-C ends it"
-    shown.add_row("cubes", f"{view.score}, {ahead}")
-    if view.asked:
-        shown.add_row("asked", view.asked)
-    for name, value in facts(view):
-        shown.add_row(name, value)
+    table.add_row("cubes", f"{view.score}, {ahead}")
+    if view.instruction:
+        table.add_row("asked", view.instruction)
+    for name, value in list_facts(view):
+        table.add_row(name, value)
     joints: dict[str, Any] = view.status["stats"].get("measured_joints") or {}
     targets: dict[str, Any] = view.status["stats"].get("last_command") or {}
     for name, value in joints.items():
-        shown.add_row(name, f"{_number(value):>7} -> {_number(targets.get(name)):>7}  {_bar(name, value)}")
-    return shown
+        table.add_row(name, f"{_format(value):>7} -> {_format(targets.get(name)):>7}  {_draw_bar(name, value)}")
+    return table
 
 
-def _pair(figures: dict[str, Any]) -> str:
-    return f"p50 {_number(figures.get('p50'))}, p99 {_number(figures.get('p99'))}"
+def _format_percentiles(figures: dict[str, Any]) -> str:
+    return f"p50 {_format(figures.get('p50'))}, p99 {_format(figures.get('p99'))}"
 
 
-def _number(value: Any) -> str:
+def _format(value: Any) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _bar(name: str, value: Any, width: int = 30) -> str:
-    """Where the joint is in its range."""
+def _draw_bar(name: str, value: Any, width: int = 30) -> str:
+    """Text bar of a joint's position within its range."""
     if value is None:
         return ""
     low = 0.0 if name == "Jaw" else -100.0
-    place = round((min(max(value, low), 100.0) - low) / (100.0 - low) * (width - 1))
-    return "·" * place + "●" + "·" * (width - 1 - place)
+    column = round((min(max(value, low), 100.0) - low) / (100.0 - low) * (width - 1))
+    return "·" * column + "●" + "·" * (width - 1 - column)

@@ -1,4 +1,4 @@
-"""`token`: API keys and bearer tokens, on the server's machine."""
+"""Command `token`: API keys and bearer tokens, on the server's machine."""
 
 from typing import Annotated, Any, NoReturn
 
@@ -46,7 +46,7 @@ def new(
         fail(Code.USAGE, "no key was made", str(error), "robojax token new --help says what each may do")
     if owner is not None and everybodys:
         fail(Code.USAGE, "no key was made", "--owner and --all exclude each other", "leave one of them out")
-    with _trouble("no key was made"):
+    with _end_on_errors("no key was made"):
         key = file.create(name, of, None if everybodys else owner or name, time.time(), days)
     if as_json:
         typer.echo(json.dumps({"name": name, "role": str(of), "key": key}))
@@ -67,10 +67,10 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
         return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="minutes")
 
     file = _keys(port, state, keys_file)
-    with _trouble("the keys cannot be listed"):
-        found = file.read_keys()
+    with _end_on_errors("the keys cannot be listed"):
+        keys = file.read_keys()
     if as_json:
-        shown = [
+        listed = [
             {
                 "name": key.name,
                 "role": str(key.role),
@@ -79,15 +79,15 @@ def list_(port: Port = None, state: State = None, keys_file: KeysFile = None, as
                 "expires_at": when(key.expires_at),
                 "is_over": key.is_expired(time.time()),
             }
-            for key in found
+            for key in keys
         ]
-        typer.echo(json.dumps(shown, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
         return
-    if not found:
+    if not keys:
         typer.echo(f"no keys in {file.path}; robojax token new --role operator makes one")
         return
     rows = []
-    for key in found:
+    for key in keys:
         until = when(key.expires_at) or "when it is revoked"
         rows.append(
             (
@@ -110,10 +110,10 @@ def revoke(
 ) -> None:
     """Take a key back; a running server lets it in no more, and closes its sockets within seconds."""
     file = _keys(port, state, keys_file)
-    with _trouble("no key was revoked"):
-        gone = file.revoke(name)
+    with _end_on_errors("no key was revoked"):
+        revoked = file.revoke(name)
         left = len(file.read_keys())
-    typer.echo(f"key {gone.name!r} ({gone.role}) is revoked; {left} left in {file.path}")
+    typer.echo(f"key {revoked.name!r} ({revoked.role}) is revoked; {left} left in {file.path}")
     if not left:
         typer.echo("a running server lets nobody in by a key now; one that is started lets this machine in", err=True)
 
@@ -133,16 +133,17 @@ def jwt(
     """Sign a bearer token. It cannot be revoked by itself; the secret's file is made the first time."""
     import time
 
+    from robojax.cli.serve import settings_or_end
     from service.auth.caller import Role as Roles
     from service.auth.config import secret_path
     from service.auth.tokens import BadToken, SecretFile
 
-    settings = _settings(port, state, {"jwt_secret_file": secret_file})
-    path = secret_path(settings, settings.state)
+    settings = settings_or_end({"port": port, "state": state, "jwt_secret_file": secret_file}).with_state()
+    path = secret_path(settings.access, settings.webhooks.state)
     if path is None:
-        _nowhere("no token was signed", "--jwt-secret-file")
-    file = SecretFile(path, settings.jwt_hours * 3600)
-    with _trouble("no token was signed"):
+        _refuse_without_state("no token was signed", "--jwt-secret-file")
+    file = SecretFile(path, settings.access.jwt_hours * 3600)
+    with _end_on_errors("no token was signed"):
         try:
             typer.echo(file.create().sign(name, Roles.parse(role), hours * 3600, time.time(), owner))
         except (BadToken, ValueError, OverflowError) as error:
@@ -150,41 +151,34 @@ def jwt(
 
 
 def _keys(port: int | None, state: str | None, keys_file: str | None) -> Any:
+    from robojax.cli.serve import settings_or_end
     from service.auth.config import keys_path
     from service.auth.keys import KeyFile
 
-    settings = _settings(port, state, {"keys_file": keys_file})
-    path = keys_path(settings, settings.state)
+    settings = settings_or_end({"port": port, "state": state, "keys_file": keys_file}).with_state()
+    path = keys_path(settings.access, settings.webhooks.state)
     if path is None:
-        _nowhere("there is no place for keys", "--keys-file")
+        _refuse_without_state("there is no place for keys", "--keys-file")
     return KeyFile(path)
 
 
-def _settings(port: int | None, state: str | None, more: dict[str, str | None]) -> Any:
-    from robojax.cli.serve import settings_or_end
-    from service.state import default_state
-
-    settings = settings_or_end({"port": port, "state": state, **more})
-    return settings if settings.state else settings.model_copy(update={"state": default_state(settings.port)})
-
-
-def _nowhere(what: str, flag: str) -> NoReturn:
+def _refuse_without_state(what: str, flag: str) -> NoReturn:
     why = "a server on any free port, or with --state off, keeps nothing"
     fail(Code.USAGE, what, why, f"give --port, --state or {flag} as the server has it")
 
 
-def _trouble(what: str) -> Any:
-    """What goes wrong in here ends the command."""
+def _end_on_errors(what: str) -> Any:
+    """Context whose errors end the command."""
     from contextlib import contextmanager
 
     from service.auth.keys import KeyRefused
     from service.reloading_file import FileUnusable
 
     @contextmanager
-    def told() -> Any:
+    def end_on_error() -> Any:
         try:
             yield
         except (KeyRefused, FileUnusable) as error:
             fail(Code.USAGE, what, str(error), "robojax token --help")
 
-    return told()
+    return end_on_error()

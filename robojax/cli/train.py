@@ -1,4 +1,4 @@
-"""`train`: trains a policy and shows progress."""
+"""Command `train`: trains a policy and shows its progress."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from robojax.cli.app import Code, fail
-from robojax.cli.train_flags import FLAGS, POLICY_PREFIX, Given, WrongFlags, check_fields, policy_values, read_flags
+from robojax.cli.train_flags import (
+    FLAGS,
+    POLICY_PREFIX,
+    InvalidFlags,
+    ParsedFlags,
+    check_fields,
+    policy_values,
+    read_flags,
+)
 
 if TYPE_CHECKING:
     from jaxmodels.data import Dataset
@@ -41,18 +49,18 @@ def train(context: typer.Context) -> None:
         typer.echo(_help(context.args))
         raise typer.Exit(0 if context.args else Code.USAGE)
     try:
-        given = read_flags(context.args)
-        _check_fields(given)
-        _check(given.values)
-    except WrongFlags as error:
+        flags = read_flags(context.args)
+        _check_fields(flags)
+        _check(flags.values)
+    except InvalidFlags as error:
         fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help")
 
     from jaxmodels.errors import JaxModelsError
 
-    output = Path(given.values.get("output_dir") or _default_output(given.values))
+    output = Path(flags.values.get("output_dir") or _default_output(flags.values))
     try:
-        _run(given, output)
-    except WrongFlags as error:
+        _run(flags, output)
+    except InvalidFlags as error:
         fail(Code.USAGE, "flags that cannot be read", str(error), "see robojax train --help --policy.type=<type>")
     except JaxModelsError as error:
         fail(Code.POLICY, "not trained", str(error), "mend that, and call the same command again")
@@ -64,26 +72,26 @@ def train(context: typer.Context) -> None:
         fail(Code.CHECK, "training stopped", str(error), then)
 
 
-def _run(given: Given, output: Path) -> None:
+def _run(flags: ParsedFlags, output: Path) -> None:
     from jaxmodels import training
     from jaxmodels.data import open_dataset
 
     pass
 
-    values = given.values
+    values = flags.values
     processes = [values.get(f"distributed.{name}") for name in ("coordinator_address", "num_processes", "process_id")]
     if values.get("distributed.auto") or any(value is not None for value in processes):
         training.join(*processes)
-    with Shown(is_shown=not values.get("distributed.process_id")) as shown:
+    with ProgressDisplay(is_enabled=not values.get("distributed.process_id")) as display:
         dataset = open_dataset(
             values.get("dataset.root") or values["dataset.repo_id"],
             revision=values.get("dataset.revision"),
             episodes=values.get("dataset.episodes"),
-            on_progress=shown.downloading,
+            on_progress=display.downloading,
         )
-        start = _start(given, dataset, shown.downloading)
+        start = _start(flags, dataset, display.downloading)
         config = _config(values, start)
-        shown.begin(dataset, start, config)
+        display.begin(dataset, start, config)
         folder = training.train(
             dataset,
             start,
@@ -91,23 +99,23 @@ def _run(given: Given, output: Path) -> None:
             output,
             resume=values.get("resume", False),
             device=values.get("policy.device"),
-            on_progress=shown.step,
-            on_decoding=shown.decoding,
+            on_progress=display.step,
+            on_decoding=display.decoding,
         )
-        shown.end(folder, output)
+        display.end(folder, output)
 
 
-def _check_fields(given: Given) -> None:
-    """Before anything is missed: what is missing may be there, misspelt. And before a dataset is fetched."""
-    if not given.policy:
+def _check_fields(flags: ParsedFlags) -> None:
+    """Check names of policy flags first: one that seems missing may be misspelt. Nothing is fetched before."""
+    if not flags.policy:
         return
     from jaxmodels.training import policy_fields, policy_types
 
     # A policy to go on with says its type itself, later; without one that there is, any may be meant.
-    kind = given.values.get("policy.type")
+    kind = flags.values.get("policy.type")
     known = [kind] if kind in policy_types() else policy_types()
-    fields = [name for each in known for name in policy_fields(each)]
-    check_fields(given.policy, fields, kind if kind in known else None)
+    fields = [name for type_name in known for name in policy_fields(type_name)]
+    check_fields(flags.policy, fields, kind if kind in known else None)
 
 
 def _check(values: Mapping[str, Any]) -> None:
@@ -127,11 +135,11 @@ def _check(values: Mapping[str, Any]) -> None:
     if values.get("resume") and "output_dir" not in values:
         wrong.append("--resume wants --output_dir, the folder of the run")
     if wrong:
-        raise WrongFlags("\n".join(wrong))
+        raise InvalidFlags("\n".join(wrong))
 
 
 def _unknown_type(kind: str | None) -> list[str]:
-    """Said before a dataset is fetched."""
+    """Error of an unknown policy type, before a dataset is fetched."""
     if kind is None:
         return []
     from jaxmodels.training import policy_types
@@ -140,17 +148,17 @@ def _unknown_type(kind: str | None) -> list[str]:
     return [] if kind in types else [f"--policy.type is {kind!r}; wanted {', '.join(types[:-1])} or {types[-1]}"]
 
 
-def _start(given: Given, dataset: "Dataset", tell: Any) -> "Start":
+def _start(flags: ParsedFlags, dataset: "Dataset", on_progress: Any) -> "Start":
     from jaxmodels.training import new_policy, policy_fields, trained_policy
 
-    values, device = given.values, given.values.get("policy.device")
+    values, device = flags.values, flags.values.get("policy.device")
     # LeRobot knows these names; gpu and tpu are only ours.
-    kept = {"device": device} if device is not None and device.split(":")[0] in ("cpu", "cuda") else {}
+    defaults = {"device": device} if device is not None and device.split(":")[0] in ("cpu", "cuda") else {}
     if "policy.path" in values:
         path, revision = values["policy.path"], values.get("policy.revision")
-        start = trained_policy(path, revision=revision, on_progress=tell)
+        start = trained_policy(path, revision=revision, on_progress=on_progress)
         kind = start.policy.type
-        fields = policy_values(given.policy, policy_fields(kind), kind) | kept
+        fields = policy_values(flags.policy, policy_fields(kind), kind) | defaults
         return start.with_values(fields) if fields else start
     kind = values["policy.type"]
     return new_policy(
@@ -159,8 +167,8 @@ def _start(given: Given, dataset: "Dataset", tell: Any) -> "Start":
         preset=values.get("preset"),
         image_size=values.get("image_size"),
         text_encoder=values.get("text_encoder"),
-        values=policy_values(given.policy, policy_fields(kind), kind) | kept,
-        on_progress=tell,
+        values=policy_values(flags.policy, policy_fields(kind), kind) | defaults,
+        on_progress=on_progress,
     )
 
 
@@ -233,19 +241,19 @@ COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), 
 BETWEEN_LINES = 10.0  # seconds, of decoding and downloading in a log
 
 
-class Shown:
-    """A bar where there is a terminal, a line for every report where there is none.
+class ProgressDisplay:
+    """Display of a training's progress: a bar on a terminal, lines in a log.
 
     Args:
-        is_shown: False for all but the first of several processes.
+        is_enabled: False for all but the first of several processes.
     """
 
-    def __init__(self, *, is_shown: bool):
-        self._console = Console(quiet=not is_shown, highlight=False)
+    def __init__(self, *, is_enabled: bool):
+        self._console = Console(quiet=not is_enabled, highlight=False)
         self._stack = ExitStack()
         self._bar = Progress(*COLUMNS, TimeElapsedColumn(), console=self._console)
         self._tasks: dict[str, TaskID] = {}
-        self._told_at: dict[str, float] = {}
+        self._printed_at: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -258,7 +266,7 @@ class Shown:
         self._stack.close()
 
     def downloading(self, stage: str) -> None:
-        """`jaxmodels.hub.fetch` tells how much there is."""
+        """Show the progress of a download."""
         total = getattr(stage, "total", 0)
         if total:
             self._advance(f"{stage}", getattr(stage, "done", 0), total)
@@ -267,7 +275,7 @@ class Shown:
         self._advance("decoding", done, total)
 
     def begin(self, dataset: "Dataset", start: "Start", config: "TrainingConfig") -> None:
-        """What is going to be trained on what."""
+        """Print what is going to be trained on what."""
         frames = int(dataset.lengths.sum())
         self._console.print(
             f"{start.policy.type} on {dataset.folder.name}: {len(dataset.lengths)} episodes, {frames} frames at "
@@ -277,14 +285,14 @@ class Shown:
         )
 
     def step(self, step: "Step") -> None:
-        told = (
+        line = (
             f"loss {step.loss:.4f}  rate {step.learning_rate:.2g}  {step.samples_per_second:.0f} samples/s  "
             f"waited for data {step.waited:.0%}  {_span(step.left)} left"
         )
         if self._console.is_terminal:
-            self._advance("training", step.step, step.steps, told)
+            self._advance("training", step.step, step.steps, line)
         else:
-            self._console.print(f"step {step.step}/{step.steps}  {told}", soft_wrap=True)
+            self._console.print(f"step {step.step}/{step.steps}  {line}", soft_wrap=True)
 
     def end(self, folder: Path, output: Path) -> None:
         self._stack.close()
@@ -292,16 +300,16 @@ class Shown:
             f"policy: {folder}\nloss curve: {output / 'loss.png'}\nlook at it: robojax check {folder}", soft_wrap=True
         )
 
-    def _advance(self, name: str, done: int, total: int, told: str = "") -> None:
+    def _advance(self, name: str, done: int, total: int, text: str = "") -> None:
         if not self._console.is_terminal:
             now = time.monotonic()
-            if now - self._told_at.setdefault(name, now) >= BETWEEN_LINES:
-                self._told_at[name] = now
+            if now - self._printed_at.setdefault(name, now) >= BETWEEN_LINES:
+                self._printed_at[name] = now
                 self._console.print(f"{name} {done}/{total} ({done / total:.0%})", soft_wrap=True)
             return
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(name, total=total, told="")
-        self._bar.update(self._tasks[name], completed=done, total=total, told=told)
+        self._bar.update(self._tasks[name], completed=done, total=total, told=text)
 
 
 def _span(seconds: float) -> str:

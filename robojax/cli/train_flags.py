@@ -1,4 +1,4 @@
-"""Table and strict parser of the training flags.
+"""Table of the training flags, and their strict parser.
 
 Not by draccus, which reads LeRobot's: it takes the last of a flag that is there twice, stops at the first complaint,
 names no nearest flag, and refuses a bare --resume, 0-49 and 0,1,5; its wheel installs packages `tests` and `examples`.
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 POLICY_PREFIX = "policy."
-WANTED = {
+EXPECTED = {
     "int": "an integer",
     "float": "a number",
     "str": "a text",
@@ -26,11 +26,11 @@ WANTED = {
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag.
+    """Declaration of one flag.
 
     Attributes:
         group: its heading in the help.
-        kind: one of `WANTED`.
+        kind: one of `EXPECTED`.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Flag:
     help: str
 
     @property
-    def wanted(self) -> str:
-        return WANTED[self.kind]
+    def expected(self) -> str:
+        return EXPECTED[self.kind]
 
 
 def _flags(group: str, rows: Iterable[tuple[str, str, str]]) -> dict[str, Flag]:
@@ -148,8 +148,8 @@ ELSEWHERE = {
 }
 
 
-def elsewhere(name: str) -> str | None:
-    """What to do instead of a flag of LeRobot's that is none here."""
+def suggest_instead(name: str) -> str | None:
+    """Advice for a flag of LeRobot's that does not exist here."""
     for known, advice in ELSEWHERE.items():
         if name == known or (known.endswith(".") and name.startswith(known)):
             return advice
@@ -160,13 +160,13 @@ ON, OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 NOTHING = ("null", "none", "")
 
 
-class WrongFlags(Exception):
-    """What cannot be read, all complaints together."""
+class InvalidFlags(Exception):
+    """Flags that cannot be read; the text lists all errors."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """What was written on the command line.
+class ParsedFlags:
+    """Parsed values of a command line.
 
     Attributes:
         values: flag name to value, of flags of the table.
@@ -177,11 +177,11 @@ class Given:
     policy: Mapping[str, str]
 
 
-def read_flags(arguments: Sequence[str]) -> Given:
-    """Reads ``--name=value`` and ``--name value``; a flag that is true or false may stand alone.
+def read_flags(arguments: Sequence[str]) -> ParsedFlags:
+    """Parse ``--name=value`` and ``--name value``; boolean flags may stand alone.
 
     Raises:
-        WrongFlags: unknown names, values of another kind, or a flag given twice.
+        InvalidFlags: unknown names, values of another kind, or a flag given twice.
     """
     values: dict[str, Any] = {}
     policy: dict[str, str] = {}
@@ -201,79 +201,79 @@ def read_flags(arguments: Sequence[str]) -> Given:
         elif flag is None and name.startswith(POLICY_PREFIX):
             policy[name.removeprefix(POLICY_PREFIX)] = text if equals else "true"
         elif flag is None:
-            advice = elsewhere(name)
-            wrong.append(f"--{name}: {advice}" if advice else f"--{name} is not known{nearest(name, FLAGS)}")
+            advice = suggest_instead(name)
+            wrong.append(f"--{name}: {advice}" if advice else f"--{name} is not known{suggest_names(name, FLAGS)}")
         else:
             try:
                 values[name] = _read(flag, text if equals else None)
             except ValueError as error:
                 wrong.append(f"--{name} is {text!r}; wanted {error}")
     if wrong:
-        raise WrongFlags("\n".join(wrong))
-    return Given(values, policy)
+        raise InvalidFlags("\n".join(wrong))
+    return ParsedFlags(values, policy)
 
 
 def check_fields(texts: Mapping[str, str], fields: Iterable[str], type_name: str | None) -> None:
-    """Refuses flags of a policy that are neither a field that it may have nor in the table.
+    """Refuse ``--policy.*`` flags that are neither fields of the policy nor in the table.
 
     Args:
-        texts: of `Given`.
+        texts: of `ParsedFlags`.
         fields: of the policy's type, or of every type that it may be of.
         type_name: None when that is not known yet.
 
     Raises:
-        WrongFlags: such flags, and the nearest of both kinds.
+        InvalidFlags: such flags, and the nearest of both kinds.
     """
     flags = (name.removeprefix(POLICY_PREFIX) for name in FLAGS if name.startswith(POLICY_PREFIX))
     _refuse_unknown(texts, dict.fromkeys((*flags, *fields)), type_name)
 
 
 def policy_values(texts: Mapping[str, str], kinds: Mapping[str, str], type_name: str) -> dict[str, Any]:
-    """Fields of a policy's config, as ``config.json`` would have them.
+    """Values of ``--policy.*`` flags as ``config.json`` would have them.
 
     Args:
-        texts: of `Given`.
+        texts: of `ParsedFlags`.
         kinds: the fields there are, and their types in words.
 
     Raises:
-        WrongFlags: fields that this type does not have.
+        InvalidFlags: fields that this type does not have.
     """
     _refuse_unknown(texts, kinds, type_name)
     return {name: _json(text, kinds[name]) for name, text in texts.items()}
 
 
-def nearest(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
-    """Which names might have been meant."""
+def suggest_names(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
+    """ "Did you mean" text with the closest known names."""
     # The last part is what is remembered: --lr is --optimizer.lr.
-    found = get_close_matches(name, known, 2, 0.7) or [one for one in known if one.split(".")[-1] == name][:2]
-    found = found or get_close_matches(name, known, 2, 0.5)
-    return f"; did you mean {' or '.join(f'--{prefix}{one}' for one in found)}?" if found else "; see --help"
+    close = get_close_matches(name, known, 2, 0.7) or [flag for flag in known if flag.split(".")[-1] == name][:2]
+    close = close or get_close_matches(name, known, 2, 0.5)
+    return f"; did you mean {' or '.join(f'--{prefix}{flag}' for flag in close)}?" if close else "; see --help"
 
 
 def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any], type_name: str | None) -> None:
     where = f" of {type_name}" if type_name else ""
     unknown = [
-        f"--{POLICY_PREFIX}{name} is not known{where}{nearest(name, known, POLICY_PREFIX)}"
+        f"--{POLICY_PREFIX}{name} is not known{where}{suggest_names(name, known, POLICY_PREFIX)}"
         for name in names
         if name not in known
     ]
     if unknown:
-        raise WrongFlags("\n".join(unknown))
+        raise InvalidFlags("\n".join(unknown))
 
 
 def _read(flag: Flag, text: str | None) -> Any:
     if text is None and flag.kind != "bool":
-        raise ValueError(flag.wanted)
+        raise ValueError(flag.expected)
     if flag.kind == "bool":
         lower = "true" if text is None else text.lower()
         if lower not in (*ON, *OFF):
-            raise ValueError(flag.wanted)
+            raise ValueError(flag.expected)
         return lower in ON
     assert text is not None
     try:
         return _READERS[flag.kind](text)
     except ValueError:
-        raise ValueError(flag.wanted) from None
+        raise ValueError(flag.expected) from None
 
 
 def _json(text: str, kind: str) -> Any:
@@ -297,13 +297,13 @@ def _numbers(text: str) -> list[float]:
 
 def _episodes(text: str) -> list[int]:
     """``[0, 1, 5]`` or ``0,1,5``, and ranges as ``0-9``."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.strip("[]()").replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
         if dash and int(last) < int(first):
             raise ValueError
-        found += range(int(first), int(last) + 1) if dash else [int(first)]
-    return found
+        numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+    return numbers
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -317,10 +317,10 @@ def _size(text: str) -> tuple[int, int]:
 
 def _mesh(text: str) -> dict[str, int]:
     """``data:2,fsdp:4``."""
-    found = {name.strip(): int(count) for name, _, count in (part.partition(":") for part in text.split(","))}
-    if set(found) - {"data", "fsdp"}:
+    mesh = {name.strip(): int(count) for name, _, count in (part.partition(":") for part in text.split(","))}
+    if set(mesh) - {"data", "fsdp"}:
         raise ValueError
-    return found
+    return mesh
 
 
 def _betas(text: str) -> tuple[float, float]:

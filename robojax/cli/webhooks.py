@@ -1,4 +1,4 @@
-"""`webhooks`: manages webhooks of the Hub."""
+"""Command `webhooks`: manages webhooks of the Hub."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ events = plain()
 
 
 def option(text: str, *names: str, **more: Any) -> Any:
-    """An option with its help."""
+    """A Typer option with this help."""
     return typer.Option(*names, help=text, **more)
 
 
@@ -48,7 +48,7 @@ AsJson = Annotated[bool, option("JSON, for programs.", "--json")]
 
 @dataclass(frozen=True)
 class Hub:
-    """Options that say where the webhooks are, and who asks."""
+    """Options of where the webhooks are, and whose."""
 
     endpoint: Annotated[Text, option("Of a Hub or of a robojax server; default: HF_ENDPOINT, or huggingface.co.")] = (
         None
@@ -58,25 +58,25 @@ class Hub:
     timeout: Annotated[float, option("Seconds that the Hub has for an answer.")] = 30.0
 
     def connect(self, allow_http: Sequence[str] | None = None) -> "hooks.WebhooksClient":
-        """The client that the commands use."""
+        """A client of the Hub with these options."""
         token = self.token
         if token is not None:
             warn("--token stays in the shell's history and in process listings; log in once, or set HF_TOKEN")
         if self.token_file is not None:
-            shown, then = f"token file {str(self.token_file)!r}", "write the token alone into it"
+            subject, then = f"token file {str(self.token_file)!r}", "write the token alone into it"
             try:
                 token = self.token_file.read_text("ascii").strip()
             except (OSError, UnicodeDecodeError) as error:
                 why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-                refuse(f"{shown} cannot be read: {why}", then)
+                refuse(f"{subject} cannot be read: {why}", then)
             if not token:
-                refuse(f"{shown} is empty", then)
+                refuse(f"{subject} is empty", then)
         return hooks.WebhooksClient(self.endpoint, token, timeout=self.timeout, allow_http=allow_http or ())
 
 
 @dataclass(frozen=True)
 class Content:
-    """Options that say what a webhook is made of."""
+    """Options of what a webhook contains."""
 
     url: Annotated[Text, option("Address that it sends to.")] = None
     job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
@@ -97,7 +97,7 @@ class Content:
     ] = None
 
     def read(self, watch: list[str] | None) -> dict[str, Any]:
-        """The client's arguments; None is what was not given."""
+        """Arguments for the client; None for what was not given."""
         if self.secret is not None:
             warn("--secret stays in the shell's history and in process listings; --secret-file and --secret-env do not")
         secret = functools.partial(hooks.find_secret, variable=self.secret_env, file=self.secret_file)
@@ -113,7 +113,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Output:
-    """Options that say how the outcome is printed; the last two as ``hf`` has them."""
+    """Options of how results are printed; the last two as in ``hf``."""
 
     as_json: AsJson = False
     form: Annotated[Format, option("As `hf` has it.", "--format", hidden=True)] = Format.AUTO
@@ -121,11 +121,11 @@ class Output:
 
     @property
     def format(self) -> Format:
-        """The one format that they come to."""
+        """The chosen format."""
         return Format.JSON if self.as_json else Format.QUIET if self.quiet else self.form
 
     def print(self, done: str, shape: Mapping[str, Any], **more: Any) -> None:
-        """What was done, and to which webhook; ``more`` is for programs too."""
+        """Print what was done to which webhook; ``more`` is in JSON, too."""
         if self.format is Format.JSON:
             print_json({**shape, "did": done, **more})
         elif self.format is Format.QUIET:
@@ -136,7 +136,7 @@ class Output:
 
 
 def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, whose errors end it and whose warnings are printed.
+    """Decorator that registers a command whose errors end the process and whose warnings are printed.
 
     Args:
         failure: what is said when an error ends it.
@@ -153,7 +153,7 @@ def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callab
                 except hooks.InvalidWebhook as error:
                     fail(Code.USAGE, failure, str(error), "see --help for the options")
                 except hooks.HubTrouble as error:
-                    fail(Code.TRANSPORT, failure, str(error), advice_of(error))
+                    fail(Code.TRANSPORT, failure, str(error), get_advice(error))
                 finally:
                     for warning in caught:
                         warn(str(warning.message))
@@ -165,8 +165,8 @@ def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callab
     return register
 
 
-def advice_of(error: hooks.HubTrouble) -> str:
-    """What to do about the Hub's refusal."""
+def get_advice(error: hooks.HubTrouble) -> str:
+    """The next step after an error of the Hub."""
     if isinstance(error, hooks.UnknownWebhook):
         return "`robojax webhooks list` shows those there are"
     if error.status == 401:
@@ -181,9 +181,9 @@ def advice_of(error: hooks.HubTrouble) -> str:
 def list_(hub: Hub, output: Output) -> None:
     """List the webhooks of the account."""
     client = hub.connect()
-    shapes = [shape_of(webhook) for webhook in client.list_webhooks()]
+    shapes = [webhook_to_json(webhook) for webhook in client.list_webhooks()]
     if output.format is Format.JSON:
-        print_json([{**shape, "watched": names_of(shape)} for shape in shapes])
+        print_json([{**shape, "watched": list_watched_names(shape)} for shape in shapes])
     elif output.format is Format.QUIET:
         for shape in shapes:
             typer.echo(shape["id"])
@@ -191,7 +191,7 @@ def list_(hub: Hub, output: Output) -> None:
         typer.echo(f"No results found: no webhooks at {client.endpoint}")
     else:
         columns = ("id", "sends to", "status", "secret", "domains", "watched")
-        rows = [texts_of(shape) | {"watched": "\n".join(names_of(shape))} for shape in shapes]
+        rows = [webhook_to_texts(shape) | {"watched": "\n".join(list_watched_names(shape))} for shape in shapes]
         # An id that is cut or folded cannot be copied.
         print_table(columns, (map(escape, row.values()) for row in rows), never_folded=("id",))
 
@@ -199,7 +199,7 @@ def list_(hub: Hub, output: Output) -> None:
 @command("the webhook cannot be shown")
 def info(webhook_id: Id, hub: Hub, output: Output) -> None:
     """Show all of one webhook."""
-    shape = shape_of(hub.connect().get_webhook(webhook_id))
+    shape = webhook_to_json(hub.connect().get_webhook(webhook_id))
     if output.format is Format.QUIET:
         typer.echo(shape["id"])
     elif output.format is Format.HUMAN or (output.format is Format.AUTO and sys.stdout.isatty()):
@@ -211,7 +211,7 @@ def info(webhook_id: Id, hub: Hub, output: Output) -> None:
 @command("no webhook was made")
 def create(watch: Watch, content: Content, hub: Hub, output: Output) -> None:
     """Make a webhook that sends to --url, or starts the job --job-id. See `ensure` for one that may be there."""
-    output.print("created", shape_of(hub.connect(content.allow_http).create_webhook(**content.read(watch))))
+    output.print("created", webhook_to_json(hub.connect(content.allow_http).create_webhook(**content.read(watch))))
 
 
 @command("the webhook was not changed")
@@ -231,7 +231,7 @@ def update(
         named |= {"watched": [], "allow_empty": True}
     if all(value is None for value in named.values()):
         fail(Code.USAGE, "the webhook was not changed", "nothing was named that is to change", "see --help")
-    output.print("updated", shape_of(hub.connect(content.allow_http).update_webhook(webhook_id, **named)))
+    output.print("updated", webhook_to_json(hub.connect(content.allow_http).update_webhook(webhook_id, **named)))
 
 
 @command("it is not sure that there is such a webhook")
@@ -247,20 +247,20 @@ def ensure(
     steps: list[str] = []
     named = content.read(watch)
     client = hub.connect(content.allow_http)
-    found = client.ensure(**named, webhook_id=webhook_id, enable=enabled, tell=steps.append)
-    output.print(" and ".join(steps), shape_of(found))
+    webhook = client.ensure(**named, webhook_id=webhook_id, enable=enabled, tell=steps.append)
+    output.print(" and ".join(steps), webhook_to_json(webhook))
 
 
 @command("the webhook was not enabled")
 def enable(webhook_id: Id, hub: Hub, output: Output) -> None:
     """Let a webhook deliver (again)."""
-    output.print("enabled", shape_of(hub.connect().enable_webhook(webhook_id)))
+    output.print("enabled", webhook_to_json(hub.connect().enable_webhook(webhook_id)))
 
 
 @command("the webhook was not disabled")
 def disable(webhook_id: Id, hub: Hub, output: Output) -> None:
     """Let a webhook deliver nothing until it is enabled."""
-    output.print("disabled", shape_of(hub.connect().disable_webhook(webhook_id)))
+    output.print("disabled", webhook_to_json(hub.connect().disable_webhook(webhook_id)))
 
 
 @command("the webhooks were not healed")
@@ -276,14 +276,19 @@ def heal(
 ) -> None:
     """Enable the webhooks that the Hub suspended. Ends with 1 when one of them was left as it is."""
     secret = hooks.find_secret(variable=secret_env, file=secret_file)
-    found = hub.connect().heal(webhook_id, try_first=try_first, secret=secret)
+    outcomes = hub.connect().heal(webhook_id, try_first=try_first, secret=secret)
     if as_json:
-        print_json([{**shape_of(one.webhook), "is_healed": one.is_healed, "reason": one.reason} for one in found])
+        print_json(
+            [
+                {**webhook_to_json(outcome.webhook), "is_healed": outcome.is_healed, "reason": outcome.reason}
+                for outcome in outcomes
+            ]
+        )
     else:
-        lines = [(one, "enabled" if one.is_healed else "left as it is") for one in found]
-        told = [f"{one.webhook.id} {done}  {one.reason}".rstrip() for one, done in lines]
-        typer.echo("\n".join(told or ["no webhook is suspended"]))
-    end_with_1_unless(all(one.is_healed for one in found))
+        lines = [(outcome, "enabled" if outcome.is_healed else "left as it is") for outcome in outcomes]
+        lines_of_text = [f"{outcome.webhook.id} {done}  {outcome.reason}".rstrip() for outcome, done in lines]
+        typer.echo("\n".join(lines_of_text or ["no webhook is suspended"]))
+    end_with_1_unless(all(outcome.is_healed for outcome in outcomes))
 
 
 @command("the webhook was not deleted")
@@ -336,8 +341,8 @@ def serve(
     try:
         secret = hooks.find_secret(file=secret_file)
         server = load_server(target)
-        kept = replace(server.settings, database=database or server.settings.database or DATABASE)
-        server.settings = kept if secret is None else replace(kept, secrets=(secret,))
+        settings = replace(server.settings, database=database or server.settings.database or DATABASE)
+        server.settings = settings if secret is None else replace(settings, secrets=(secret,))
         server.launch(host=host, port=port, share=share)
     except hooks.HooksError as error:
         advice = {
@@ -395,15 +400,15 @@ def send(
             "github_secret": hooks.find_secret(file=github_secret_file),
         }
         kinds = [*SAMPLE_SCOPES] if all_scopes else scope or ["repo.content"]
-        made = [(kind, sample(kind, repo=repo, repo_type=repo_type, sha=sha)) for kind in kinds for _ in range(count)]
+        events = [(kind, sample(kind, repo=repo, repo_type=repo_type, sha=sha)) for kind in kinds for _ in range(count)]
     except hooks.InvalidWebhook as error:
         refuse(str(error), "see --help; --list-scopes names the kinds of events")
     if bad_secret:
         secrets["secret"] = "wrong-on-purpose"
-    sent = testing.build_deliveries(made, copies=dup, is_reordered=reorder, seed=seed)
+    sent = testing.build_deliveries(events, copies=dup, is_reordered=reorder, seed=seed)
 
     async def deliver() -> list[testing.DeliveryOutcome]:
-        found = []
+        outcomes = []
         async for outcome in testing.send_deliveries(url, sent, **secrets, at_once=at_once, timeout=timeout):
             row = {
                 "id": outcome.delivery.id,
@@ -414,8 +419,8 @@ def send(
             }
             line = f"{outcome.status or '---'}  {row['milliseconds']:8.1f} ms  {row['scope']:<28} {row['id']}  "
             typer.echo(json.dumps(row) if as_json else line + escape(outcome.answer.replace("\n", " "))[:100])
-            found.append(outcome)
-        return found
+            outcomes.append(outcome)
+        return outcomes
 
     outcomes = asyncio.run(deliver())
     times = [outcome.seconds * 1000 for outcome in outcomes]
@@ -428,7 +433,7 @@ def send(
 
 @dataclass(frozen=True)
 class Log:
-    """Options that say where the events are, a file or a running server, and how they are printed."""
+    """Options of where events are stored (a file or a running server), and how they are printed."""
 
     database: Annotated[File, option(f"File of the events; default: ROBOJAX_WEBHOOKS_DATABASE or {DATABASE}.")] = None
     url: Annotated[Text, option("A running server instead of a file: http://127.0.0.1:7860.")] = None
@@ -437,13 +442,13 @@ class Log:
     as_json: AsJson = False
 
     def ask(self, work: Callable[[Any], Any], method: str, path: str) -> Any:
-        """What ``work`` finds in the file's inbox, or what the server answers; an error ends the command."""
-        found = self._look(work) if self.url is None else self._call(self.url, method, path)
+        """Query the events in the file or on the server; an error ends the process."""
+        answer = self._read_inbox(work) if self.url is None else self._call(self.url, method, path)
         if self.as_json:
-            print_json(found)
-        return found
+            print_json(answer)
+        return answer
 
-    def _look(self, work: Callable[[Any], Any]) -> Any:
+    def _read_inbox(self, work: Callable[[Any], Any]) -> Any:
         from hooks.receiver.inbox import Inbox
         from hooks.server.lifecycle import get_default_folder
 
@@ -451,9 +456,11 @@ class Log:
         what = "the events cannot be read"
         if not path.is_file():
             # Scripts keep their events without being told where.
-            kept = sorted(get_default_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True)
+            databases = sorted(
+                get_default_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True
+            )
             then = "give --database, or --url of a running server"
-            then += f"; scripts keep theirs in {', '.join(map(str, kept[:5]))}" if kept else ""
+            then += f"; scripts keep theirs in {', '.join(map(str, databases[:5]))}" if databases else ""
             fail(Code.USAGE, what, f"there is no file {str(path)!r}", then)
         try:
             with Inbox(path) as inbox:
@@ -475,7 +482,7 @@ class Log:
         where = f"{base}/webhooks/_events{path}"
         try:
             answer = httpx2.request(method, where, headers=headers, timeout=10, trust_env=False)
-            found = answer.json() if answer.is_success else None
+            content = answer.json() if answer.is_success else None
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             why = str(error) or type(error).__name__
             fail(Code.TRANSPORT, f"no webhooks server answers at {base}", why, "start it with `robojax webhooks serve`")
@@ -487,7 +494,7 @@ class Log:
             then = {401: "give --secret-file, or --key", 403: "give the server's own secret", 404: "see events list"}
             advice = then.get(answer.status_code, "look at the server's log")
             fail(Code.TRANSPORT, f"the server at {base} refused", why, advice)
-        return found
+        return content
 
 
 @events.command("list")
@@ -506,15 +513,15 @@ def list_events(
 
     if status is not None and status not in STATUSES.split(", "):
         fail(Code.USAGE, "nothing was listed", f"there is no status {status!r}", f"give one of {STATUSES}")
-    given = {"status": status, "path": path, "limit": limit, "before": before}
-    query = urlencode({name: value for name, value in given.items() if value is not None})
-    found = log.ask(lambda inbox: [summarize_event(event) for event in inbox.list(**given)], "GET", f"?{query}")
+    filters = {"status": status, "path": path, "limit": limit, "before": before}
+    query = urlencode({name: value for name, value in filters.items() if value is not None})
+    listed = log.ask(lambda inbox: [summarize_event(event) for event in inbox.list(**filters)], "GET", f"?{query}")
     if log.as_json:
         return
-    if not found:
+    if not listed:
         typer.echo("no events")
     # Lines, because a table of all this folds every cell on a narrow terminal.
-    for event in found:
+    for event in listed:
         received = datetime.fromtimestamp(event["received_at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
         happened = " ".join(event[name] for name in ("scope", "action", "repo") if event[name])
         line = f"{event['number']:>5} {event['id']} {received} {event['status']:<10} {event['path']}  {happened}"
@@ -529,8 +536,8 @@ def show_event(event_id: EventId, log: Log) -> None:
     """Show all of one event: headers, body, and why it failed."""
     from hooks.server.event_routes import serialize_event
 
-    found = log.ask(lambda inbox: serialize_event(inbox.get(event_id)), "GET", f"/{quote(event_id, safe='')}")
-    for name, value in () if log.as_json else found.items():
+    event = log.ask(lambda inbox: serialize_event(inbox.get(event_id)), "GET", f"/{quote(event_id, safe='')}")
+    for name, value in () if log.as_json else event.items():
         if name == "headers":
             typer.echo("\n".join(["headers:", *(f"  {header}: {escape(text)}" for header, text in value.items())]))
         else:
@@ -543,18 +550,18 @@ def replay_event(event_id: EventId, log: Log) -> None:
     """Have an event handled again, whatever became of it; a running server begins within a second."""
     from hooks.server.event_routes import summarize_event
 
-    found = log.ask(
+    event = log.ask(
         lambda inbox: summarize_event(inbox.replay(event_id)), "POST", f"/{quote(event_id, safe='')}/replay"
     )
     if not log.as_json:
-        typer.echo(f"event {found['id']} is {found['status']}; its handler is {found['path']}")
+        typer.echo(f"event {event['id']} is {event['status']}; its handler is {event['path']}")
 
 
 app.add_typer(events, name="events", help="What came: list it, show one, have one handled again.")
 
 
 def read_watch(watch: list[str], any_type: bool) -> list[Any]:
-    """What is watched; strict, other than the library: at a prompt an unknown type is a slip of the finger."""
+    """Parse what to watch; stricter than the library, as an unknown type on a command line is a typo."""
     from hooks.client.webhook import read_watched
 
     with warnings.catch_warnings():
@@ -567,7 +574,7 @@ def read_watch(watch: list[str], any_type: bool) -> list[Any]:
 
 
 def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str] | None:
-    """Secrets of a job: the lines of a file, then what was named; None when nothing was."""
+    """Secrets of a job from a file's lines and from the options; None without any."""
     lines: list[str] = []
     if file is not None:
         try:
@@ -575,9 +582,9 @@ def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str
         except (OSError, UnicodeDecodeError):
             refuse(f"secrets file {file!r} cannot be read", "give a file of lines NAME=value")
         lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-    if any("=" in one for one in named or ()):
+    if any("=" in text for text in named or ()):
         warn("--secrets NAME=value stays in the shell's history; --secrets NAME reads it from the environment")
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
     for line in (*lines, *(named or ())):
         name, equals, value = (part.strip() for part in line.removeprefix("export ").partition("="))
         if not name.isidentifier():
@@ -585,7 +592,7 @@ def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str
             refuse("a secret of the job has no name", "give NAME, or NAME=value")
         if equals:
             is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            found[name] = value[1:-1] if is_quoted else value
+            secrets[name] = value[1:-1] if is_quoted else value
             continue
         known = os.environ.get(name)
         if known is None and name == "HF_TOKEN":
@@ -594,11 +601,11 @@ def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str
             known = get_token()
         if known is None:
             refuse(f"secret {name} of the job is not in the environment", f"set it, or give {name}=value")
-        found[name] = known
-    return found or None
+        secrets[name] = known
+    return secrets or None
 
 
-def shape_of(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
+def webhook_to_json(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
     """A webhook as JSON, without secrets."""
     from hooks.client.webhook import mask_job, mask_url
 
@@ -615,13 +622,13 @@ def shape_of(webhook: "hooks.WebhookInfo") -> dict[str, Any]:
     }
 
 
-def names_of(shape: Mapping[str, Any]) -> list[str]:
-    """What a webhook watches, as ``type:name``."""
+def list_watched_names(shape: Mapping[str, Any]) -> list[str]:
+    """Watched things of a webhook as ``type:name``."""
     return [f"{item['type']}:{item['name']}" for item in shape["watched"]]
 
 
-def texts_of(shape: Mapping[str, Any]) -> dict[str, str]:
-    """A webhook in words, in the order of its columns."""
+def webhook_to_texts(shape: Mapping[str, Any]) -> dict[str, str]:
+    """A webhook as texts, in the order of the table's columns."""
     job = shape.get("job") or {}
     # A robojax server's jobs have no image, but a name.
     name = job.get("docker_image") or job.get("space_id") or (job.get("labels") or {}).get("id") or ""
@@ -631,37 +638,37 @@ def texts_of(shape: Mapping[str, Any]) -> dict[str, str]:
         "status": shape["status"],
         "secret": "set" if shape["has_secret"] else "none",
         "domains": " ".join(shape["domains"]),
-        "watched": " ".join(names_of(shape)),
+        "watched": " ".join(list_watched_names(shape)),
     }
 
 
 def print_lines(shape: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> None:
-    """A line for each thing that there is to say of a webhook, for people."""
-    for name, value in {**(texts_of(shape) if "status" in shape else shape), **(more or {})}.items():
+    """Print a line for each field of a webhook."""
+    for name, value in {**(webhook_to_texts(shape) if "status" in shape else shape), **(more or {})}.items():
         typer.echo(f"  {name + ':':<9}{escape(str(value))}")
 
 
-def print_json(found: object) -> None:
-    """For programs."""
-    typer.echo(json.dumps(found, indent=2))
+def print_json(value: object) -> None:
+    """Print a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
 
 
 def escape(text: str) -> str:
-    """Text that somebody else wrote, without what would change the terminal."""
+    """Text of strangers without control characters of terminals."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def warn(text: str) -> None:
-    """A warning on standard error, where no program reads its JSON."""
+    """Print a warning to standard error, apart from the JSON on standard output."""
     typer.secho(f"Warning: {text}", fg="yellow", err=True)
 
 
 def refuse(why: str, then: str) -> NoReturn:
-    """End a command that sent nothing."""
+    """End the process with a usage error before anything was sent."""
     fail(Code.USAGE, "nothing was sent", why, then)
 
 
 def end_with_1_unless(is_well: bool) -> None:
-    """End a command that did what it was to do, and found something wrong."""
+    """End the process with 1 when what was done shows a failure."""
     if not is_well:
         raise typer.Exit(Code.CHECK)

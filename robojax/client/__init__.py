@@ -1,4 +1,4 @@
-"""Python client of a robojax server: sessions, actions, streams, rooms.
+"""Python client of a robojax server: sessions, actions, streams and rooms.
 
 ``Client`` is for programs without an event loop, ``AsyncClient`` for those with one. Importing this is quick: neither
 JAX nor the server nor WebRTC is imported.

@@ -1,10 +1,10 @@
-"""Typed answers of the server; fields that a newer server adds are ignored."""
+"""Answers of the server as typed values; unknown fields of newer servers are ignored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robojax.client.codec import unpacked
+from robojax.client.codec import unpack_array
 from robojax.client.errors import Garbled
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rooms:
-    """A session's rooms; without any when it is a direct one."""
+    """IDs of a session's rooms; empty for a direct session."""
 
     workspace_id: str
     cameras: Mapping[str, str]
@@ -25,7 +25,7 @@ class Rooms:
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """One session, as GET /sessions/{id} tells it."""
+    """Status of a session, as GET /sessions/{id} returns it."""
 
     session_id: str
     status: str
@@ -39,13 +39,13 @@ class SessionStatus:
 
     @property
     def is_moving(self) -> bool:
-        """Whether its own control loop drives the robot."""
+        """Whether the session's control loop moves the robot."""
         return self.status in ("running", "degraded", "reconnecting")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Future actions.
+    """A chunk of future actions.
 
     Attributes:
         actions: float32 (t, a), in the order of ``joint_names``; action i is meant for ``i / action_rate`` seconds
@@ -67,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Action:
-    """The next action.
+    """The next action of a robot.
 
     Attributes:
         action: float32 (a,), in the order of ``joint_names``.
@@ -82,83 +82,83 @@ class Action:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_status(found: Any) -> SessionStatus:
-    """A session's status."""
-    _object(found, "a session")
+def read_status(answer: Any) -> SessionStatus:
+    """Parse the status of a session."""
+    _object(answer, "a session")
     return SessionStatus(
-        session_id=_field(found, "session_id", str),
-        status=_field(found, "status", str),
-        policy_path=_field(found, "policy_path", str),
-        policy_type=_field(found, "policy_type", str),
-        camera_names=tuple(_field(found, "camera_names", list)),
-        rooms=read_rooms(found.get("rooms") or {}, found.get("workspace_id")),
-        stats=_field(found, "stats", dict),
-        inference_stats=found.get("inference_stats"),
-        error_message=found.get("error_message"),
+        session_id=_field(answer, "session_id", str),
+        status=_field(answer, "status", str),
+        policy_path=_field(answer, "policy_path", str),
+        policy_type=_field(answer, "policy_type", str),
+        camera_names=tuple(_field(answer, "camera_names", list)),
+        rooms=read_rooms(answer.get("rooms") or {}, answer.get("workspace_id")),
+        stats=_field(answer, "stats", dict),
+        inference_stats=answer.get("inference_stats"),
+        error_message=answer.get("error_message"),
     )
 
 
-def read_statuses(found: Any) -> list[SessionStatus]:
-    """A list of them."""
-    if not isinstance(found, list):
+def read_statuses(answer: Any) -> list[SessionStatus]:
+    """Parse a list of statuses."""
+    if not isinstance(answer, list):
         raise Garbled("the server answered no list of sessions; is this a robojax server?")
-    return [read_status(each) for each in found]
+    return [read_status(status) for status in answer]
 
 
-def read_rooms(found: Any, workspace_id: Any = None) -> Rooms:
-    """A session's rooms."""
-    _object(found, "rooms")
+def read_rooms(answer: Any, workspace_id: Any = None) -> Rooms:
+    """Parse a session's rooms."""
+    _object(answer, "rooms")
     return Rooms(
-        workspace_id=str(found.get("workspace_id") or workspace_id or ""),
-        cameras=dict(found.get("camera_room_ids") or {}),
-        joint_input=str(found.get("joint_input_room_id") or ""),
-        joint_output=str(found.get("joint_output_room_id") or ""),
+        workspace_id=str(answer.get("workspace_id") or workspace_id or ""),
+        cameras=dict(answer.get("camera_room_ids") or {}),
+        joint_input=str(answer.get("joint_input_room_id") or ""),
+        joint_output=str(answer.get("joint_output_room_id") or ""),
     )
 
 
-def read_chunk(found: Any) -> Chunk:
-    """A chunk."""
-    actions = unpacked(_object(found, "a chunk").get("actions"))
+def read_chunk(answer: Any) -> Chunk:
+    """Parse a chunk."""
+    actions = unpack_array(_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
         raise Garbled(f"the server answered actions of shape {actions.shape}; wanted (t, a)")
-    rate, steps = found.get("action_rate"), found.get("action_steps")
-    return Chunk(actions, action_rate=rate, action_steps=steps, **_common(found, actions))
+    rate, steps = answer.get("action_rate"), answer.get("action_steps")
+    return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
 
 
-def read_action(found: Any) -> Action:
-    """One action."""
-    action = unpacked(_object(found, "an action").get("action"))
+def read_action(answer: Any) -> Action:
+    """Parse an action."""
+    action = unpack_array(_object(answer, "an action").get("action"))
     if action.ndim != 1:
         raise Garbled(f"the server answered an action of shape {action.shape}; wanted (a,)")
-    return Action(action, left=int(found.get("left") or 0), **_common(found, action))
+    return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
 
 
-def _common(found: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
+def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
     import numpy as np
 
-    names = tuple(found.get("joint_names") or ())
+    names = tuple(answer.get("joint_names") or ())
     if names and len(names) != array.shape[-1]:
         raise Garbled(f"the server answered actions of {array.shape[-1]} joints and {len(names)} names")
     if not np.isfinite(array).all():
         raise Garbled("the server answered actions that are not finite; none of them may be done")
     return {
         "joint_names": names,
-        "clamped": tuple(found.get("clamped") or ()),
-        "number": found.get("number"),
-        "timings_ms": dict(found.get("timings_ms") or {}),
+        "clamped": tuple(answer.get("clamped") or ()),
+        "number": answer.get("number"),
+        "timings_ms": dict(answer.get("timings_ms") or {}),
     }
 
 
-def _object(found: Any, what: str) -> Any:
-    if not isinstance(found, dict):
+def _object(value: Any, what: str) -> Any:
+    if not isinstance(value, dict):
         raise Garbled(
-            f"the server answered a {type(found).__name__} where {what} was wanted; is this a robojax server?"
+            f"the server answered a {type(value).__name__} where {what} was wanted; is this a robojax server?"
         )
-    return found
+    return value
 
 
-def _field(found: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = found.get(name)
+def _field(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = answer.get(name)
     if not isinstance(value, kind):
         raise Garbled(f"the server's session has no usable {name!r}; is this a robojax server?")
     return value

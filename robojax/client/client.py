@@ -1,4 +1,4 @@
-"""Client and AsyncClient: sessions of a server."""
+"""Synchronous and asynchronous client of a server's sessions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from robojax.client import http
 from robojax.client.answers import Action, Chunk, SessionStatus
-from robojax.client.codec import Image, observation
+from robojax.client.codec import Image, pack_observation
 from robojax.client.errors import ClientError, Refused
-from robojax.client.http import PATIENCE, AsyncHttp, Http, credentials, server_url, session_path, socket_url
+from robojax.client.http import DEFAULT_TIMEOUT, AsyncHttp, Http, credentials, server_url, session_path, socket_url
 from robojax.client.stream import AsyncStream, Stream, open_async_stream, open_stream
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ REASON = "asked for by robojax.client"
 
 
 class Client:
-    """A server.
+    """Client of a server, for programs without an event loop.
 
     Args:
         url: of the server; one on this machine when None.
@@ -36,7 +36,7 @@ class Client:
         Garbled: what answered is no robojax server.
     """
 
-    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = PATIENCE):
+    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
         self.url = server_url(url)
         self._headers = credentials(key)
         self._timeout = timeout
@@ -53,45 +53,45 @@ class Client:
         self._http.close()
 
     def sessions(self) -> list[SessionStatus]:
-        """All sessions that this key may see, oldest first."""
-        return self._http.do(http.sessions())
+        """Statuses of all sessions that this key may see, oldest first."""
+        return self._http.send_call(http.sessions())
 
     def session(self, session_id: str) -> "Session":
-        """A session that is there; nothing is asked yet."""
+        """Handle of an existing session; nothing is sent yet."""
         return Session(self, session_id)
 
     def create(
         self, session_id: str, policy_path: str, *, transport_server_url: str = DIRECT, **fields: Any
     ) -> "Session":
-        """A new session, when its policy is loaded, compiled and warm.
+        """Create a session; returns when its policy is loaded, compiled and warm.
 
         Args:
             policy_path: a folder on the server's machine, or a repo id of the Hub.
             transport_server_url: "direct" for a session without rooms, else the URL of the rooms' server.
             fields: the others of POST /sessions: ``camera_names``, ``language_instruction``, ``rate``, ``overlap``, ...
         """
-        self._http.do(http.create(session_id, policy_path, transport_server_url, fields))
+        self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
         return Session(self, session_id)
 
     def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch every robot of the server."""
-        self._http.do(http.emergency_stop(None, reason))
+        """Stop and latch all robots of the server."""
+        self._http.send_call(http.emergency_stop(None, reason))
 
     def ticket(self) -> str:
-        """A ticket that opens one WebSocket within 30 seconds, for whoever cannot send a key."""
+        """Get a single-use ticket, with which someone without the key can open a WebSocket within 30 seconds."""
         return self.request("POST", "/tickets")["ticket"]
 
     def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
-        """Any call of the API that has JSON in and out."""
-        return self._http.do(http.plain(method, path, body, timeout))
+        """Send any request of the API with a JSON body and answer."""
+        return self._http.send_call(http.build_call(method, path, body, timeout))
 
 
 class Session:
-    """One session. As a context manager it stops its robot at the end, whatever happens inside."""
+    """Handle of one session; as a context manager it stops the robot on exit, whatever happened inside."""
 
     def __init__(self, client: Client, session_id: str):
         self.client, self.id = client, session_id
-        self._do = client._http.do
+        self._do = client._http.send_call
         # The next act is the first of a program that takes the robot up, also when it was stopped before.
         self._is_new = False
 
@@ -114,7 +114,7 @@ class Session:
             error.add_note(f"session {self.id} could not be stopped: {lost}")
 
     def status(self) -> SessionStatus:
-        """How it is."""
+        """Get the session's status."""
         return self._do(http.status(self.id))
 
     def start(self) -> None:
@@ -126,28 +126,28 @@ class Session:
         self._do(http.move(self.id, "stop"))
 
     def restart(self) -> None:
-        """Stop and start, plans forgotten; load it again when it was interrupted."""
+        """Stop and start the session with an empty queue of actions; loads it again when it was interrupted."""
         self._do(http.move(self.id, "restart"))
 
     def delete(self) -> None:
-        """Stop it and remove it with its rooms."""
+        """Stop the session and remove it with its rooms."""
         self._do(http.delete(self.id))
 
     def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch it: it needs a reset and a start before it moves again."""
+        """Stop and latch the session: it needs a reset and a start to move again."""
         self._do(http.emergency_stop(self.id, reason))
 
     def reset(self) -> None:
-        """Take the latch off; nothing moves by it."""
+        """Take the latch of an emergency stop off; nothing moves by it."""
         self._do(http.reset(self.id))
         self._is_new = True
 
     def patch(self, **changes: Any) -> Any:
-        """Change it while it is there: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
+        """Change settings while it runs: ``language_instruction``, ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
         return self._do(http.patch(self.id, changes))
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
-        """Future actions for what the robot sees now; see ``observation``. Not while its own loop drives.
+        """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
 
         After a stop, ``reset=True`` takes the robot up again; so does entering the session anew.
 
@@ -159,19 +159,19 @@ class Session:
         return self._act(http.act, images, state, more)
 
     def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
-        """The next action for what the robot sees now; the server keeps the rest of the chunk."""
+        """Get the next action for an observation; the server keeps the rest of the chunk."""
         return self._act(http.next_action, images, state, more)
 
     def _act(self, call: Callable[..., http.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
         if self._is_new:
             more = {"reset": True} | more
-        told = self._do(call(self.id, observation(images, state, **more)))
+        answer = self._do(call(self.id, pack_observation(images, state, **more)))
         self._is_new = False
-        return told
+        return answer
 
     @contextmanager
     def stream(self, *, ticket: str | None = None) -> Iterator[Stream]:
-        """Its stream, as a context manager.
+        """Open the session's stream, as a context manager.
 
         Args:
             ticket: instead of the key, of the server that the session is on.
@@ -180,7 +180,7 @@ class Session:
         if ticket is None:
             headers = self.client._headers
             self.status()  # on which server it is
-        url = socket_url(self.client._http.servers.of(self.id), session_path(self.id, "/stream"), ticket)
+        url = socket_url(self.client._http.servers.get_url(self.id), session_path(self.id, "/stream"), ticket)
         with open_stream(url, headers, self.client._timeout) as opened:
             yield opened
 
@@ -190,9 +190,9 @@ GONE = (404, 409)
 
 
 class AsyncClient:
-    """A server; see ``Client``."""
+    """Client of a server, for programs with an event loop; methods as of ``Client``."""
 
-    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = PATIENCE):
+    def __init__(self, url: str | None = None, *, key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
         self.url = server_url(url)
         self._key = key
         self._headers = credentials(key)
@@ -210,39 +210,39 @@ class AsyncClient:
         await self._http.close()
 
     async def sessions(self) -> list[SessionStatus]:
-        """All sessions that this key may see, oldest first."""
-        return await self._http.do(http.sessions())
+        """Statuses of all sessions that this key may see, oldest first."""
+        return await self._http.send_call(http.sessions())
 
     def session(self, session_id: str) -> "AsyncSession":
-        """A session that is there; nothing is asked yet."""
+        """Handle of an existing session; nothing is sent yet."""
         return AsyncSession(self, session_id)
 
     async def create(
         self, session_id: str, policy_path: str, *, transport_server_url: str = DIRECT, **fields: Any
     ) -> "AsyncSession":
-        """A new session, when its policy is loaded, compiled and warm; see ``Client.create``."""
-        await self._http.do(http.create(session_id, policy_path, transport_server_url, fields))
+        """Create a session; see ``Client.create``."""
+        await self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
         return AsyncSession(self, session_id)
 
     async def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch every robot of the server."""
-        await self._http.do(http.emergency_stop(None, reason))
+        """Stop and latch all robots of the server."""
+        await self._http.send_call(http.emergency_stop(None, reason))
 
     async def ticket(self) -> str:
-        """A ticket that opens one WebSocket within 30 seconds, for whoever cannot send a key."""
+        """Get a single-use ticket, with which someone without the key can open a WebSocket within 30 seconds."""
         return (await self.request("POST", "/tickets"))["ticket"]
 
     async def request(self, method: str, path: str, body: object = None, *, timeout: float | None = None) -> Any:
-        """Any call of the API that has JSON in and out."""
-        return await self._http.do(http.plain(method, path, body, timeout))
+        """Send any request of the API with a JSON body and answer."""
+        return await self._http.send_call(http.build_call(method, path, body, timeout))
 
 
 class AsyncSession:
-    """One session; see ``Session``."""
+    """Handle of one session; methods as of ``Session``."""
 
     def __init__(self, client: AsyncClient, session_id: str):
         self.client, self.id = client, session_id
-        self._do = client._http.do
+        self._do = client._http.send_call
         # The next act is the first of a program that takes the robot up, also when it was stopped before.
         self._is_new = False
 
@@ -265,7 +265,7 @@ class AsyncSession:
             error.add_note(f"session {self.id} could not be stopped: {lost}")
 
     async def status(self) -> SessionStatus:
-        """How it is."""
+        """Get the session's status."""
         return await self._do(http.status(self.id))
 
     async def start(self) -> None:
@@ -277,54 +277,54 @@ class AsyncSession:
         await self._do(http.move(self.id, "stop"))
 
     async def restart(self) -> None:
-        """Stop and start, plans forgotten; load it again when it was interrupted."""
+        """Stop and start the session with an empty queue of actions; loads it again when it was interrupted."""
         await self._do(http.move(self.id, "restart"))
 
     async def delete(self) -> None:
-        """Stop it and remove it with its rooms."""
+        """Stop the session and remove it with its rooms."""
         await self._do(http.delete(self.id))
 
     async def emergency_stop(self, reason: str = REASON) -> None:
-        """Stop and latch it: it needs a reset and a start before it moves again."""
+        """Stop and latch the session: it needs a reset and a start to move again."""
         await self._do(http.emergency_stop(self.id, reason))
 
     async def reset(self) -> None:
-        """Take the latch off; nothing moves by it."""
+        """Take the latch of an emergency stop off; nothing moves by it."""
         await self._do(http.reset(self.id))
         self._is_new = True
 
     async def patch(self, **changes: Any) -> Any:
-        """Change it while it is there: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
+        """Change settings of the session while it runs: ``overlap``, ``ask_ahead``, ``action_steps``, ..."""
         return await self._do(http.patch(self.id, changes))
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
-        """Future actions for what the robot sees now; see ``Session.act``."""
+        """Get a chunk of actions for an observation; see ``Session.act``."""
         return await self._act(http.act, images, state, more)
 
     async def next_action(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Action:
-        """The next action for what the robot sees now; the server keeps the rest of the chunk."""
+        """Get the next action for an observation; the server keeps the rest of the chunk."""
         return await self._act(http.next_action, images, state, more)
 
     async def _act(self, call: Callable[..., http.Call[T]], images: Any, state: Any, more: dict[str, Any]) -> T:
         if self._is_new:
             more = {"reset": True} | more
-        told = await self._do(call(self.id, observation(images, state, **more)))
+        answer = await self._do(call(self.id, pack_observation(images, state, **more)))
         self._is_new = False
-        return told
+        return answer
 
     @asynccontextmanager
     async def stream(self, *, ticket: str | None = None) -> AsyncIterator[AsyncStream]:
-        """Its stream, as a context manager; see ``Session.stream``."""
+        """Open the session's stream, as a context manager; see ``Session.stream``."""
         headers = {}
         if ticket is None:
             headers = self.client._headers
             await self.status()  # on which server it is
-        url = socket_url(self.client._http.servers.of(self.id), session_path(self.id, "/stream"), ticket)
+        url = socket_url(self.client._http.servers.get_url(self.id), session_path(self.id, "/stream"), ticket)
         async with open_async_stream(url, headers, self.client._timeout) as opened:
             yield opened
 
     async def robot(self, transport_server_url: str, **more: Any) -> "AbstractAsyncContextManager[Robot]":
-        """Its rooms joined as its robot: ``async with await session.robot(url, on_command=...) as robot``.
+        """Join the session's rooms as its robot: ``async with await session.robot(url, on_command=...) as robot``.
 
         Args:
             more: as ``service.transport.client.robot.connect_robot`` takes it.

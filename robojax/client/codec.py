@@ -1,4 +1,4 @@
-"""Arrays, pictures and observations on the wire."""
+"""Encoding of arrays, pictures and observations for the wire."""
 
 import math
 from collections.abc import Mapping
@@ -11,37 +11,37 @@ if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = frozenset({"uint8", "int32", "int64", "float16", "float32", "float64", "bool"})
-LARGEST = 64 << 20  # bytes of one array that a server may answer
+MAX_ARRAY_BYTES = 64 << 20  # bytes of one array that a server may answer
 JPEG_QUALITY = 90
 
 
-def packed(array: "np.ndarray") -> dict[str, object]:
-    """An array as a map; its bytes are little endian and in C order."""
+def pack_array(array: "np.ndarray") -> dict[str, object]:
+    """Encode an array as a map for msgpack; its bytes are little endian and in C order."""
     import numpy as np
 
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return {"dtype": array.dtype.name, "shape": list(array.shape), "data": little.tobytes()}
 
 
-def unpacked(found: object) -> "np.ndarray":
-    """The array in such a map, or in nested lists.
+def unpack_array(packed: object) -> "np.ndarray":
+    """Decode an array from such a map, or from nested lists.
 
     Raises:
         Garbled: it is neither.
     """
     import numpy as np
 
-    if isinstance(found, list):
+    if isinstance(packed, list):
         try:
-            return np.asarray(found, np.float32)
+            return np.asarray(packed, np.float32)
         except (ValueError, TypeError) as error:
             raise Garbled("the server answered lists that are no array") from error
-    if not isinstance(found, Mapping):
-        raise Garbled(f"the server answered a {type(found).__name__} where an array was wanted")
-    dtype, shape, data = found.get("dtype"), found.get("shape"), found.get("data")
-    if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > LARGEST or not isinstance(shape, list):
+    if not isinstance(packed, Mapping):
+        raise Garbled(f"the server answered a {type(packed).__name__} where an array was wanted")
+    dtype, shape, data = packed.get("dtype"), packed.get("shape"), packed.get("data")
+    if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > MAX_ARRAY_BYTES or not isinstance(shape, list):
         raise Garbled("the server answered something that is no array")
-    if not all(isinstance(each, int) and each >= 0 for each in shape):
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise Garbled("the server answered an array without a shape")
     kind = np.dtype(dtype).newbyteorder("<")
     if math.prod(shape) * kind.itemsize != len(data):
@@ -49,8 +49,8 @@ def unpacked(found: object) -> "np.ndarray":
     return np.frombuffer(data, kind).reshape(shape)
 
 
-def picture(name: str, image: Any, is_compressed: bool) -> object:
-    """One picture as msgpack takes it.
+def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
+    """Encode a picture for msgpack.
 
     Args:
         image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file.
@@ -62,13 +62,13 @@ def picture(name: str, image: Any, is_compressed: bool) -> object:
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) != 3 or image.shape[2] != 3:
-        found = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
-        raise Unusable(f"picture {name!r} is {found}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
-    return jpeg(image) if is_compressed else packed(image)
+        actual = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
+        raise Unusable(f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
+    return encode_jpeg(image) if is_compressed else pack_array(image)
 
 
-def jpeg(image: "np.ndarray") -> bytes:
-    """A picture as the bytes of a JPEG file."""
+def encode_jpeg(image: "np.ndarray") -> bytes:
+    """Encode a picture as JPEG."""
     from PIL import Image
 
     file = BytesIO()
@@ -76,8 +76,8 @@ def jpeg(image: "np.ndarray") -> bytes:
     return file.getvalue()
 
 
-def numbers(what: str, values: Any) -> object:
-    """A state as msgpack takes it: an array, a map by name, or a list.
+def pack_numbers(what: str, values: Any) -> object:
+    """Encode a state for msgpack: an array, a map by name, or a list.
 
     Raises:
         Unusable: a value is no finite number.
@@ -89,8 +89,8 @@ def numbers(what: str, values: Any) -> object:
 
         if values.dtype.name not in DTYPES or not np.isfinite(values).all():
             raise Unusable(f"{what} has values that are no finite numbers; nothing was sent")
-        return packed(values)
-    return [_finite(f"{what} {place}", value) for place, value in enumerate(values)]
+        return pack_array(values)
+    return [_finite(f"{what} {index}", value) for index, value in enumerate(values)]
 
 
 def _finite(what: str, value: Any) -> float:
@@ -105,7 +105,7 @@ def _finite(what: str, value: Any) -> float:
 Image = Any  # uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file
 
 
-def observation(
+def pack_observation(
     images: Mapping[str, Image] | None = None,
     state: Any = None,
     *,
@@ -114,7 +114,7 @@ def observation(
     is_compressed: bool = False,
     **more: object,
 ) -> dict[str, object]:
-    """An observation as msgpack takes it; what is None is left out.
+    """Encode an observation for msgpack; None is left out.
 
     Args:
         images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
@@ -125,10 +125,10 @@ def observation(
     Raises:
         Unusable: it cannot be sent; says what is wrong.
     """
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     if images:
-        found["images"] = {name: picture(name, image, is_compressed) for name, image in images.items()}
+        fields["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
     if state is not None:
-        found["state"] = numbers("state", state)
-    found |= {"prompt": prompt, "number": number} | more
-    return {name: value for name, value in found.items() if value is not None}
+        fields["state"] = pack_numbers("state", state)
+    fields |= {"prompt": prompt, "number": number} | more
+    return {name: value for name, value in fields.items() if value is not None}

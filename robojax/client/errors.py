@@ -1,16 +1,16 @@
-"""Errors between a client and its server."""
+"""Exceptions of the client."""
 
 
 class ClientError(Exception):
-    """Anything that went wrong; the text says what to do."""
+    """Base class of the client's exceptions; the text says what to do."""
 
 
 class Unusable(ClientError, ValueError):
-    """What was given cannot be sent: an address, a key, an observation. Nothing was sent."""
+    """An argument (an address, a key, an observation) cannot be sent; nothing was sent."""
 
 
 class Refused(ClientError):
-    """The server answered, and said no.
+    """The server answered with an error.
 
     Attributes:
         status: of HTTP.
@@ -25,7 +25,7 @@ class Refused(ClientError):
 
 
 class Unreachable(ClientError):
-    """No answer came.
+    """The server did not answer.
 
     Attributes:
         why: what happened, in few words.
@@ -39,11 +39,11 @@ class Unreachable(ClientError):
 
 
 class Garbled(ClientError):
-    """What answered does not speak as a robojax server does."""
+    """An answer is not of a robojax server, or cannot be read."""
 
 
 class StreamClosed(ClientError):
-    """A stream is over.
+    """The stream is closed.
 
     Attributes:
         code: of the WebSocket; 1006 when the connection broke.

@@ -1,4 +1,4 @@
-"""HTTP calls as values, and connections that send them.
+"""HTTP requests as values, and connections that send them.
 
 Nobody is followed but a server of several that share a database, to the one of them that a session is on.
 """
@@ -28,7 +28,7 @@ USUAL = "http://127.0.0.1:8001"
 
 
 def server_url(url: str | None) -> str:
-    """The server's URL without a slash at its end; one on this machine when None.
+    """URL of the server without a slash at its end; of this machine for None.
 
     Raises:
         Unusable: it is no URL of a server.
@@ -47,7 +47,7 @@ def server_url(url: str | None) -> str:
 
 
 def credentials(key: str | None) -> dict[str, str]:
-    """The header of a key or token, as given or as ROBOJAX_KEY says; empty without one.
+    """Authorization header of a key or token, as given or from ROBOJAX_KEY; empty without one.
 
     Raises:
         Unusable: it has characters that no key has.
@@ -62,15 +62,15 @@ def credentials(key: str | None) -> dict[str, str]:
 
 
 def session_path(session_id: str, rest: str = "", before: str = "") -> str:
-    """The path of a session, or of something of it."""
+    """Path of a session, or of a resource of it."""
     return f"{before}/sessions/{quote(session_id, safe='')}{rest}"
 
 
 def socket_url(base: str, path: str, ticket: str | None = None) -> str:
-    """The WebSocket's URL beside an http(s) one."""
+    """WebSocket URL beside an http(s) one."""
     scheme, rest = base.split("://", 1)
-    asked = "" if ticket is None else f"?ticket={quote(ticket, safe='')}"
-    return f"{'wss' if scheme == 'https' else 'ws'}://{rest}{path}{asked}"
+    query = "" if ticket is None else f"?ticket={quote(ticket, safe='')}"
+    return f"{'wss' if scheme == 'https' else 'ws'}://{rest}{path}{query}"
 
 
 T = TypeVar("T")
@@ -81,11 +81,11 @@ LOADED = 1800.0
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request.
+    """A request, and how its answer is read.
 
     Attributes:
         read: makes the result of the answer's body.
-        patience: seconds for the whole answer; the client's own when None.
+        timeout: seconds for the whole answer; the client's own when None.
         is_safe: whether it may be sent twice: it only tells something, or stops a robot. What moves one is never sent
             again.
     """
@@ -95,105 +95,107 @@ class Call(Generic[T]):
     read: Callable[[Any], T]
     body: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    patience: float | None = None
+    timeout: float | None = None
     is_safe: bool = False
 
 
-def plain(method: str, path: str, body: object = None, patience: float | None = None) -> Call[Any]:
-    """A call with JSON in and out."""
+def build_call(method: str, path: str, body: object = None, timeout: float | None = None) -> Call[Any]:
+    """A request with JSON in and out."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": JSON, "accept": JSON}
-    return Call(method, path, lambda found: found, data, headers, patience, is_safe=method == "GET")
+    return Call(method, path, lambda answer: answer, data, headers, timeout, is_safe=method == "GET")
 
 
 def sessions() -> Call[list[SessionStatus]]:
-    """All sessions."""
+    """Request for all sessions."""
     return Call("GET", "/sessions", read_statuses, is_safe=True)
 
 
 def status(session_id: str) -> Call[SessionStatus]:
-    """One session."""
+    """Request for one session."""
     return Call("GET", session_path(session_id), read_status, is_safe=True)
 
 
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """A new session; the answer comes when its policy is loaded, or cannot be."""
-    asked = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
+    """Request for a new session; answered when its policy is loaded, or cannot be."""
+    required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    body = asked | {name: value for name, value in said.items() if value is not None}
-    call = plain("POST", "/sessions", body, LOADED)
+    body = required | {name: value for name, value in said.items() if value is not None}
+    call = build_call("POST", "/sessions", body, LOADED)
     # For a proxy in front of several servers, which cannot look into the body (deploy/proxy).
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
-def move(session_id: str, what: str) -> Call[Any]:
-    """start, stop or restart."""
-    return plain("POST", session_path(session_id, f"/{what}"), patience=LOADED if what == "restart" else None)
+def move(session_id: str, move_name: str) -> Call[Any]:
+    """Request to start, stop or restart a session."""
+    return build_call(
+        "POST", session_path(session_id, f"/{move_name}"), timeout=LOADED if move_name == "restart" else None
+    )
 
 
 def delete(session_id: str) -> Call[Any]:
-    """Remove a session."""
-    return plain("DELETE", session_path(session_id))
+    """Request to remove a session."""
+    return build_call("DELETE", session_path(session_id))
 
 
 def emergency_stop(session_id: str | None, reason: str) -> Call[Any]:
-    """Latch one session, or all of them."""
+    """Request to stop and latch one session, or all."""
     path = "/debug/emergency_stop" if session_id is None else session_path(session_id, "/emergency_stop")
-    return replace(plain("POST", path, {"reason": reason}), is_safe=True)
+    return replace(build_call("POST", path, {"reason": reason}), is_safe=True)
 
 
 def reset(session_id: str) -> Call[Any]:
-    """Take the latch off."""
-    return plain("POST", session_path(session_id, "/reset", "/debug"))
+    """Request to take the latch off."""
+    return build_call("POST", session_path(session_id, "/reset", "/debug"))
 
 
 def patch(session_id: str, changes: Mapping[str, object]) -> Call[Any]:
-    """Change a session while it is there. Unlike elsewhere, None is sent: it means the default."""
-    return plain("PATCH", session_path(session_id), dict(changes))
+    """Request to change a running session. Unlike elsewhere, None is sent: it means the default."""
+    return build_call("PATCH", session_path(session_id), dict(changes))
 
 
-def act(session_id: str, seen: Mapping[str, object]) -> Call[Chunk]:
-    """A chunk for an observation."""
-    return _act(session_id, seen, "chunk", read_chunk)
+def act(session_id: str, observation: Mapping[str, object]) -> Call[Chunk]:
+    """Request for a chunk, with an observation."""
+    return _act(session_id, observation, "chunk", read_chunk)
 
 
-def next_action(session_id: str, seen: Mapping[str, object]) -> Call[Action]:
-    """The next action for an observation."""
-    return _act(session_id, seen, "action", read_action)
+def next_action(session_id: str, observation: Mapping[str, object]) -> Call[Action]:
+    """Request for the next action, with an observation."""
+    return _act(session_id, observation, "action", read_action)
 
 
-def _act(session_id: str, seen: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
+def _act(session_id: str, observation: Mapping[str, object], want: str, read: Callable[[Any], T]) -> Call[T]:
     import msgpack
 
-    body = msgpack.packb(dict(seen) | {"want": want})
+    body = msgpack.packb(dict(observation) | {"want": want})
     assert body is not None, "packb gives bytes"
     headers = {"content-type": MSGPACK, "accept": MSGPACK}
     return Call("POST", session_path(session_id, "/act"), read, body, headers)
 
 
-def result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
-    """What the answer says.
+def read_result(call: Call[T], status: int, headers: Mapping[str, str], body: bytes) -> T:
+    """The result out of an answer, or its error.
 
     Raises:
         Refused: no.
         Garbled: nothing that can be read.
     """
     if not 200 <= status < 300:
-        raise refusal(status, headers, body)
-    return call.read(_decoded(headers.get("content-type", ""), body))
+        raise build_refusal(status, headers, body)
+    return call.read(_decode_body(headers.get("content-type", ""), body))
 
 
-def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-    """An answer that says no."""
+def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+    """The error of an answer that refuses."""
     try:
-        found = _decoded(headers.get("content-type", ""), body)
+        answer = _decode_body(headers.get("content-type", ""), body)
     except Garbled:
-        found = None
-    said = found if isinstance(found, dict) else {}
+        answer = None
+    said = answer if isinstance(answer, dict) else {}
     detail, code = said.get("detail"), said.get("code")
     if isinstance(detail, list):
         code = code or "invalid"
-        detail = "; ".join(_misfit(each) for each in detail)
+        detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
     if not isinstance(detail, str) or not detail:
         detail = "it points elsewhere; give its final address" if 300 <= status < 400 else f"status {status}"
     try:
@@ -203,14 +205,14 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     return Refused(status, code if isinstance(code, str) else "", detail, wait)
 
 
-def _misfit(one: Any) -> str:
-    if not isinstance(one, dict):
-        return str(one)
-    place = ".".join(str(each) for each in one.get("loc", ()) if each != "body")
-    return f"{place}: {one.get('msg')}" if place else str(one.get("msg"))
+def _describe_misfit(misfit: Any) -> str:
+    if not isinstance(misfit, dict):
+        return str(misfit)
+    field = ".".join(str(part) for part in misfit.get("loc", ()) if part != "body")
+    return f"{field}: {misfit.get('msg')}" if field else str(misfit.get("msg"))
 
 
-def _decoded(content_type: str, body: bytes) -> Any:
+def _decode_body(content_type: str, body: bytes) -> Any:
     if content_type.split(";")[0].strip().lower() == MSGPACK:
         import msgpack
 
@@ -224,10 +226,10 @@ def _decoded(content_type: str, body: bytes) -> Any:
         raise Garbled("the server answered no JSON; is this a robojax server?") from error
 
 
-PATIENCE = 10.0
+DEFAULT_TIMEOUT = 10.0
 # Seconds before each further try of what may be sent twice. tenacity would be five lines less, for 30 ms at import and
 # 6 us a call (this: 0.06); most other backoffs of robojax are states that outlive a call, for which it has nothing.
-AGAIN = (0.1, 0.4)
+RETRY_WAITS = (0.1, 0.4)
 # A connection that was idle for so long is not used again: the server may be closing it just now, and then nobody could
 # say whether what was sent on it arrived.
 IDLE = 4.0
@@ -237,7 +239,7 @@ MOVED = "on_another_server"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, whatever it says."""
+    """Status, headers and body of an answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -249,7 +251,7 @@ Steps: TypeAlias = Generator[tuple[str, Call[Any]], Answer, Answer]
 
 
 class SessionServers:
-    """Which of several servers each session is on. Sends nothing itself.
+    """Knows which of several servers each session is on. Sends nothing itself.
 
     A key is only sent to an address that the server which was named lists among those of its database, and that is of
     the same scheme: https is never left, and its certificates are looked at where it was asked for.
@@ -260,44 +262,46 @@ class SessionServers:
 
     def __init__(self, base: str):
         self.base = base
-        self._there: dict[str, str] = {}
+        self._urls: dict[str, str] = {}
 
-    def of(self, session_id: str) -> str:
-        """The URL to ask for a session."""
-        return self._there.get(session_id, self.base)
+    def get_url(self, session_id: str) -> str:
+        """URL of the server that a session is on."""
+        return self._urls.get(session_id, self.base)
 
     def ask(self, call: Call[Any]) -> Steps:
-        """Send a call to where its session is."""
+        """Send a request to the server of its session."""
         named = re.match(r"(?:/debug)?/sessions/([^/?]+)", call.path)
         session_id = unquote(named[1]) if named else ""
-        at = self.of(session_id)
+        at = self.get_url(session_id)
         try:
             answer = yield at, call
         except Unreachable as error:
-            if self._there.pop(session_id, None) is None or error.may_have_arrived:
+            if self._urls.pop(session_id, None) is None or error.may_have_arrived:
                 raise
             return (yield from self.ask(call))
         if at != self.base and (answer.status == 404 or _is_moved(answer)):
-            del self._there[session_id]  # it is another one's meanwhile; nothing was done
+            del self._urls[session_id]  # it is another one's meanwhile; nothing was done
             return (yield from self.ask(call))
-        if session_id and _is_moved(answer) and (there := (yield from self._place(answer, call))) is not None:
-            self._there[session_id] = there
-            return (yield there, call)
+        if session_id and _is_moved(answer) and (target := (yield from self._find_redirect(answer, call))) is not None:
+            self._urls[session_id] = target
+            return (yield target, call)
         return answer
 
-    def _place(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
-        """Where the answer points to, when that may be followed."""
+    def _find_redirect(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
+        """URL of the server that the answer redirects to, when it may be followed."""
         location = answer.headers.get("location", "")
-        there = location.removesuffix(call.path)
-        if there == location or urlsplit(there).scheme != urlsplit(self.base).scheme:
+        target = location.removesuffix(call.path)
+        if target == location or urlsplit(target).scheme != urlsplit(self.base).scheme:
             return None
-        told = yield self.base, plain("GET", "/cluster")
+        cluster = yield self.base, build_call("GET", "/cluster")
         try:
-            front = json.loads(told.body)["front"]
-            servers = [one["url"] for one in (front, *front["others"])]  # behind a proxy it may be any that answers
+            front = json.loads(cluster.body)["front"]
+            servers = [
+                server["url"] for server in (front, *front["others"])
+            ]  # behind a proxy it may be any that answers
         except (ValueError, TypeError, KeyError):
             return None
-        return there if there in [url + urlsplit(self.base).path for url in servers] else None
+        return target if target in [url + urlsplit(self.base).path for url in servers] else None
 
 
 def _is_moved(answer: Answer) -> bool:
@@ -310,30 +314,30 @@ def _is_moved(answer: Answer) -> bool:
 
 
 class Http:
-    """Connections to a server, and to others that share its database."""
+    """Synchronous connections to a server, and to others that share its database."""
 
-    def __init__(self, base: str, headers: dict[str, str], patience: float):
+    def __init__(self, base: str, headers: dict[str, str], timeout: float):
         # Imported here: `import robojax.client` is quick, and command lines are only as slow as what they do.
         import httpx2
 
         self.servers = SessionServers(base)
-        self._patience, self._errors = patience, httpx2
-        self._client = httpx2.Client(**options(httpx2, base, headers))
+        self._timeout, self._errors = timeout, httpx2
+        self._client = httpx2.Client(**build_client_options(httpx2, base, headers))
 
-    def do(self, call: Call[T]) -> T:
-        """The call's result."""
-        for pause in AGAIN if call.is_safe else ():
+    def send_call(self, call: Call[T]) -> T:
+        """Send a request, with retries where that is safe; returns its result."""
+        for pause in RETRY_WAITS if call.is_safe else ():
             try:
-                return self._once(call)
+                return self._send_once(call)
             except Unreachable:
                 time.sleep(pause)
-        return self._once(call)
+        return self._send_once(call)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connections."""
         self._client.close()
 
-    def _once(self, call: Call[T]) -> T:
+    def _send_once(self, call: Call[T]) -> T:
         steps = self.servers.ask(call)
         try:
             base, part = next(steps)
@@ -346,7 +350,7 @@ class Http:
                     base, part = steps.send(answer)
         except StopIteration as found:
             answer = found.value
-        return result(call, answer.status, answer.headers, answer.body)
+        return read_result(call, answer.status, answer.headers, answer.body)
 
     def _send(self, base: str, call: Call[Any]) -> Answer:
         try:
@@ -355,37 +359,37 @@ class Http:
                 base + call.path,
                 content=call.body,
                 headers=dict(call.headers),
-                timeout=call.patience or self._patience,
+                timeout=call.timeout or self._timeout,
             )
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
-            raise unreachable(self._errors, error, base, call) from error
+            raise build_unreachable(self._errors, error, base, call) from error
         return Answer(answer.status_code, answer.headers, answer.content)
 
 
 class AsyncHttp:
-    """The same on an event loop."""
+    """Asynchronous connections to a server, and to others that share its database."""
 
-    def __init__(self, base: str, headers: dict[str, str], patience: float):
+    def __init__(self, base: str, headers: dict[str, str], timeout: float):
         import httpx2
 
         self.servers = SessionServers(base)
-        self._patience, self._errors = patience, httpx2
-        self._client = httpx2.AsyncClient(**options(httpx2, base, headers))
+        self._timeout, self._errors = timeout, httpx2
+        self._client = httpx2.AsyncClient(**build_client_options(httpx2, base, headers))
 
-    async def do(self, call: Call[T]) -> T:
-        """The call's result."""
-        for pause in AGAIN if call.is_safe else ():
+    async def send_call(self, call: Call[T]) -> T:
+        """Send a request, with retries where that is safe; returns its result."""
+        for pause in RETRY_WAITS if call.is_safe else ():
             try:
-                return await self._once(call)
+                return await self._send_once(call)
             except Unreachable:
                 await asyncio.sleep(pause)
-        return await self._once(call)
+        return await self._send_once(call)
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the connections."""
         await self._client.aclose()
 
-    async def _once(self, call: Call[T]) -> T:
+    async def _send_once(self, call: Call[T]) -> T:
         steps = self.servers.ask(call)
         try:
             base, part = next(steps)
@@ -398,7 +402,7 @@ class AsyncHttp:
                     base, part = steps.send(answer)
         except StopIteration as found:
             answer = found.value
-        return result(call, answer.status, answer.headers, answer.body)
+        return read_result(call, answer.status, answer.headers, answer.body)
 
     async def _send(self, base: str, call: Call[Any]) -> Answer:
         try:
@@ -407,15 +411,15 @@ class AsyncHttp:
                 base + call.path,
                 content=call.body,
                 headers=dict(call.headers),
-                timeout=call.patience or self._patience,
+                timeout=call.timeout or self._timeout,
             )
         except (self._errors.TransportError, self._errors.InvalidURL) as error:
-            raise unreachable(self._errors, error, base, call) from error
+            raise build_unreachable(self._errors, error, base, call) from error
         return Answer(answer.status_code, answer.headers, answer.content)
 
 
-def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
-    """What both clients are made with."""
+def build_client_options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
+    """Options of both httpx clients."""
     return {
         # Reading the certificates of the world takes 60 ms. Without https none is looked at.
         "verify": base.startswith("https://"),
@@ -428,8 +432,8 @@ def options(httpx2: Any, base: str, headers: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> Unreachable:
-    """A failure of the connection in words."""
+def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any]) -> Unreachable:
+    """The error of a failed connection."""
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
     why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:

@@ -1,4 +1,4 @@
-"""Stream and AsyncStream: observations up, commands down."""
+"""Synchronous and asynchronous stream of a session: observations up, commands down."""
 
 import asyncio
 import threading
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from robojax.client.answers import Action, Chunk, read_action, read_chunk
-from robojax.client.codec import Image, observation
+from robojax.client.codec import Image, pack_observation
 from robojax.client.errors import ClientError, Garbled, Refused, StreamClosed, Unreachable
-from robojax.client.http import refusal
+from robojax.client.http import build_refusal
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The first message: what the session's policy wants and gives.
+    """First message of a stream: what the session's policy takes and returns.
 
     Attributes:
         cameras: name to (height, width) that the policy was trained with.
@@ -40,7 +40,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Command:
-    """Where the joints should be now.
+    """Message with the joints' current targets.
 
     Attributes:
         joints: wire name to target.
@@ -57,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Status:
-    """The session's stage changed, or why it holds."""
+    """Message that the session's status changed, or why it holds."""
 
     status: str
     reason: str | None = None
@@ -67,14 +67,14 @@ class Status:
 
 @dataclass(frozen=True)
 class Stopped:
-    """An emergency stop, whoever asked for it."""
+    """Message of an emergency stop, whoever asked for it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Pong:
-    """The answer to a ping: its number and time, and the server's monotonic clock."""
+    """Answer to a ping: its number and time, and the server's monotonic clock."""
 
     number: int | None
     time: float | None
@@ -83,7 +83,7 @@ class Pong:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A message of this client could not be used."""
+    """Message that one of this client's messages could not be used."""
 
     code: str
     detail: str
@@ -93,23 +93,23 @@ class Wrong:
 Message = Welcome | Command | Status | Stopped | Pong | Wrong | Chunk | Action
 
 
-def read(data: bytes | str) -> Message | None:
-    """A message of the server's; None for a kind that this client does not know.
+def decode_message(data: bytes | str) -> Message | None:
+    """Decode a message of the server; None for a kind that this client does not know.
 
     Raises:
         Garbled: it cannot be read.
     """
-    found = _map(data)
-    kind = found.get("kind")
+    fields = _map(data)
+    kind = fields.get("kind")
     reader = READERS.get(kind) if isinstance(kind, str) else None
     try:
-        return None if reader is None else reader(found)
+        return None if reader is None else reader(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise Garbled(f"the server's message of kind {kind!r} lacks something: {error!r}") from error
 
 
-def write(kind: str, fields: Mapping[str, object]) -> bytes:
-    """A message of ours."""
+def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:
+    """Encode a message to the server."""
     import msgpack
 
     data = msgpack.packb({"kind": kind, **fields})
@@ -124,38 +124,38 @@ def _map(data: bytes | str) -> dict[str, Any]:
         if isinstance(data, str):
             import json
 
-            found = json.loads(data)
+            fields = json.loads(data)
         else:
-            found = msgpack.unpackb(data)
+            fields = msgpack.unpackb(data)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise Garbled("the server sent a message that cannot be read") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise Garbled("the server sent a message that is no map")
-    return found
+    return fields
 
 
-def _welcome(found: dict[str, Any]) -> Welcome:
-    ranges = found.get("joint_ranges") or {}
+def _welcome(fields: dict[str, Any]) -> Welcome:
+    ranges = fields.get("joint_ranges") or {}
     return Welcome(
-        session_id=str(found["session_id"]),
-        status=str(found["status"]),
-        cameras={name: (int(size[0]), int(size[1])) for name, size in found["cameras"].items()},
-        joint_names=tuple(found["joint_names"]),
+        session_id=str(fields["session_id"]),
+        status=str(fields["status"]),
+        cameras={name: (int(size[0]), int(size[1])) for name, size in fields["cameras"].items()},
+        joint_names=tuple(fields["joint_names"]),
         joint_ranges={name: None if pair is None else (pair[0], pair[1]) for name, pair in ranges.items()},
-        rate=found.get("rate"),
-        silence_s=float(found.get("silence_s") or 2.0),
-        max_bytes=found.get("max_bytes"),
-        reads_prompt=bool(found.get("reads_prompt")),
+        rate=fields.get("rate"),
+        silence_s=float(fields.get("silence_s") or 2.0),
+        max_bytes=fields.get("max_bytes"),
+        reads_prompt=bool(fields.get("reads_prompt")),
     )
 
 
-def _command(found: dict[str, Any]) -> Command:
+def _command(fields: dict[str, Any]) -> Command:
     import math
 
-    joints = {str(name): float(value) for name, value in found["joints"].items()}
+    joints = {str(name): float(value) for name, value in fields["joints"].items()}
     if not all(map(math.isfinite, joints.values())):
         raise Garbled("the server sent a command that is not finite; it is not done")
-    return Command(joints, found.get("number"), found.get("observation"), found.get("age_ms"), found.get("time"))
+    return Command(joints, fields.get("number"), fields.get("observation"), fields.get("age_ms"), fields.get("time"))
 
 
 READERS = {
@@ -163,43 +163,43 @@ READERS = {
     "command": _command,
     "chunk": read_chunk,
     "action": read_action,
-    "status": lambda found: Status(
-        str(found["status"]), found.get("reason"), found.get("hold"), found.get("hold_code")
+    "status": lambda fields: Status(
+        str(fields["status"]), fields.get("reason"), fields.get("hold"), fields.get("hold_code")
     ),
-    "stopped": lambda found: Stopped(str(found.get("reason") or "no reason given")),
-    "pong": lambda found: Pong(found.get("number"), found.get("time"), found.get("server_time")),
-    "error": lambda found: Wrong(str(found.get("code") or ""), str(found.get("detail") or ""), found.get("number")),
+    "stopped": lambda fields: Stopped(str(fields.get("reason") or "no reason given")),
+    "pong": lambda fields: Pong(fields.get("number"), fields.get("time"), fields.get("server_time")),
+    "error": lambda fields: Wrong(str(fields.get("code") or ""), str(fields.get("detail") or ""), fields.get("number")),
 }
 
 
-LARGEST = 64 << 20  # bytes of one message that a server may send
+MAX_MESSAGE_BYTES = 64 << 20  # bytes of one message that a server may send
 ACT_STATUS = 409  # of a Refused that came over the stream, where there is no status
 
 
 class Stream:
-    """A stream; ``Session.stream`` opens one. One thread may send while another one reads.
+    """Stream of a session; ``Session.stream`` opens one. One thread may send while another one receives.
 
     Attributes:
         welcome: what the policy wants, and the joints in order.
     """
 
-    def __init__(self, socket: Any, patience: float):
-        self._socket, self._patience = socket, patience
-        self._kept: deque[Message] = deque()
+    def __init__(self, socket: Any, timeout: float):
+        self._socket, self._timeout = socket, timeout
+        self._pending: deque[Message] = deque()
         self._reading = threading.Lock()
-        self.welcome: Welcome = _welcomed(self._next(patience))
+        self.welcome: Welcome = _read_welcome(self._next(timeout))
 
     def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
-        """Send what the robot sees and where it is, for the session's control loop; see ``observation``.
+        """Send an observation (see ``pack_observation``) for the session's control loop.
 
         Raises:
             Unusable: it cannot be sent.
             StreamClosed: the stream is over.
         """
-        self._send(write("observation", observation(images, state, **more)))
+        self._send(encode_message("observation", pack_observation(images, state, **more)))
 
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """An observation, and its chunk (or with ``want="action"`` the next action).
+        """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
 
         What else comes meanwhile is kept for ``messages``.
 
@@ -207,153 +207,153 @@ class Stream:
             Refused: the server cannot, or does not want to.
             StreamClosed: the stream is over.
         """
-        with self._reading, in_time():
-            self._send(write("act", observation(images, state, **more)))
-            until = time.monotonic() + self._patience
+        with self._reading, convert_timeouts():
+            self._send(encode_message("act", pack_observation(images, state, **more)))
+            until = time.monotonic() + self._timeout
             while True:
-                found = self._next(until - time.monotonic())
-                if isinstance(found, Chunk | Action):
-                    return found
-                if isinstance(found, Wrong):
-                    raise _refused(found)
-                if found is not None:
-                    self._kept.append(found)
+                message = self._next(until - time.monotonic())
+                if isinstance(message, Chunk | Action):
+                    return message
+                if isinstance(message, Wrong):
+                    raise _build_refusal(message)
+                if message is not None:
+                    self._pending.append(message)
 
     def emergency_stop(self, reason: str) -> None:
-        """Latch the session."""
-        self._send(write("stop", {"reason": reason}))
+        """Stop and latch the session."""
+        self._send(encode_message("stop", {"reason": reason}))
 
     def ping(self, number: int = 0) -> None:
-        """Say that this client is there; a Pong answers."""
-        self._send(write("ping", {"number": number, "time": time.monotonic()}))
+        """Send a ping, as a sign of life; a Pong answers."""
+        self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
 
     def next(self, timeout: float | None = None) -> Message | None:
-        """The next message; None when none came in time.
+        """Receive the next message; None when none came in time.
 
         Raises:
             StreamClosed: the stream is over.
         """
         with self._reading:
             until = None if timeout is None else time.monotonic() + timeout
-            while not self._kept:
+            while not self._pending:
                 try:
-                    found = self._next(None if until is None else max(0.0, until - time.monotonic()))
+                    message = self._next(None if until is None else max(0.0, until - time.monotonic()))
                 except TimeoutError:
                     return None
-                if found is not None:
-                    return found
-            return self._kept.popleft()
+                if message is not None:
+                    return message
+            return self._pending.popleft()
 
     def __iter__(self) -> Iterator[Message]:
         """Messages until the stream is over."""
         while True:
             try:
-                found = self.next()
+                message = self.next()
             except StreamClosed:
                 return
-            if found is not None:
-                yield found
+            if message is not None:
+                yield message
 
     def close(self) -> None:
-        """Close it."""
+        """Close the stream."""
         self._socket.close()
 
     def _send(self, data: bytes) -> None:
-        with closing():
+        with convert_close_errors():
             self._socket.send(data)
 
     def _next(self, timeout: float | None) -> Message | None:
-        with closing():
-            return read(self._socket.recv(timeout))
+        with convert_close_errors():
+            return decode_message(self._socket.recv(timeout))
 
 
 class AsyncStream:
-    """The same on an event loop. One task may read while others send."""
+    """Asynchronous stream of a session. One task may receive while others send."""
 
-    def __init__(self, socket: Any, welcome: Welcome, patience: float):
-        self._socket, self.welcome, self._patience = socket, welcome, patience
-        self._kept: deque[Message] = deque()
+    def __init__(self, socket: Any, welcome: Welcome, timeout: float):
+        self._socket, self.welcome, self._timeout = socket, welcome, timeout
+        self._pending: deque[Message] = deque()
 
     async def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
-        """Send what the robot sees and where it is; see ``Stream.observe``."""
-        await self._send(write("observation", observation(images, state, **more)))
+        """Send an observation; see ``Stream.observe``."""
+        await self._send(encode_message("observation", pack_observation(images, state, **more)))
 
     async def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
-        """An observation, and its chunk or action; see ``Stream.act``."""
-        with in_time():
-            async with asyncio.timeout(self._patience):
-                await self._send(write("act", observation(images, state, **more)))
+        """Send an observation and wait for its chunk or action; see ``Stream.act``."""
+        with convert_timeouts():
+            async with asyncio.timeout(self._timeout):
+                await self._send(encode_message("act", pack_observation(images, state, **more)))
                 while True:
-                    found = await self._next()
-                    if isinstance(found, Chunk | Action):
-                        return found
-                    if isinstance(found, Wrong):
-                        raise _refused(found)
-                    if found is not None:
-                        self._kept.append(found)
+                    message = await self._next()
+                    if isinstance(message, Chunk | Action):
+                        return message
+                    if isinstance(message, Wrong):
+                        raise _build_refusal(message)
+                    if message is not None:
+                        self._pending.append(message)
 
     async def emergency_stop(self, reason: str) -> None:
-        """Latch the session."""
-        await self._send(write("stop", {"reason": reason}))
+        """Stop and latch the session."""
+        await self._send(encode_message("stop", {"reason": reason}))
 
     async def ping(self, number: int = 0) -> None:
-        """Say that this client is there; a Pong answers."""
-        await self._send(write("ping", {"number": number, "time": time.monotonic()}))
+        """Send a ping, as a sign of life; a Pong answers."""
+        await self._send(encode_message("ping", {"number": number, "time": time.monotonic()}))
 
     async def send(self, data: bytes) -> None:
-        """A message that was made by ``messages.write``, perhaps in another thread."""
+        """Send a message that ``encode_message`` made, perhaps in another thread."""
         await self._send(data)
 
     async def next(self) -> Message:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             StreamClosed: the stream is over.
         """
-        if self._kept:
-            return self._kept.popleft()
-        while (found := await self._next()) is None:
+        if self._pending:
+            return self._pending.popleft()
+        while (message := await self._next()) is None:
             pass
-        return found
+        return message
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the stream is over."""
         while True:
             try:
-                found = await self.next()
+                message = await self.next()
             except StreamClosed:
                 return
-            yield found
+            yield message
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the stream."""
         await self._socket.close()
 
     async def _send(self, data: bytes) -> None:
-        with closing():
+        with convert_close_errors():
             await self._socket.send(data)
 
     async def _next(self) -> Message | None:
-        with closing():
-            return read(await self._socket.recv())
+        with convert_close_errors():
+            return decode_message(await self._socket.recv())
 
 
 @contextmanager
-def open_stream(url: str, headers: Mapping[str, str], patience: float) -> Iterator[Stream]:
-    """A stream until the context ends."""
+def open_stream(url: str, headers: Mapping[str, str], timeout: float) -> Iterator[Stream]:
+    """Open a stream, as a context manager."""
     from websockets.sync.client import connect
 
     with ExitStack() as stack:
-        with opening(url):
-            socket = stack.enter_context(connect(url, **_options(headers, patience)))
-        with in_time():
-            stream = Stream(socket, patience)
+        with convert_open_errors(url):
+            socket = stack.enter_context(connect(url, **_options(headers, timeout)))
+        with convert_timeouts():
+            stream = Stream(socket, timeout)
         yield stream
 
 
 @asynccontextmanager
-async def open_async_stream(url: str, headers: Mapping[str, str], patience: float) -> AsyncIterator[AsyncStream]:
-    """The same on an event loop."""
+async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float) -> AsyncIterator[AsyncStream]:
+    """Open an asynchronous stream, as a context manager."""
     from websockets.asyncio.client import connect
 
     class Direct(connect):
@@ -363,45 +363,45 @@ async def open_async_stream(url: str, headers: Mapping[str, str], patience: floa
             return exc
 
     async with AsyncExitStack() as stack:
-        with opening(url):
-            socket = await stack.enter_async_context(Direct(url, **_options(headers, patience)))
-        with closing(), in_time():
-            async with asyncio.timeout(patience):
-                first = read(await socket.recv())
-        yield AsyncStream(socket, _welcomed(first), patience)
+        with convert_open_errors(url):
+            socket = await stack.enter_async_context(Direct(url, **_options(headers, timeout)))
+        with convert_close_errors(), convert_timeouts():
+            async with asyncio.timeout(timeout):
+                first = decode_message(await socket.recv())
+        yield AsyncStream(socket, _read_welcome(first), timeout)
 
 
-def _options(headers: Mapping[str, str], patience: float) -> dict[str, Any]:
+def _options(headers: Mapping[str, str], timeout: float) -> dict[str, Any]:
     # Pictures are compressed already, or sent raw for speed; and no proxies, as over HTTP.
     return {
         "additional_headers": dict(headers),
         "compression": None,
         "proxy": None,
-        "open_timeout": patience,
+        "open_timeout": timeout,
         "close_timeout": 1,
-        "max_size": LARGEST,
+        "max_size": MAX_MESSAGE_BYTES,
     }
 
 
 @contextmanager
-def opening(url: str) -> Iterator[None]:
-    """A failure to open, as one of ours."""
+def convert_open_errors(url: str) -> Iterator[None]:
+    """Context that converts failures to open a socket to our exceptions."""
     from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
 
     try:
         yield
     except InvalidStatus as error:
         answer = error.response
-        raise refusal(answer.status_code, answer.headers, bytes(answer.body or b"")) from error
+        raise build_refusal(answer.status_code, answer.headers, bytes(answer.body or b"")) from error
     except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
-        place = url.split("?")[0]
+        address = url.split("?")[0]
         why = str(error) or type(error).__name__
-        raise Unreachable(f"{place} cannot be opened: {why}", why, may_have_arrived=False) from error
+        raise Unreachable(f"{address} cannot be opened: {why}", why, may_have_arrived=False) from error
 
 
 @contextmanager
-def closing() -> Iterator[None]:
-    """A closed socket, as one of ours."""
+def convert_close_errors() -> Iterator[None]:
+    """Context that converts a closed socket to our exceptions."""
     from websockets.exceptions import ConnectionClosed
 
     try:
@@ -412,21 +412,21 @@ def closing() -> Iterator[None]:
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
-    """An answer that does not come, as one of ours."""
+def convert_timeouts() -> Iterator[None]:
+    """Context that converts a timeout to our exceptions."""
     try:
         yield
     except TimeoutError as error:
         raise Unreachable("the stream: no answer in time", "no answer in time", may_have_arrived=True) from error
 
 
-def _welcomed(first: Message | None) -> Welcome:
+def _read_welcome(first: Message | None) -> Welcome:
     if isinstance(first, Wrong):
-        raise _refused(first)
+        raise _build_refusal(first)
     if not isinstance(first, Welcome):
         raise Garbled("the stream did not begin with a welcome; is this a robojax server?")
     return first
 
 
-def _refused(wrong: Wrong) -> ClientError:
+def _build_refusal(wrong: Wrong) -> ClientError:
     return Refused(ACT_STATUS, wrong.code, wrong.detail)

@@ -1,4 +1,4 @@
-"""Serial port under scservo_sdk, without spinning or stale answers."""
+"""Serial port for scservo_sdk that neither spins nor reads stale answers."""
 
 # pyright: reportMissingImports=false, reportOptionalMemberAccess=false, reportIncompatibleMethodOverride=false
 # An extra without types: this module is imported when a bus is opened.
@@ -7,13 +7,13 @@ from scservo_sdk import PortHandler
 
 # Milliseconds that an answer may take beyond its bytes. USB adapters hold bytes back for up to 16 ms; the package's own
 # 34 ms are too short when the machine is busy (LeRobot waits 50, too).
-PATIENCE = 50.0
+PACKET_TIMEOUT = 50.0
 # Seconds of one read; the package would otherwise ask for bytes in a loop that takes a whole core.
 WAIT = 0.002
 
 
 class SerialPort(PortHandler):
-    """``PortHandler`` that does so.
+    """scservo_sdk's ``PortHandler``, blocking with timeouts instead of spinning.
 
     A servo is silent for as long as reads waited for it in vain: while this process stands still nobody reads, and what
     came meanwhile lies there. Nor does it count when somebody sets the wall clock, which the package goes by.
@@ -22,7 +22,7 @@ class SerialPort(PortHandler):
     _left = 0.0  # milliseconds of reads that may still wait in vain
 
     def setupPort(self, cflag_baud: int) -> bool:
-        """Opens the port."""
+        """Open the port."""
         if not super().setupPort(cflag_baud):
             return False
         self.ser.timeout = WAIT
@@ -30,21 +30,21 @@ class SerialPort(PortHandler):
         return True
 
     def clearPort(self) -> None:
-        """Called before each packet: what a servo said too late must not be read as the answer to this one."""
+        """Drop bytes that came late, before each packet: they must not be read as the answer to this one."""
         self.ser.reset_input_buffer()
         self.ser.flush()
 
     def readPort(self, length: int) -> bytes:
-        """So many bytes, or what came of them in a while."""
+        """Read this many bytes, or those that came before the timeout."""
         data = self.ser.read(length)
         if len(data) < length:
             self._left -= WAIT * 1e3
         return data
 
     def setPacketTimeout(self, packet_length: int) -> None:
-        """How long the answer of so many bytes may take."""
-        self._left = self.tx_time_per_byte * (packet_length + 3) + PATIENCE
+        """Set the deadline of an answer of this many bytes."""
+        self._left = self.tx_time_per_byte * (packet_length + 3) + PACKET_TIMEOUT
 
     def isPacketTimeout(self) -> bool:
-        """Whether it took longer."""
+        """Whether the deadline of the answer has passed."""
         return self._left <= 0

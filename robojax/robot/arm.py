@@ -1,4 +1,4 @@
-"""Arm over its bus: calibration file, units, joints.
+"""A SO-100 or SO-101 arm over its bus: calibration files, units, joints.
 
 Three units: -100..100 of the calibrated range, 0..100 of it (grippers), or degrees from the middle of the range.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from robojax.robot import bus as registers
-from robojax.robot.bus import RESOLUTION, Bus, Register, alarms
+from robojax.robot.bus import RESOLUTION, Bus, Register, describe_alarms
 from robojax.robot.errors import BusLost, RobotError
 
 # LeRobot keeps both arms in one folder since 0.4.3; versions before it had one for each type.
@@ -25,7 +25,7 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class JointCalibration:
-    """One joint, as LeRobot's MotorCalibration has it; positions in servo steps.
+    """Calibration of one joint, as LeRobot's MotorCalibration; positions in servo steps.
 
     Attributes:
         id: of the servo on the bus.
@@ -43,8 +43,8 @@ class JointCalibration:
 Calibration = Mapping[str, JointCalibration]
 
 
-def calibration_folder() -> Path:
-    """Where LeRobot keeps its calibrations, by its own environment variables."""
+def get_calibration_folder() -> Path:
+    """Folder of LeRobot's calibrations, by LeRobot's own environment variables."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     hub = Path(os.environ.get("HF_HOME", cache / "huggingface")).expanduser()
     home = Path(os.environ.get("HF_LEROBOT_HOME", hub / "lerobot")).expanduser()
@@ -52,7 +52,7 @@ def calibration_folder() -> Path:
 
 
 def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None) -> Path:
-    """The file of this arm.
+    """Path of an arm's calibration file.
 
     Args:
         folder: where ID.json lies; LeRobot's own folders when None.
@@ -60,18 +60,18 @@ def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None)
     Raises:
         RobotError: there is none, or two that differ.
     """
-    places = (
-        [folder] if folder is not None else [calibration_folder() / "robots" / name for name in FOLDERS[robot_type]]
+    folders = (
+        [folder] if folder is not None else [get_calibration_folder() / "robots" / name for name in FOLDERS[robot_type]]
     )
     if not robot_id or robot_id in (".", "..") or "/" in robot_id or "\0" in robot_id:
         raise RobotError(
             f"robot id {robot_id!r} cannot be a file's name", "give the id that the arm was calibrated with"
         )
-    files = [file for place in places if (file := place / f"{robot_id}.json").is_file()]
+    files = [file for directory in folders if (file := directory / f"{robot_id}.json").is_file()]
     if not files:
-        looked = " and ".join(str(place / f"{robot_id}.json") for place in places)
+        candidates = " and ".join(str(directory / f"{robot_id}.json") for directory in folders)
         raise RobotError(
-            f"there is no calibration of {robot_id!r}: looked for {looked}",
+            f"there is no calibration of {robot_id!r}: looked for {candidates}",
             f"lerobot-calibrate --robot.type={robot_type} --robot.port=... --robot.id={robot_id} makes it; "
             "or give --robot.calibration_dir",
         )
@@ -84,7 +84,7 @@ def find_calibration(robot_type: str, robot_id: str, folder: Path | None = None)
 
 
 def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCalibration]:
-    """The calibration in this file, in the order of ``joints``.
+    """Read a calibration file, in the order of ``joints``.
 
     Args:
         joints: name to servo id, as the arm is built.
@@ -94,19 +94,19 @@ def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCa
     """
     repair = "calibrate the arm again with lerobot-calibrate"
     try:
-        found = json.loads(file.read_bytes())
+        entries = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RobotError(f"the calibration {file} cannot be read: {error}", repair) from error
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise RobotError(f"the calibration {file} is no JSON object", repair)
-    wrong = [f"joint {name!r} is missing" for name in joints if name not in found]
-    wrong += [f"joint {name!r} is none of this arm's" for name in found if name not in joints]
+    wrong = [f"joint {name!r} is missing" for name in joints if name not in entries]
+    wrong += [f"joint {name!r} is none of this arm's" for name in entries if name not in joints]
     result = {}
     for name, servo in joints.items():
-        if name not in found:
+        if name not in entries:
             continue
         try:
-            result[name] = _joint(found[name], servo)
+            result[name] = _joint(entries[name], servo)
         except ValueError as error:
             wrong.append(f"{name}: {error}")
     if wrong:
@@ -114,12 +114,12 @@ def read_calibration(file: Path, joints: Mapping[str, int]) -> dict[str, JointCa
     return result
 
 
-def _joint(found: object, servo: int) -> JointCalibration:
-    if not isinstance(found, dict):
+def _joint(entry: object, servo: int) -> JointCalibration:
+    if not isinstance(entry, dict):
         raise ValueError("is no object")
     values = {}
     for field in fields(JointCalibration):
-        value = found.get(field.name)
+        value = entry.get(field.name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{field.name} is no whole number")
         values[field.name] = value
@@ -136,7 +136,7 @@ def _joint(found: object, servo: int) -> JointCalibration:
 
 
 class Unit(StrEnum):
-    """LeRobot's names of them."""
+    """Units of joint values, by LeRobot's names."""
 
     PERCENT = "range_m100_100"
     GRIPPER = "range_0_100"
@@ -144,7 +144,7 @@ class Unit(StrEnum):
 
 
 def from_steps(steps: int, joint: JointCalibration, unit: Unit) -> float:
-    """A servo's position in a policy's unit. Degrees are not bounded by the range, the others are."""
+    """Convert a servo's position to a policy's unit. Degrees are not clipped to the range, the other units are."""
     low, high = joint.range_min, joint.range_max
     if unit is Unit.DEGREES:
         return (steps - (low + high) / 2) * 360 / (RESOLUTION - 1)
@@ -157,7 +157,7 @@ def from_steps(steps: int, joint: JointCalibration, unit: Unit) -> float:
 
 
 def to_steps(value: float, joint: JointCalibration, unit: Unit) -> int:
-    """The position for a target, always within the calibrated range.
+    """Convert a target to a servo's position, always within the calibrated range.
 
     LeRobot sends degrees beyond the range and relies on the servo's own limits; here the limit is the file's, too.
 
@@ -199,11 +199,11 @@ CALIBRATED = (registers.HOMING_OFFSET, registers.MIN_POSITION, registers.MAX_POS
 BELIEVABLE = range(-RESOLUTION, 2 * RESOLUTION)
 # Readings in a row that may fail before a servo counts as lost; one lost packet is no lost servo.
 FAILURES = 3
-SENSOR = alarms(2)[0]
+SENSOR = describe_alarms(2)[0]
 
 
 class Figures(NamedTuple):
-    """What a servo says of itself."""
+    """Voltage and temperature of a servo, and their limits."""
 
     volts: float
     lowest: float
@@ -213,10 +213,10 @@ class Figures(NamedTuple):
 
 
 class Arm:
-    """An arm on an open bus. One thread at a time.
+    """An arm on an open bus. For one thread at a time.
 
     Attributes:
-        complaints: joint to what its servo complains of, as of the last reading.
+        servo_errors: joint to what its servo complains of, as of the last reading.
     """
 
     def __init__(self, bus: Bus, calibration: Calibration, use_degrees: bool):
@@ -225,32 +225,32 @@ class Arm:
         self._units = {name: Unit.GRIPPER if name == GRIPPER else body for name in JOINTS}
         self._names = {servo: name for name, servo in JOINTS.items()}
         self._failed = 0
-        self.complaints: dict[str, list[str]] = {}
+        self.servo_errors: dict[str, list[str]] = {}
 
-    def missing(self) -> dict[str, str]:
-        """Joint to what is wrong with its servo: none, or none of this kind."""
-        found = {name: self._bus.ping(servo) for name, servo in JOINTS.items()}
+    def find_missing_servos(self) -> dict[str, str]:
+        """Joints whose servo does not answer or is another model, with the reason."""
+        models = {name: self._bus.ping(servo) for name, servo in JOINTS.items()}
         return {
             name: f"servo {JOINTS[name]} does not answer"
             if model is None
             else f"servo {JOINTS[name]} is of model {model}, wanted {registers.MODEL_NUMBER} (STS3215)"
-            for name, model in found.items()
+            for name, model in models.items()
             if model != registers.MODEL_NUMBER
         }
 
-    def miscalibrated(self) -> dict[str, str]:
-        """Joint to how its servo's own zero and limits differ from the file."""
+    def find_miscalibrated_servos(self) -> dict[str, str]:
+        """Joints whose servo has another zero or range than the calibration file, with the difference."""
         wrong = {}
         for name, servo in JOINTS.items():
             joint = self._calibration[name]
-            wanted = (joint.homing_offset, joint.range_min, joint.range_max)
-            found = tuple(self._bus.read(servo, register) for register in CALIBRATED)
-            if found != wanted:
-                wrong[name] = f"zero and limits in the servo are {found}, in the file {wanted}"
+            expected = (joint.homing_offset, joint.range_min, joint.range_max)
+            actual = tuple(self._bus.read(servo, register) for register in CALIBRATED)
+            if actual != expected:
+                wrong[name] = f"zero and limits in the servo are {actual}, in the file {expected}"
         return wrong
 
-    def figures(self, joint: str) -> Figures:
-        """Voltage and temperature of a joint's servo, and between which they should be."""
+    def read_figures(self, joint: str) -> Figures:
+        """Read voltage and temperature of a joint's servo, and their limits."""
         servo = JOINTS[joint]
 
         def read(register: Register) -> int:
@@ -264,8 +264,8 @@ class Arm:
             read(registers.MAX_TEMPERATURE),
         )
 
-    def status(self, joint: str) -> list[str]:
-        """What a joint's servo complains of."""
+    def read_status(self, joint: str) -> list[str]:
+        """Read the errors that a joint's servo reports."""
         return self._bus.status(JOINTS[joint])
 
     @property
@@ -273,20 +273,20 @@ class Arm:
         """Joints whose torque is on."""
         return [name for name, servo in JOINTS.items() if self._bus.read(servo, registers.TORQUE_ENABLE)]
 
-    def engage(self) -> None:
-        """Set the servos up and hold the arm where it is. Nothing moves by it, and nothing falls.
+    def enable_torque(self) -> None:
+        """Configure the servos and hold the arm where it is. Nothing moves by it, and nothing falls.
 
         Servos that hold the arm already are left as they are: setting them up needs their torque off.
 
         Raises:
             RobotError: a servo is missing, of another kind, or calibrated otherwise than the file says.
         """
-        if missing := self.missing():
+        if missing := self.find_missing_servos():
             raise RobotError(
                 "; ".join(f"{name}: {text}" for name, text in missing.items()),
                 "look at power and cables; `robojax robot --check` looks at each servo",
             )
-        if wrong := self.miscalibrated():
+        if wrong := self.find_miscalibrated_servos():
             raise RobotError(
                 "the calibration file is not that of this arm: "
                 + "; ".join(f"{name}: {text}" for name, text in wrong.items()),
@@ -307,15 +307,15 @@ class Arm:
                 self._bus.write(JOINTS[name], registers.TORQUE_ENABLE, 1)
                 self._bus.write(JOINTS[name], registers.LOCK, 1)
 
-    def pose(self) -> dict[str, float] | None:
-        """Where the joints are; None when it could not be read this once, or a servo does not know it.
+    def read_pose(self) -> dict[str, float] | None:
+        """Read the joints' positions; None when this reading failed, or a servo does not know its position.
 
         Raises:
             BusLost: that was so several times in a row.
         """
         try:
             steps = self._steps()
-            self._believe(steps)
+            self._check_plausible(steps)
         except BusLost:
             self._failed += 1
             if self._failed >= FAILURES:
@@ -325,17 +325,17 @@ class Arm:
         return {name: from_steps(value, self._calibration[name], self._units[name]) for name, value in steps.items()}
 
     def move(self, targets: Mapping[str, float]) -> None:
-        """Tell the joints where to go; what is not named keeps its target. Never outside the calibrated range.
+        """Send targets to joints; others keep theirs. Never outside the calibrated range.
 
         Raises:
-            BusLost: the port is gone. A servo that is gone shows in ``pose``: nobody confirms a target.
+            BusLost: the port is gone. A servo that is gone shows in ``read_pose``: nobody confirms a target.
         """
         self._write(
             {name: to_steps(value, self._calibration[name], self._units[name]) for name, value in targets.items()}
         )
 
-    def hold_what_is_left(self) -> list[str]:
-        """Each servo that still answers is told to stay where it is; the joints for which that worked."""
+    def hold_responding_servos(self) -> list[str]:
+        """Tell every servo that still answers to stay where it is; returns the joints for which that worked."""
         held = []
         for name, servo in JOINTS.items():
             try:
@@ -349,30 +349,32 @@ class Arm:
                 continue
         return held
 
-    def release(self) -> None:
-        """Switch the torque off: the arm falls, unless it lies on something."""
+    def disable_torque(self) -> None:
+        """Switch the torque off: the arm falls, unless it rests on something."""
         for servo in JOINTS.values():
             self._bus.write(servo, registers.TORQUE_ENABLE, 0)
             self._bus.write(servo, registers.LOCK, 0)
 
     def _set_up(self, name: str, servo: int) -> None:
-        wanted = SET_UP | (SET_UP_GRIPPER if name == GRIPPER else {})
+        settings = SET_UP | (SET_UP_GRIPPER if name == GRIPPER else {})
         # Most of it is memory that wears out, so only what differs is written.
-        different = {register: value for register, value in wanted.items() if self._bus.read(servo, register) != value}
+        different = {
+            register: value for register, value in settings.items() if self._bus.read(servo, register) != value
+        }
         if different:
             self._bus.write(servo, registers.LOCK, 0)
         for register, value in different.items():
             self._bus.write(servo, register, value)
 
     def _steps(self) -> dict[str, int]:
-        values, complaints = self._bus.read_all(list(JOINTS.values()), registers.PRESENT_POSITION)
-        self.complaints = {self._names[servo]: found for servo, found in complaints.items()}
+        values, alarms = self._bus.read_all(list(JOINTS.values()), registers.PRESENT_POSITION)
+        self.servo_errors = {self._names[servo]: errors for servo, errors in alarms.items()}
         return {self._names[servo]: value for servo, value in values.items()}
 
-    def _believe(self, steps: Mapping[str, int]) -> None:
+    def _check_plausible(self, steps: Mapping[str, int]) -> None:
         """Refuse positions that are none: held there, a joint would drive to the end of its range."""
         for name, value in steps.items():
-            if value not in BELIEVABLE or SENSOR in self.complaints.get(name, ()):
+            if value not in BELIEVABLE or SENSOR in self.servo_errors.get(name, ()):
                 raise BusLost(
                     f"{name}: servo {JOINTS[name]} does not know where it is: it says {value}",
                     "switch the arm's power off and on; a servo that goes on saying so is broken",

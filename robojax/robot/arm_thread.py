@@ -1,4 +1,4 @@
-"""Thread that keeps time, follows fresh commands, else holds."""
+"""Real-time thread of an arm: follows fresh commands, and holds without them."""
 
 import math
 import threading
@@ -24,7 +24,7 @@ GRIPS = frozenset({"gripper"})
 
 @dataclass(frozen=True)
 class Goal:
-    """What the servos are told.
+    """Targets for the servos in one cycle, and joints whose target was clamped.
 
     Attributes:
         targets: joint to target, in the arm's units; None: nothing new.
@@ -36,7 +36,7 @@ class Goal:
 
 
 class Follower:
-    """Takes commands, gives goals.
+    """Decides from commands where an arm goes: the newest targets, or hold when commands stop.
 
     Attributes:
         hold: why the arm is held; None while it follows.
@@ -46,20 +46,23 @@ class Follower:
 
     Args:
         joints: of the arm, by LeRobot's names.
-        patience: seconds without a command after which the arm is held.
+        command_timeout: seconds without a command after which the arm is held.
         max_relative_target: the farthest a target may be from where the joint is: one for all, or by name.
     """
 
     def __init__(
-        self, joints: Iterable[str], patience: float, max_relative_target: float | Mapping[str, float] | None = None
+        self,
+        joints: Iterable[str],
+        command_timeout: float,
+        max_relative_target: float | Mapping[str, float] | None = None,
     ):
         self.joints = tuple(joints)
-        self._patience = patience
+        self._command_timeout = command_timeout
         cap = max_relative_target
         self._caps = dict(cap) if isinstance(cap, Mapping) else {} if cap is None else dict.fromkeys(self.joints, cap)
         self._targets: dict[str, float] = {}
         self._sent: dict[str, float] = {}
-        self._heard: float | None = None
+        self._commanded_at: float | None = None
         self.hold: str | None = "no command has come yet"
         self._is_held = True  # whether the servos were told to stay; at first they are, by whoever engaged them
         self.is_latched = False
@@ -67,33 +70,33 @@ class Follower:
         self.refused = 0
 
     def command(self, values: Mapping[str, float], now: float) -> None:
-        """Take a command: name to target, of all joints or of some."""
+        """Take a command: targets by joint name, for all joints or some."""
         if self.is_latched:
             return
-        named = {plain(name): value for name, value in values.items()}
-        if not named or len(named) != len(values) or not all(self._is_target(*each) for each in named.items()):
+        named = {normalize_joint_name(name): value for name, value in values.items()}
+        if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
             # Half of a command that makes no sense is no motion that anybody thought of.
             self.refused += 1
             return
         # Rooms forward only what changed, so what is not named keeps its target.
         self._targets.update(named)
-        self._heard = now
+        self._commanded_at = now
         self.commands += 1
 
     def stop(self, reason: str, is_latched: bool = False) -> None:
         """Hold from now on: until the next command, or for good."""
-        self._heard = None
+        self._commanded_at = None
         if self.hold is None or is_latched:
             self._is_held = False
         if is_latched or not self.is_latched:
             self.hold = reason  # a watchdog may have been quicker than whoever knows why
         self.is_latched = self.is_latched or is_latched
 
-    def goal(self, pose: Mapping[str, float], now: float) -> Goal:
-        """What the servos are told now, when the joints are here."""
-        if self._heard is not None and now - self._heard > self._patience:
-            self.stop(f"no command for {self._patience * 1e3:.0f} ms")
-        if self._heard is None or self.is_latched:
+    def compute_goal(self, pose: Mapping[str, float], now: float) -> Goal:
+        """Targets for the servos now, given the joints' positions."""
+        if self._commanded_at is not None and now - self._commanded_at > self._command_timeout:
+            self.stop(f"no command for {self._command_timeout * 1e3:.0f} ms")
+        if self._commanded_at is None or self.is_latched:
             if self._is_held:
                 return Goal(None)
             self._is_held = True
@@ -114,8 +117,8 @@ class Follower:
         return name in self.joints and isinstance(value, int | float) and math.isfinite(value)
 
 
-def plain(name: str) -> str:
-    """LeRobot's name of a joint: ``Rotation``, ``shoulder_pan.pos`` and ``main_shoulder_pan`` are all one."""
+def normalize_joint_name(name: str) -> str:
+    """LeRobot's name of a joint: ``Rotation``, ``shoulder_pan.pos`` and ``main_shoulder_pan`` are the same."""
     name = name.removesuffix(".pos").removeprefix("main_")
     return WIRE_NAMES.get(name, name)
 
@@ -125,7 +128,7 @@ BREATH = 0.004
 
 
 class ArmThread:
-    """An arm that follows commands; as a context manager it runs from beginning to end.
+    """Thread in which an arm follows commands; a context manager that starts and ends it.
 
     Every method may be called from any thread.
 
@@ -152,7 +155,7 @@ class ArmThread:
         self._thread.join()
 
     def command(self, values: Mapping[str, float]) -> None:
-        """Take a command; it is done at once."""
+        """Take a command; the thread acts on it at once."""
         with self._lock:
             self._follower.command(values, time.monotonic())
         self._wake.set()
@@ -165,76 +168,76 @@ class ArmThread:
 
     @property
     def pose(self) -> tuple[dict[str, float], float] | None:
-        """Where the joints were last, and when that was read (monotonic); None before the first reading."""
+        """The joints' last positions and when they were read (monotonic); None before the first reading."""
         return self._newest
 
     @property
     def hold(self) -> str | None:
-        """Why it is held."""
+        """Reason why the arm is held."""
         return self._follower.hold
 
     @property
     def is_latched(self) -> bool:
-        """Whether an emergency stop holds it for good."""
+        """Whether an emergency stop holds the arm for good."""
         return self._follower.is_latched
 
     @property
     def is_over(self) -> bool:
-        """Whether it does not run any more."""
+        """Whether the thread has ended."""
         return self._over.is_set()
 
-    def figures(self) -> dict[str, object]:
-        """Counters."""
+    def get_counters(self) -> dict[str, object]:
+        """Counters of cycles, commands and errors."""
         with self._lock:
             return {
                 "commands": self._follower.commands,
                 "refused": self._follower.refused,
                 "clamped": dict(self._clamped),
-                "complaints": dict(self._arm.complaints),
+                "complaints": dict(self._arm.servo_errors),
             }
 
     def _run(self) -> None:
         due = time.monotonic()
         try:
             while not self._over.is_set():
-                self._turn()
+                self._run_cycle()
                 due = max(due + self._period, time.monotonic() + BREATH)
                 self._over.wait(BREATH)
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
             with self._lock:
                 self._follower.stop("the program ends", is_latched=True)
-            while not self._turn():
+            while not self._run_cycle():
                 pass  # a reading that fails once must not be why the arm is not held; one that goes on failing raises
         except RobotError as error:
-            left = self._hold_what_is_left()
+            left = self._hold_responding_servos()
             self.failure = ArmLost(f"{error}; {left}", error.then)
         except Exception as error:
             # A fault of ours must not leave an arm that follows an old target.
-            self.failure = ArmLost(f"{type(error).__name__}: {error}; {self._hold_what_is_left()}", "report it")
+            self.failure = ArmLost(f"{type(error).__name__}: {error}; {self._hold_responding_servos()}", "report it")
         finally:
             self._over.set()
 
-    def _turn(self) -> bool:
+    def _run_cycle(self) -> bool:
         """One look and one goal; False when the arm could not be read this once."""
-        pose = self._arm.pose()
+        pose = self._arm.read_pose()
         if pose is None:
             return False
         now = time.monotonic()
         self._newest = (pose, now)
         with self._lock:
-            goal = self._follower.goal(pose, now)
+            goal = self._follower.compute_goal(pose, now)
             for joint in goal.clamped:
                 self._clamped[joint] = self._clamped.get(joint, 0) + 1
         if goal.targets is not None:
             self._arm.move(goal.targets)
         return True
 
-    def _hold_what_is_left(self) -> str:
+    def _hold_responding_servos(self) -> str:
         with self._lock:
             self._follower.stop("the arm does not answer", is_latched=True)
         try:
-            held = self._arm.hold_what_is_left()
+            held = self._arm.hold_responding_servos()
         except (BusLost, OSError):
             held = []
         return f"held are {', '.join(held)}" if held else "nothing could be told to hold; switch the arm's power off"

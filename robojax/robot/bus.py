@@ -1,4 +1,4 @@
-"""Bus of Feetech servos and its registers.
+"""Bus of Feetech servos, and their registers.
 
 Register addresses are those of Feetech's memory table for the STS series, names are LeRobot's; the packets are those of
 the package ``feetech-servo-sdk`` (imported as ``scservo_sdk``).
@@ -17,7 +17,7 @@ RESOLUTION = 4096  # steps of one turn
 
 @dataclass(frozen=True)
 class Register:
-    """One register.
+    """Address and size of a servo's register.
 
     Attributes:
         length: in bytes, least significant first.
@@ -30,7 +30,7 @@ class Register:
     sign_bit: int | None = None
 
     def encode(self, value: int) -> bytes:
-        """The bytes of a value.
+        """Bytes of a value.
 
         Raises:
             ValueError: it does not fit.
@@ -43,7 +43,7 @@ class Register:
         return (magnitude | sign).to_bytes(self.length, "little")
 
     def decode(self, data: bytes) -> int:
-        """The value of these bytes."""
+        """Value of these bytes."""
         raw = int.from_bytes(data, "little")
         if self.sign_bit is None:
             return raw
@@ -84,8 +84,8 @@ ALARMS = {1: "its voltage is out of range", 2: "its position sensor fails", 4: "
 }
 
 
-def alarms(status: int) -> list[str]:
-    """A servo's status byte in words; empty when it is well."""
+def describe_alarms(status: int) -> list[str]:
+    """Texts of the errors in a servo's status byte; empty when it has none."""
     return [text for bit, text in ALARMS.items() if status & bit]
 
 
@@ -97,7 +97,7 @@ INSTALL = "pip install 'robojax[robot]'"
 
 
 class Bus:
-    """An open bus. Every method is synchronous and takes milliseconds; one thread at a time may use it.
+    """An open serial bus of servos. Calls block for milliseconds; one thread at a time may use it.
 
     Raises (every method):
         BusLost: the port is gone, or a servo did not answer.
@@ -136,42 +136,42 @@ class Bus:
         self.close()
 
     def close(self) -> None:
-        """Closes the port; servos keep holding what they were told last."""
+        """Close the port; servos keep holding their last targets."""
         if self._handler.ser is not None:
             self._handler.closePort()
 
     def ping(self, servo: int) -> int | None:
-        """The servo's model number; None when nothing answers to this id."""
-        found, result, _ = self._do(lambda: self._packets.read2ByteTxRx(self._handler, servo, MODEL.address))
-        return found if result == self._ok else None
+        """Model number of a servo; None when none answers to this id."""
+        model, result, _ = self._do(lambda: self._packets.read2ByteTxRx(self._handler, servo, MODEL.address))
+        return model if result == self._ok else None
 
     def read(self, servo: int, register: Register) -> int:
-        """One register of one servo."""
+        """Read a register of a servo."""
         data, result, _ = self._do(
             lambda: self._packets.readTxRx(self._handler, servo, register.address, register.length)
         )
         if result != self._ok or len(data) != register.length:
-            raise self._silent([servo], f"reading {register.name}", result)
+            raise self._build_bus_lost([servo], f"reading {register.name}", result)
         return register.decode(bytes(data))
 
     def status(self, servo: int) -> list[str]:
-        """What the servo complains of; empty when it is well."""
+        """Read the errors that a servo reports; empty when it has none."""
         _, result, status = self._do(lambda: self._packets.readTxRx(self._handler, servo, MODEL.address, MODEL.length))
         if result != self._ok:
-            raise self._silent([servo], "asking how it is", result)
-        return alarms(status)
+            raise self._build_bus_lost([servo], "asking how it is", result)
+        return describe_alarms(status)
 
     def write(self, servo: int, register: Register, value: int) -> None:
-        """One register of one servo, which confirms it."""
+        """Write a register of a servo, which confirms it."""
         data = list(register.encode(value))
         result, _ = self._do(
             lambda: self._packets.writeTxRx(self._handler, servo, register.address, register.length, data)
         )
         if result != self._ok:
-            raise self._silent([servo], f"writing {register.name}", result)
+            raise self._build_bus_lost([servo], f"writing {register.name}", result)
 
     def read_all(self, servos: Sequence[int], register: Register) -> tuple[dict[int, int], dict[int, list[str]]]:
-        """The same register of several servos, with one question.
+        """Read the same register of several servos with one packet.
 
         Returns:
             Id to value, and id to complaints of those that have some.
@@ -179,14 +179,14 @@ class Bus:
         Raises:
             BusLost: any of them did not answer; a value is never made up for it.
         """
-        values, complaints, silent = {}, {}, []
+        values, alarms, silent = {}, {}, []
 
         def ask() -> int:
             return self._packets.syncReadTx(self._handler, register.address, register.length, list(servos), len(servos))
 
         result = self._do(ask)
         if result != self._ok:
-            raise self._silent([], f"asking for {register.name}", result)
+            raise self._build_bus_lost([], f"asking for {register.name}", result)
         for servo in servos:
             data, result, status = self._do(lambda servo=servo: self._receive(servo, register.length))
             if result != self._ok or len(data) != register.length:
@@ -194,20 +194,20 @@ class Bus:
                 silent.append(servo)
                 break
             values[servo] = register.decode(bytes(data))
-            if found := alarms(status):
-                complaints[servo] = found
+            if texts := describe_alarms(status):
+                alarms[servo] = texts
         if silent:
-            raise self._silent(silent, f"reading {register.name}", result)
-        return values, complaints
+            raise self._build_bus_lost(silent, f"reading {register.name}", result)
+        return values, alarms
 
     def write_all(self, values: Mapping[int, int], register: Register) -> None:
-        """The same register of several servos in one packet, which nobody confirms."""
+        """Write the same register of several servos with one packet, which they do not confirm."""
         group = self._write(self._handler, self._packets, register.address, register.length)
         for servo, value in values.items():
             group.addParam(servo, list(register.encode(value)))
         result = self._do(group.txPacket)
         if result != self._ok:
-            raise self._silent([], f"writing {register.name}", result)
+            raise self._build_bus_lost([], f"writing {register.name}", result)
 
     def _receive(self, servo: int, length: int) -> tuple[list[int], int, int]:
         return self._packets.readRx(self._handler, servo, length)
@@ -224,7 +224,7 @@ class Bus:
             # The package leaves its flag set when a port breaks in the middle, and would refuse everything after.
             self._handler.is_using = False
 
-    def _silent(self, servos: Sequence[int], doing: str, result: int) -> BusLost:
+    def _build_bus_lost(self, servos: Sequence[int], doing: str, result: int) -> BusLost:
         who = f"servo {', '.join(map(str, servos))}" if servos else "the bus"
         why = self._packets.getTxRxResult(result).removeprefix("[TxRxResult] ").rstrip("!").lower()
         return BusLost(

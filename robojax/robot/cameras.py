@@ -1,4 +1,4 @@
-"""OpenCV cameras, each on a thread of its own that keeps the newest picture."""
+"""OpenCV cameras, each read by a thread that keeps the newest picture."""
 
 import threading
 import time
@@ -15,12 +15,12 @@ from robojax.robot.errors import CameraLost, RobotError
 TURNS = {0: None, 90: "ROTATE_90_CLOCKWISE", 180: "ROTATE_180", -90: "ROTATE_90_COUNTERCLOCKWISE"}
 BACKENDS = {"ANY": 0, "V4L2": 200}
 # Seconds without a picture after which a camera counts as lost.
-PATIENCE = 2.0
+FRAME_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
 class CameraConfig:
-    """One camera, with LeRobot's fields.
+    """Config of one camera, with LeRobot's fields.
 
     Attributes:
         type: "opencv" for a device or a video file, "simulated" for drawn pictures.
@@ -69,7 +69,7 @@ class CameraConfig:
 
 
 class Camera:
-    """An open camera; a thread reads it until ``close``.
+    """An open camera, read by a thread until ``close``.
 
     Attributes:
         pictures: how many came.
@@ -85,10 +85,10 @@ class Camera:
         self._newest: tuple[np.ndarray, float] | None = None
         self._why: str | None = None
         self._end, self._first = threading.Event(), threading.Event()
-        read, self._release = _source(name, config)
+        read, self._release = _open_source(name, config)
         self._thread = threading.Thread(target=self._run, args=(read,), name=f"camera-{name}", daemon=True)
         self._thread.start()
-        if not self._first.wait(PATIENCE + config.warmup_s) or self._why is not None:
+        if not self._first.wait(FRAME_TIMEOUT + config.warmup_s) or self._why is not None:
             self.close()
             raise CameraLost(
                 f"camera {name!r} ({config.index_or_path}) gives no picture: {self._why or 'nothing came'}",
@@ -103,7 +103,7 @@ class Camera:
         """
         assert self._newest is not None, "the first one was waited for"
         picture, seen_at = self._newest
-        if self._why is not None or now - seen_at > PATIENCE:
+        if self._why is not None or now - seen_at > FRAME_TIMEOUT:
             raise CameraLost(
                 f"camera {self.name!r} gives no pictures any more: {self._why or f'none for {now - seen_at:.1f} s'}",
                 "look at its cable",
@@ -111,9 +111,9 @@ class Camera:
         return picture
 
     def close(self) -> None:
-        """Let it go."""
+        """End the thread and close the camera."""
         self._end.set()
-        self._thread.join(PATIENCE)
+        self._thread.join(FRAME_TIMEOUT)
         # A driver that does not come back keeps its device: releasing it under the thread would crash.
         if not self._thread.is_alive():
             self._release()
@@ -141,21 +141,21 @@ class Camera:
             self._first.set()
 
 
-def _source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarray | None], Callable[[], None]]:
+def _open_source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarray | None], Callable[[], None]]:
     if config.type == "simulated":
-        return _drawn(config), lambda: None
+        return _make_simulated_source(config), lambda: None
     try:
         import cv2
     except ImportError as error:
         raise RobotError(f"{error.name} is not installed, which reads cameras", INSTALL) from error
-    place: Any = config.index_or_path
-    place = int(place) if isinstance(place, str) and place.isdigit() else place
-    is_file = isinstance(place, str) and Path(place).is_file()
-    capture = cv2.VideoCapture(place, cv2.CAP_ANY if is_file else BACKENDS[config.backend])
+    device: Any = config.index_or_path
+    device = int(device) if isinstance(device, str) and device.isdigit() else device
+    is_file = isinstance(device, str) and Path(device).is_file()
+    capture = cv2.VideoCapture(device, cv2.CAP_ANY if is_file else BACKENDS[config.backend])
     if not capture.isOpened():
         capture.release()
         raise CameraLost(
-            f"camera {name!r} ({place}) cannot be opened",
+            f"camera {name!r} ({device}) cannot be opened",
             "lerobot-find-cameras opencv lists what there is; v4l2-ctl --list-devices, too",
         )
     if not is_file:
@@ -194,7 +194,7 @@ def _source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarray | 
     return read, capture.release
 
 
-def _drawn(config: CameraConfig) -> Callable[[], np.ndarray]:
+def _make_simulated_source(config: CameraConfig) -> Callable[[], np.ndarray]:
     height, width = int(config.height or 0), int(config.width or 0)
     ground = np.zeros((height, width, 3), np.uint8)
     ground[..., 1] = np.linspace(0, 200, width, dtype=np.uint8)

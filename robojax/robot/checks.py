@@ -1,4 +1,4 @@
-"""Checks of port, servos, cameras and server; nothing moves."""
+"""Checks of a robot's port, servos, cameras and server, in which nothing moves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from robojax.client import Client, ClientError
 from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.cameras import Camera, CameraConfig
-from robojax.robot.config import RobotConfig, calibration_of, open_arm
+from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import BusLost, RobotError
 from robojax.robot.runner import RobotRunner
 
@@ -18,7 +18,7 @@ WARM = 10  # degrees Celsius below its limit
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
         level: ok, warn or fail.
@@ -31,10 +31,10 @@ class Finding:
     fix: str = ""
 
 
-def findings(program: RobotRunner) -> Iterator[Finding]:
-    """Everything about this robot, one after the other."""
-    config = program.robot
-    yield from _tried("calibration", lambda: _calibration(config))
+def check_robot(runner: RobotRunner) -> Iterator[Finding]:
+    """Run all checks of a robot, one after the other."""
+    config = runner.robot
+    yield from _run_check("calibration", lambda: _calibration(config))
     try:
         with open_arm(config) as arm:
             yield Finding("port", "ok", config.port or "simulated")
@@ -42,13 +42,13 @@ def findings(program: RobotRunner) -> Iterator[Finding]:
     except RobotError as error:
         yield Finding("port", "fail", str(error), error.then)
     for name, camera in config.cameras.items():
-        yield from _tried(f"camera {name}", lambda name=name, camera=camera: _camera(name, camera))
+        yield from _run_check(f"camera {name}", lambda name=name, camera=camera: _camera(name, camera))
     if not config.cameras:
         yield Finding("cameras", "warn", "none given", "most policies want some: --robot.cameras")
-    yield from _server(program)
+    yield from _server(runner)
 
 
-def _tried(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _run_check(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from look()
     except RobotError as error:
@@ -56,7 +56,7 @@ def _tried(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding
 
 
 def _calibration(config: RobotConfig) -> Iterator[Finding]:
-    calibration = calibration_of(config)
+    calibration = load_calibration(config)
     narrow = [name for name, joint in calibration.items() if joint.range_max - joint.range_min < 300]
     if narrow:
         text = f"{', '.join(narrow)} can hardly move"
@@ -66,20 +66,20 @@ def _calibration(config: RobotConfig) -> Iterator[Finding]:
 
 
 def _servos(arm: Arm) -> Iterator[Finding]:
-    missing = arm.missing()
-    there = [name for name in JOINTS if name not in missing]
+    missing = arm.find_missing_servos()
+    answering = [name for name in JOINTS if name not in missing]
     for name, text in missing.items():
         yield Finding(name, "fail", text, "look at the cable to it and from the servo before it, and at its id")
-    if not there:
+    if not answering:
         yield Finding(
             "power", "fail", "no servo answers at all", "is the arm's power supply on? the USB cable gives none"
         )
         return
     if missing:
         return
-    wrong = arm.miscalibrated()
+    wrong = arm.find_miscalibrated_servos()
     held = arm.held
-    for name in there:
+    for name in answering:
         try:
             yield _servo(arm, name, wrong.get(name), name in held)
         except BusLost as error:
@@ -87,15 +87,13 @@ def _servos(arm: Arm) -> Iterator[Finding]:
 
 
 def _servo(arm: Arm, name: str, wrong: str | None, is_held: bool) -> Finding:
-    figures, complaints = arm.figures(name), arm.status(name)
+    figures, alarms = arm.read_figures(name), arm.read_status(name)
     text = f"{figures.volts:.1f} V, {figures.celsius} °C, torque {'on' if is_held else 'off'}"
-    if complaints:
-        return Finding(
-            name, "fail", f"{text}; {', '.join(complaints)}", "switch the arm's power off and on; let it cool"
-        )
+    if alarms:
+        return Finding(name, "fail", f"{text}; {', '.join(alarms)}", "switch the arm's power off and on; let it cool")
     if not figures.lowest <= figures.volts <= figures.highest:
-        wanted = f"{figures.lowest:g} to {figures.highest:g} V"
-        return Finding(name, "fail", f"{text}; it wants {wanted}", "use the power supply that the servos are made for")
+        allowed = f"{figures.lowest:g} to {figures.highest:g} V"
+        return Finding(name, "fail", f"{text}; it wants {allowed}", "use the power supply that the servos are made for")
     if wrong is not None:
         then = "give the right --robot.id, or let lerobot-calibrate write the file to the servos"
         return Finding(name, "fail", f"{text}; {wrong}", then)
@@ -125,16 +123,16 @@ def _camera(name: str, config: CameraConfig) -> Iterator[Finding]:
         yield Finding(f"camera {name}", "ok", text)
 
 
-def _server(program: RobotRunner) -> Iterator[Finding]:
+def _server(runner: RobotRunner) -> Iterator[Finding]:
     try:
-        with Client(program.server, key=program.key) as client:
+        with Client(runner.server, key=runner.key) as client:
             client.request("GET", "/health")
             client.sessions()
             yield Finding("server", "ok", client.url)
-            if program.policy is not None:
-                cameras = list(program.robot.cameras)
-                asked = {"policy_path": program.policy, "revision": program.revision, "camera_names": cameras}
-                fit = client.request("POST", "/policies/check", asked, timeout=600)
+            if runner.policy is not None:
+                cameras = list(runner.robot.cameras)
+                request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": cameras}
+                fit = client.request("POST", "/policies/check", request, timeout=600)
                 text = "; ".join(fit["misfits"]) or f"{fit['policy_type']}, {fit['rate']:g} Hz"
                 fix = "" if fit["fits"] else "name the cameras as the policy does"
                 yield Finding("policy", "ok" if fit["fits"] else "fail", text, fix)

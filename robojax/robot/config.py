@@ -1,4 +1,4 @@
-"""LeRobot's robot flags, parsed to a config and an opened arm."""
+"""Config of a robot from LeRobot's flags, and the opening of its arm."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ UNITS = (
 
 @dataclass(frozen=True)
 class RobotConfig:
-    """A robot, with LeRobot's fields.
+    """Config of a robot, with LeRobot's fields.
 
     Attributes:
         id: names its calibration file.
@@ -43,11 +43,11 @@ class RobotConfig:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether there is no arm."""
+        """Whether the robot is simulated, without an arm."""
         return self.type == "simulated"
 
 
-def robot_config(
+def build_robot_config(
     *,
     type: str | None,
     port: str | None = None,
@@ -58,7 +58,7 @@ def robot_config(
     calibration_dir: str | None = None,
     disable_torque_on_disconnect: str | None = None,
 ) -> RobotConfig:
-    """A robot as flags tell of it.
+    """Build a robot's config from flags.
 
     Raises:
         RobotError: they do not.
@@ -88,7 +88,7 @@ def robot_config(
         use_degrees=tried(lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
         cameras=tried(read_cameras, cameras, {}),
         calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
-        max_relative_target=tried(read_cap, max_relative_target, MAX_RELATIVE_TARGET),
+        max_relative_target=tried(read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET),
         disable_torque_on_disconnect=tried(
             lambda text: _boolean("robot.disable_torque_on_disconnect", text), disable_torque_on_disconnect, False
         ),
@@ -99,20 +99,20 @@ def robot_config(
 
 
 def read_cameras(text: str) -> dict[str, CameraConfig]:
-    """``{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}``.
+    """Parse ``{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}``.
 
     Raises:
         RobotError: it is no such map.
     """
     example = '--robot.cameras="{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"'
-    found = _yaml("robot.cameras", text, example)
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(each, dict) for name, each in found.items()
+    parsed = _yaml("robot.cameras", text, example)
+    if not isinstance(parsed, dict) or not all(
+        isinstance(name, str) and isinstance(camera, dict) for name, camera in parsed.items()
     ):
         raise RobotError("--robot.cameras is no map from name to camera", f"write it like {example}")
-    known = {each.name for each in fields(CameraConfig)}
+    known = {field.name for field in fields(CameraConfig)}
     cameras, wrong = {}, []
-    for name, each in found.items():
+    for name, each in parsed.items():
         if strange := sorted(set(map(str, each)) - known):
             wrong.append(f"camera {name!r}: {', '.join(strange)} is not known; there are {', '.join(sorted(known))}")
             continue
@@ -125,16 +125,16 @@ def read_cameras(text: str) -> dict[str, CameraConfig]:
     return cameras
 
 
-def read_cap(text: str) -> float | dict[str, float] | None:
-    """A number, a map from joint to number, or none.
+def read_max_relative_target(text: str) -> float | dict[str, float] | None:
+    """Parse a number, a map from joint to number, or none.
 
     Raises:
         RobotError: it is neither.
     """
-    found = _yaml("robot.max_relative_target", text, "--robot.max_relative_target=10")
-    if found in (None, "none"):
+    parsed = _yaml("robot.max_relative_target", text, "--robot.max_relative_target=10")
+    if parsed in (None, "none"):
         return None
-    values: dict[str, Any] = found if isinstance(found, dict) else dict.fromkeys(JOINTS, found)
+    values: dict[str, Any] = parsed if isinstance(parsed, dict) else dict.fromkeys(JOINTS, parsed)
     good = all(
         isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
         for value in values.values()
@@ -145,7 +145,7 @@ def read_cap(text: str) -> float | dict[str, float] | None:
             f"the joints are {', '.join(JOINTS)}; none takes the limit off",
         )
     numbers = {name: float(value) for name, value in values.items()}
-    return numbers if isinstance(found, dict) else next(iter(numbers.values()))
+    return numbers if isinstance(parsed, dict) else next(iter(numbers.values()))
 
 
 def _boolean(name: str, text: str) -> bool:
@@ -170,8 +170,8 @@ def _yaml(name: str, text: str, example: str) -> Any:
 LOW, HIGH = 700, 3395
 
 
-def calibration_of(config: RobotConfig) -> Calibration:
-    """Its calibration.
+def load_calibration(config: RobotConfig) -> Calibration:
+    """Load the robot's calibration.
 
     Raises:
         RobotError: there is none, or it cannot be used.
@@ -183,12 +183,12 @@ def calibration_of(config: RobotConfig) -> Calibration:
 
 @contextmanager
 def open_arm(config: RobotConfig) -> Iterator[Arm]:
-    """The arm until the context ends; nothing is written to it by that.
+    """Open the arm, as a context manager; nothing is written to it by that.
 
     Raises:
         RobotError: its calibration, its port or a package is not there.
     """
-    calibration = calibration_of(config)
+    calibration = load_calibration(config)
     if config.is_simulated and not config.port:
         from robojax.robot.bus import HOMING_OFFSET, MAX_POSITION, MIN_POSITION
         from robojax.robot.simulated_bus import Servo, SimulatedBus

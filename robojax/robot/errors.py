@@ -1,8 +1,8 @@
-"""Errors of a robot: what was found, what to do."""
+"""Exceptions of robots, which say what failed and what to do."""
 
 
 class RobotError(Exception):
-    """Something of the robot cannot be used.
+    """A part of the robot cannot be used.
 
     Attributes:
         then: what to do about it.
@@ -26,8 +26,8 @@ class BusLost(RobotError):
 
 
 class ArmLost(RobotError):
-    """The arm's thread ended: the text says why, and what of the arm is held."""
+    """The arm's thread ended; the text says why, and which joints are held."""
 
 
 class CameraLost(RobotError):
-    """A camera gives no pictures."""
+    """A camera delivers no pictures."""

@@ -1,4 +1,4 @@
-"""Links of a robot to its session: a direct stream, or rooms."""
+"""Connections of a robot to its session: a direct stream, or rooms."""
 
 import asyncio
 import time
@@ -20,25 +20,25 @@ from robojax.client import (
     Unreachable,
     Wrong,
 )
-from robojax.client.codec import observation
-from robojax.client.stream import AsyncStream, write
+from robojax.client.codec import pack_observation
+from robojax.client.stream import AsyncStream, encode_message
 from robojax.robot.arm_thread import ArmThread
 from robojax.robot.errors import RobotError
 
 # Seconds before each further try to reach a server that is gone.
-AGAIN = (0.2, 0.5, 1.0, 2.0)
+RETRY_WAITS = (0.2, 0.5, 1.0, 2.0)
 TAKEN = 4409
 # Refusals that somebody may change while the arm is held: an interrupted session is restarted, a latch is taken off.
 FOR_NOW = (409, 429, 503)
 Pictures = Callable[[], Mapping[str, np.ndarray]]
-Tell = Callable[[str], None]
+OnEvent = Callable[[str], None]
 
 
 class Link(Protocol):
-    """A tie that is made again whenever it breaks."""
+    """Interface of connections that reconnect whenever they break."""
 
     async def run(self, linked: asyncio.Event) -> None:
-        """Carry observations up and commands down until cancelled; ``linked`` is set when it carries.
+        """Send observations and receive commands until cancelled; ``linked`` is set while connected.
 
         Raises:
             RobotError: it cannot be made, and trying again would not help.
@@ -47,14 +47,20 @@ class Link(Protocol):
 
 
 class StreamLink:
-    """The stream of a direct session."""
+    """Connection over the stream of a direct session."""
 
     def __init__(
-        self, session: AsyncSession, body: ArmThread, pictures: Pictures, rate: float, is_compressed: bool, tell: Tell
+        self,
+        session: AsyncSession,
+        arm_thread: ArmThread,
+        pictures: Pictures,
+        rate: float,
+        is_compressed: bool,
+        on_event: OnEvent,
     ):
-        self._session, self._body, self._pictures = session, body, pictures
-        self._period, self._is_compressed, self._tell = 1 / rate, is_compressed, tell
-        self._told: set[str] = set()
+        self._session, self._arm_thread, self._pictures = session, arm_thread, pictures
+        self._period, self._is_compressed, self._on_event = 1 / rate, is_compressed, on_event
+        self._reported: set[str] = set()
 
     async def run(self, linked: asyncio.Event) -> None:
         """See ``Link``."""
@@ -63,28 +69,28 @@ class StreamLink:
             try:
                 async with self._session.stream() as stream:
                     tries = 0
-                    await self._carry(stream, linked)
+                    await self._exchange(stream, linked)
             except (Refused, Unreachable, StreamClosed, Garbled) as error:
                 if isinstance(error, Refused) and error.status not in FOR_NOW:
                     raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
                 if isinstance(error, StreamClosed) and error.code == TAKEN:
                     raise RobotError(str(error), "end the other one first") from error
                 if isinstance(error, Refused):
-                    self._tell_once(error.code, f"the server says: {error.text}")
-                    self._body.stop(f"the server lets it wait ({error.code})")
+                    self._report_once(error.code, f"the server says: {error.text}")
+                    self._arm_thread.stop(f"the server lets it wait ({error.code})")
                 else:
-                    self._body.stop(f"the server is gone ({error})")
+                    self._arm_thread.stop(f"the server is gone ({error})")
                 linked.clear()
-                await asyncio.sleep(AGAIN[min(tries, len(AGAIN) - 1)])
+                await asyncio.sleep(RETRY_WAITS[min(tries, len(RETRY_WAITS) - 1)])
                 tries += 1
 
-    async def _carry(self, stream: AsyncStream, linked: asyncio.Event) -> None:
-        await together(self._read(stream), self._send(stream, linked))
+    async def _exchange(self, stream: AsyncStream, linked: asyncio.Event) -> None:
+        await run_until_first_ends(self._read(stream), self._send(stream, linked))
 
     async def _send(self, stream: AsyncStream, linked: asyncio.Event) -> None:
         number, sent_at, due = 0, 0.0, time.monotonic()
         while True:
-            newest = self._body.pose
+            newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
                 pose, seen_at = newest
                 number += 1
@@ -99,60 +105,66 @@ class StreamLink:
             await asyncio.sleep(due - time.monotonic())
 
     def _packed(self, pose: Mapping[str, float], seen_at: float, number: int) -> bytes:
-        seen = observation(self._pictures(), pose, number=number, is_compressed=self._is_compressed)
+        observation = pack_observation(self._pictures(), pose, number=number, is_compressed=self._is_compressed)
         age = max(0.0, time.monotonic() - seen_at) * 1e3
-        return write("observation", seen | {"age_ms": min(age, 10_000.0)})
+        return encode_message("observation", observation | {"age_ms": min(age, 10_000.0)})
 
     async def _read(self, stream: AsyncStream) -> None:
         while True:
             match await stream.next():
                 case Command(joints=joints):
-                    self._body.command(joints)
+                    self._arm_thread.command(joints)
                 case Stopped(reason=reason):
-                    self._body.stop(f"emergency stop: {reason}", is_latched=True)
+                    self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
                 case Status(status=status, hold=hold, reason=reason):
                     why = hold or reason
-                    self._tell(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
+                    self._on_event(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
                 case Wrong(code=code, detail=detail):
-                    self._tell_once(code, f"the server cannot use what is sent: {detail} ({code})")
+                    self._report_once(code, f"the server cannot use what is sent: {detail} ({code})")
                 case _:
                     pass
 
-    def _tell_once(self, code: str, text: str) -> None:
-        if code not in self._told:
-            self._told.add(code)
-            self._tell(text)
+    def _report_once(self, code: str, text: str) -> None:
+        if code not in self._reported:
+            self._reported.add(code)
+            self._on_event(text)
 
 
 class RoomsLink:
-    """The rooms of a session."""
+    """Connection over the rooms of a session."""
 
     def __init__(
-        self, session: AsyncSession, transport: str, body: ArmThread, pictures: Pictures, rate: float, tell: Tell
+        self,
+        session: AsyncSession,
+        transport: str,
+        arm_thread: ArmThread,
+        pictures: Pictures,
+        rate: float,
+        on_event: OnEvent,
     ):
         self._session, self._transport = session, transport
-        self._body, self._pictures, self._rate, self._tell = body, pictures, rate, tell
+        self._arm_thread, self._pictures, self._rate, self._on_event = arm_thread, pictures, rate, on_event
 
     async def run(self, linked: asyncio.Event) -> None:
-        """See ``Link``. The rooms are joined again by themselves when they were lost."""
+        """See ``Link``. Lost rooms are joined again."""
         from service.errors import ServiceError
 
         try:
             robot = await self._session.robot(
                 self._transport,
-                on_command=lambda values, _: self._body.command(values),
-                on_emergency_stop=lambda stop: self._body.stop(f"emergency stop: {stop.reason}", is_latched=True),
+                on_command=lambda values, _: self._arm_thread.command(values),
+                on_emergency_stop=lambda stop: self._arm_thread.stop(f"emergency stop: {stop.reason}", is_latched=True),
                 rate=self._rate,
             )
             async with robot as joined:
-                await together(self._send(joined, linked), self._watch(joined))
+                await run_until_first_ends(self._send(joined, linked), self._report_status(joined))
         except ServiceError as error:
             raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions shows what there is") from error
 
     async def _send(self, robot: Any, linked: asyncio.Event) -> None:
         sent_at, due = 0.0, time.monotonic()
         while True:
-            newest = self._body.pose
+            newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
                 pose, sent_at = newest
                 for name, picture in self._pictures().items():
@@ -162,32 +174,34 @@ class RoomsLink:
             due = max(due + 1 / self._rate, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
 
-    async def _watch(self, robot: Any) -> None:
+    async def _report_status(self, robot: Any) -> None:
         """Tell how the session is, which rooms do not say; and of commands that came in spite of a latched stop."""
         last, refused = None, 0
         while True:
             if robot.refused > refused:
                 refused = robot.refused
-                self._tell(f"{refused} commands refused: an emergency stop is latched ({robot.latch or 'now reset'})")
+                self._on_event(
+                    f"{refused} commands refused: an emergency stop is latched ({robot.latch or 'now reset'})"
+                )
             try:
                 status = await self._session.status()
-                if (found := described(status)) != last:
-                    self._tell(found)
-                    last = found
+                if (description := describe_status(status)) != last:
+                    self._on_event(description)
+                    last = description
             except ClientError:
                 last = None
             await asyncio.sleep(1)
 
 
-def described(status: SessionStatus) -> str:
-    """A session's status in a line."""
+def describe_status(status: SessionStatus) -> str:
+    """A session's status as one line."""
     why = status.error_message or status.stats.get("hold")
     return f"session {status.session_id}: {status.status}" + (f" ({why})" if why else "")
 
 
-async def together(*work: Coroutine[None, None, None]) -> None:
-    """Run until the first of them ends or fails; the others are cancelled."""
-    tasks = [asyncio.create_task(each) for each in work]
+async def run_until_first_ends(*work: Coroutine[None, None, None]) -> None:
+    """Run coroutines until the first ends or fails; the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

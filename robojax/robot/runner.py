@@ -1,4 +1,4 @@
-"""Runs a robot's session from connection to release."""
+"""Runs a robot in its session, from connecting to releasing the arm."""
 
 import asyncio
 import contextlib
@@ -20,12 +20,12 @@ from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera
 from robojax.robot.config import RobotConfig, open_arm
 from robojax.robot.errors import RobotError
-from robojax.robot.links import Link, Pictures, RoomsLink, StreamLink, Tell, described, together
+from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
 
 
 @asynccontextmanager
 async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
-    """A queue of keys; Ctrl-C stays what it is, and the terminal is put back at the end."""
+    """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit."""
     pressed: asyncio.Queue[str] = asyncio.Queue()
     if not sys.stdin.isatty():
         yield pressed
@@ -38,12 +38,12 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        found = b""
+        typed = b""
         with contextlib.suppress(OSError):
-            found = os.read(terminal, 64)
-        if not found:
+            typed = os.read(terminal, 64)
+        if not typed:
             loop.remove_reader(terminal)  # it hung up, and would be readable for ever
-        for key in found.decode(errors="replace"):
+        for key in typed.decode(errors="replace"):
             pressed.put_nowait(key)
 
     tty.setcbreak(terminal)
@@ -66,7 +66,7 @@ ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class RobotRunner:
-    """What is to be done.
+    """Settings of a robot's run: robot, server, session, policy, rate.
 
     Attributes:
         server: URL; None for this machine's.
@@ -76,7 +76,7 @@ class RobotRunner:
         transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
             the rooms of the server itself.
         rate: observations (and looks at the arm) per second.
-        patience: seconds without a command after which the arm is held.
+        command_timeout: seconds without a command after which the arm is held.
         is_started: whether the session is started, or waits for somebody to do so.
         is_compressed: whether pictures go as JPEG; None: unless the server is on this machine.
     """
@@ -90,14 +90,14 @@ class RobotRunner:
     task: str | None = None
     transport: str | None = None
     rate: float = 30.0
-    patience: float = 0.5
+    command_timeout: float = 0.5
     is_started: bool = True
     is_dry_run: bool = False
     is_compressed: bool | None = None
 
     @property
     def session_id(self) -> str:
-        """The session's id."""
+        """ID of the session."""
         return self.session or self.robot.id
 
 
@@ -105,59 +105,59 @@ class _Ended(Exception):
     """Somebody ended the program before anything was held."""
 
 
-async def run(program: RobotRunner, tell: Tell) -> None:
-    """Move the arm until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
+async def run(runner: RobotRunner, on_event: OnEvent) -> None:
+    """Run the robot until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
 
     Args:
-        tell: takes what happens, a line each.
+        on_event: takes what happens, a line each.
 
     Raises:
         RobotError: something of the robot cannot be used, or was lost. What is left of it is held.
         ClientError: the server is not there, or refuses.
     """
-    over = asyncio.Event()
+    end_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in ENDS:
-        loop.add_signal_handler(number, over.set)
+        loop.add_signal_handler(number, end_requested.set)
     try:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncClient(program.server, key=program.key))
-            cameras = await asyncio.to_thread(_open_cameras, program.robot)
+            client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
+            cameras = await asyncio.to_thread(_open_cameras, runner.robot)
             for camera in cameras.values():
                 stack.callback(camera.close)
-            arm = stack.enter_context(open_arm(program.robot))
-            session = await stack.enter_async_context(_session(client, program, tuple(cameras), over, tell))
-            if over.is_set():
+            arm = stack.enter_context(open_arm(runner.robot))
+            session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
+            if end_requested.is_set():
                 raise _Ended
-            await asyncio.to_thread(arm.engage)
-            tell("the arm is held where it is")
-            follower = Follower(JOINTS, program.patience, program.robot.max_relative_target)
-            with ArmThread(arm, follower, program.rate) as body:
-                ended = await _tied(program, client, session, body, cameras, over, tell)
-            if body.failure is not None:
-                raise body.failure
-            if program.robot.disable_torque_on_disconnect:
-                arm.release()
-                tell("the arm's torque is off")
+            await asyncio.to_thread(arm.enable_torque)
+            on_event("the arm is held where it is")
+            follower = Follower(JOINTS, runner.command_timeout, runner.robot.max_relative_target)
+            with ArmThread(arm, follower, runner.rate) as arm_thread:
+                ended = await _run_linked(runner, client, session, arm_thread, cameras, end_requested, on_event)
+            if arm_thread.failure is not None:
+                raise arm_thread.failure
+            if runner.robot.disable_torque_on_disconnect:
+                arm.disable_torque()
+                on_event("the arm's torque is off")
             else:
-                tell("the arm is held; put a hand under it before you switch its power off")
+                on_event("the arm is held; put a hand under it before you switch its power off")
             if ended is not None:
                 raise ended
     except _Ended:
-        tell("ended; the arm was told nothing")
+        on_event("ended; the arm was told nothing")
     finally:
         for number in ENDS:
             loop.remove_signal_handler(number)
 
 
-async def _tied(
-    program: RobotRunner,
+async def _run_linked(
+    runner: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
-    body: ArmThread,
+    arm_thread: ArmThread,
     cameras: Mapping[str, Camera],
-    over: asyncio.Event,
-    tell: Tell,
+    end_requested: asyncio.Event,
+    on_event: OnEvent,
 ) -> Exception | None:
     """Moves until something ends it; what that was, unless somebody wanted it."""
 
@@ -167,50 +167,50 @@ async def _tied(
 
     linked = asyncio.Event()
     status = await session.status()
-    link = _link(program, client, session, status.rooms.joint_output != "", body, pictures, tell)
+    link = _make_link(runner, client, session, status.rooms.joint_output != "", arm_thread, pictures, on_event)
     try:
         async with keys() as pressed:
-            await together(
+            await run_until_first_ends(
                 link.run(linked),
-                _started(program, session, linked, tell),
-                _watched(body, tell),
-                _keys(pressed, session, body, over, tell),
-                _until(over),
+                _start_session(runner, session, linked, on_event),
+                _wait_for_failure(arm_thread, on_event),
+                _keys(pressed, session, arm_thread, end_requested, on_event),
+                _wait_for_end(end_requested),
             )
     except (RobotError, ClientError) as error:
         return error
     finally:
-        body.stop("the program ends", is_latched=True)
+        arm_thread.stop("the program ends", is_latched=True)
         with contextlib.suppress(ClientError, TimeoutError):
             async with asyncio.timeout(LEAVE):
                 await session.stop()
     return None
 
 
-def _link(
-    program: RobotRunner,
+def _make_link(
+    runner: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
     has_rooms: bool,
-    body: ArmThread,
+    arm_thread: ArmThread,
     pictures: Pictures,
-    tell: Tell,
+    on_event: OnEvent,
 ) -> Link:
     if has_rooms:
-        transport = program.transport if program.transport not in (None, "direct") else client.url
-        return RoomsLink(session, str(transport), body, pictures, program.rate, tell)
+        transport = runner.transport if runner.transport not in (None, "direct") else client.url
+        return RoomsLink(session, str(transport), arm_thread, pictures, runner.rate, on_event)
     is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
-    is_compressed = not is_near if program.is_compressed is None else program.is_compressed
-    return StreamLink(session, body, pictures, program.rate, is_compressed, tell)
+    is_compressed = not is_near if runner.is_compressed is None else runner.is_compressed
+    return StreamLink(session, arm_thread, pictures, runner.rate, is_compressed, on_event)
 
 
 @asynccontextmanager
 async def _session(
-    client: AsyncClient, program: RobotRunner, cameras: tuple[str, ...], over: asyncio.Event, tell: Tell
+    client: AsyncClient, runner: RobotRunner, cameras: tuple[str, ...], end_requested: asyncio.Event, on_event: OnEvent
 ) -> AsyncIterator[AsyncSession]:
     """The session; one that is made here is removed at the end."""
-    session = client.session(program.session_id)
-    if program.policy is None:
+    session = client.session(runner.session_id)
+    if runner.policy is None:
         status = await session.status()
         if missing := sorted(set(status.camera_names) - set(cameras)):
             raise RobotError(
@@ -218,71 +218,73 @@ async def _session(
                 "name them as the policy does in --robot.cameras",
             )
         if status.status == "interrupted":
-            tell(f"session {session.id} was interrupted; it is loaded again")
+            on_event(f"session {session.id} was interrupted; it is loaded again")
             await session.restart()
-        tell(described(await session.status()))
+        on_event(describe_status(await session.status()))
         yield session
         return
-    asked = {"policy_path": program.policy, "revision": program.revision, "camera_names": list(cameras)}
-    fit = await _unless(over, client.request("POST", "/policies/check", asked, timeout=600))
+    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
+    fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
     if not fit["fits"]:
         raise RobotError(
             f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
             f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras",
         )
-    tell(f"loading {program.policy} ...")
+    on_event(f"loading {runner.policy} ...")
     making = client.create(
         session.id,
-        program.policy,
-        transport_server_url=program.transport or "direct",
+        runner.policy,
+        transport_server_url=runner.transport or "direct",
         camera_names=cameras,
         policy_type=fit["policy_type"],
-        revision=program.revision,
-        language_instruction=program.task,
-        dry_run=program.is_dry_run,
+        revision=runner.revision,
+        language_instruction=runner.task,
+        dry_run=runner.is_dry_run,
     )
-    made = await _unless(over, making, lambda: _removed(session))
+    created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
-        yield made
+        yield created
     finally:
-        await _removed(made)
+        await _remove_session(created)
 
 
-async def _removed(session: AsyncSession) -> None:
+async def _remove_session(session: AsyncSession) -> None:
     with contextlib.suppress(ClientError, TimeoutError):
         async with asyncio.timeout(LEAVE):
             await session.delete()
 
 
-async def _unless(
-    over: asyncio.Event, work: Coroutine[Any, Any, Any], undo: Callable[[], Coroutine[Any, Any, None]] | None = None
+async def _run_unless_ended(
+    end_requested: asyncio.Event,
+    work: Coroutine[Any, Any, Any],
+    undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """What the work gives, unless somebody ends the program meanwhile; then it is undone.
+    """Result of the work, or `_Ended` when somebody ends the program first; then the work is undone.
 
     Raises:
         _Ended: somebody did.
     """
-    task, ended = asyncio.create_task(work), asyncio.create_task(over.wait())
+    task, ended = asyncio.create_task(work), asyncio.create_task(end_requested.wait())
     try:
         await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and undo is not None:
             # A refusal comes soon: a session of this id that is somebody else's is not removed.
             await asyncio.wait((task,), timeout=LEAVE)
-        if not over.is_set() or (task.done() and task.exception() is not None):
+        if not end_requested.is_set() or (task.done() and task.exception() is not None):
             return task.result()
         if undo is not None:
             await undo()
         raise _Ended
     finally:
-        for each in (task, ended):
-            each.cancel()
+        for waited in (task, ended):
+            waited.cancel()
         await asyncio.gather(task, ended, return_exceptions=True)
 
 
-async def _started(program: RobotRunner, session: AsyncSession, linked: asyncio.Event, tell: Tell) -> None:
+async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asyncio.Event, on_event: OnEvent) -> None:
     await linked.wait()
-    if not program.is_started:
-        tell(f"ready; robojax start {session.id} lets it move")
+    if not runner.is_started:
+        on_event(f"ready; robojax start {session.id} lets it move")
     else:
         try:
             await session.start()
@@ -290,52 +292,60 @@ async def _started(program: RobotRunner, session: AsyncSession, linked: asyncio.
             # It runs already: somebody else started it, which is what was wanted.
             if not (await session.status()).is_moving:
                 raise error
-        tell("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
+        on_event("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
     await asyncio.Event().wait()
 
 
-async def _watched(body: ArmThread, tell: Tell) -> None:
-    """Until the arm's own thread ends, which only a failure does."""
+async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
+    """Report holds until the arm's thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
-    while not body.is_over:
-        if (hold := body.hold) != last:
-            tell("moving" if hold is None else f"held: {hold}")
-            if body.is_latched:
-                tell("it stays held; when it is safe, end this program, robojax reset the session, and start it again")
+    while not arm_thread.is_over:
+        if (hold := arm_thread.hold) != last:
+            on_event("moving" if hold is None else f"held: {hold}")
+            if arm_thread.is_latched:
+                on_event(
+                    "it stays held; when it is safe, end this program, robojax reset the session, and start it again"
+                )
             last = hold
-        figures = body.figures()["clamped"]
+        figures = arm_thread.get_counters()["clamped"]
         assert isinstance(figures, dict)
         if new := frozenset(figures) - clamped:
-            tell(f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly")
+            on_event(
+                f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
+            )
             clamped |= new
         await asyncio.sleep(LOOK)
 
 
 async def _keys(
-    pressed: "asyncio.Queue[str]", session: AsyncSession, body: ArmThread, over: asyncio.Event, tell: Tell
+    pressed: "asyncio.Queue[str]",
+    session: AsyncSession,
+    arm_thread: ArmThread,
+    end_requested: asyncio.Event,
+    on_event: OnEvent,
 ) -> None:
     while True:
         key = await pressed.get()
         if key == EMERGENCY:
-            body.stop("emergency stop by key", is_latched=True)
+            arm_thread.stop("emergency stop by key", is_latched=True)
             try:
                 await session.emergency_stop("key at the robot")
             except ClientError as error:
-                tell(f"the arm is held; the server could not be told: {error}")
+                on_event(f"the arm is held; the server could not be told: {error}")
         elif key == QUIT:
-            over.set()
+            end_requested.set()
 
 
-async def _until(over: asyncio.Event) -> None:
-    await over.wait()
+async def _wait_for_end(end_requested: asyncio.Event) -> None:
+    await end_requested.wait()
 
 
 def _open_cameras(config: RobotConfig) -> dict[str, Camera]:
     cameras: dict[str, Camera] = {}
     try:
-        for name, each in config.cameras.items():
-            cameras[name] = Camera(name, each)
+        for name, camera_config in config.cameras.items():
+            cameras[name] = Camera(name, camera_config)
     except RobotError:
         for camera in cameras.values():
             camera.close()

@@ -1,4 +1,4 @@
-"""Simulated servos behind a pseudo-terminal.
+"""Simulated servos behind a pseudo-terminal, for tests and for a robot without an arm.
 
 The bytes are a real bus's (ping, read, write, sync read, sync write, checksums, status bits), so that everything above
 is what a real arm gets.
@@ -39,7 +39,7 @@ FIRST = {
 
 
 class Servo:
-    """One servo: its memory, and a shaft that goes towards the goal while torque is on.
+    """Simulated servo: its memory, and a shaft that moves to its goal while torque is on.
 
     Attributes:
         status: its status byte.
@@ -63,22 +63,22 @@ class Servo:
         self.memory[register.address : register.address + register.length] = register.encode(value)
 
     def read(self, address: int, length: int, now: float) -> bytes:
-        """Bytes of its memory."""
+        """Read bytes of the memory."""
         self._move(now)
         return bytes(self.memory[address : address + length])
 
     def write(self, address: int, data: bytes, now: float) -> None:
-        """Bytes into its memory, but for what only the servo itself writes."""
+        """Write bytes to the memory, except to read-only registers."""
         self._move(now)
-        kept = bytes(self.memory[:5]), bytes(self.memory[56:71])
+        protected = bytes(self.memory[:5]), bytes(self.memory[56:71])
         self.memory[address : address + len(data)] = data
-        self.memory[:5], self.memory[56:71] = kept
+        self.memory[:5], self.memory[56:71] = protected
         goal = bus.GOAL_POSITION
         if address <= goal.address < address + len(data) and self[bus.TORQUE_ENABLE]:
             self.written.append((now, self[goal]))
 
-    def place(self, position: float) -> None:
-        """Puts the shaft somewhere, as a hand does."""
+    def set_position(self, position: float) -> None:
+        """Turn the shaft to a position, as by hand."""
         self._position = position
         self[bus.PRESENT_POSITION] = round(position)
 
@@ -93,47 +93,47 @@ class Servo:
 
 
 class ServoLine:
-    """All servos of one bus: bytes in, bytes out.
+    """All servos of a bus: packets in, packets out.
 
     Attributes:
         silent: ids that do not answer, as if unplugged.
-        garbled: ids whose answers have a wrong checksum.
+        corrupted: ids whose answers have a wrong checksum.
     """
 
     def __init__(self, servos: Mapping[int, Servo]):
         self.servos = dict(servos)
         self.silent: set[int] = set()
-        self.garbled: set[int] = set()
-        self._heard = bytearray()
+        self.corrupted: set[int] = set()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """What the bus carries after these bytes came."""
-        self._heard += data
+        """Bytes that the servos answer to these bytes."""
+        self._buffer += data
         answers = bytearray()
         while (packet := self._next()) is not None:
-            answers += self._obey(packet, now)
+            answers += self._execute(packet, now)
         return bytes(answers)
 
     def _next(self) -> bytes | None:
         """The next packet that is whole and has the right checksum: id, length, instruction, parameters."""
         while True:
-            start = self._heard.find(b"\xff\xff")
+            start = self._buffer.find(b"\xff\xff")
             if start < 0:
-                del self._heard[: max(0, len(self._heard) - 1)]
+                del self._buffer[: max(0, len(self._buffer) - 1)]
                 return None
-            del self._heard[:start]
-            if len(self._heard) < 4:
+            del self._buffer[:start]
+            if len(self._buffer) < 4:
                 return None
-            whole = self._heard[3] + 4
-            if len(self._heard) < whole:
+            whole = self._buffer[3] + 4
+            if len(self._buffer) < whole:
                 return None
-            packet = bytes(self._heard[2:whole])
-            if packet[1] >= 2 and packet[-1] == checksum(packet[:-1]):
-                del self._heard[:whole]
+            packet = bytes(self._buffer[2:whole])
+            if packet[1] >= 2 and packet[-1] == compute_checksum(packet[:-1]):
+                del self._buffer[:whole]
                 return packet[:-1]
-            del self._heard[0]
+            del self._buffer[0]
 
-    def _obey(self, packet: bytes, now: float) -> bytes:
+    def _execute(self, packet: bytes, now: float) -> bytes:
         target, instruction, parameters = packet[0], packet[2], packet[3:]
         if instruction == SYNC_WRITE and target == EVERYBODY and len(parameters) > 2:
             address, length = parameters[0], parameters[1]
@@ -162,17 +162,17 @@ class ServoLine:
         if servo not in self.servos or servo in self.silent:
             return b""
         body = bytes([servo, len(data) + 2, self.servos[servo].status]) + data
-        wrong = 1 if servo in self.garbled else 0
-        return b"\xff\xff" + body + bytes([checksum(body) ^ wrong])
+        wrong = 1 if servo in self.corrupted else 0
+        return b"\xff\xff" + body + bytes([compute_checksum(body) ^ wrong])
 
 
-def checksum(body: bytes) -> int:
-    """The last byte of a packet with this body."""
+def compute_checksum(body: bytes) -> int:
+    """Checksum, the last byte of a packet with this body."""
     return ~sum(body) & 0xFF
 
 
 class SimulatedBus:
-    """Servos behind a pseudo-terminal, on a thread of their own until the context ends.
+    """Simulated servos behind a pseudo-terminal, run by a thread; a context manager.
 
     Attributes:
         port: what to give as ``--robot.port``.
@@ -195,11 +195,11 @@ class SimulatedBus:
     def __exit__(self, *_: object) -> None:
         os.write(self._end, b"x")
         self._thread.join()
-        for each in (self._ours, self._theirs, self._ended, self._end):
-            os.close(each)
+        for descriptor in (self._ours, self._theirs, self._ended, self._end):
+            os.close(descriptor)
 
     def servo(self, number: int) -> Servo:
-        """One of them."""
+        """The simulated servo of this id."""
         return self.line.servos[number]
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""A simulated SO-100 arm that is an ordinary client of the server."""
+"""Simulated SO-100 arm, an ordinary client of the server."""
 
 import ctypes
 import os
@@ -17,5 +17,7 @@ def _is_library(name: str) -> bool:
 # whose library is missing makes the import itself fail. So the choice is made here, before any module of this package
 # can import it: with neither library physics still runs, and drawing says what to install. A set MUJOCO_GL is left.
 if sys.platform == "linux" and "MUJOCO_GL" not in os.environ:
-    found = [name for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")) if _is_library(library)]
-    os.environ["MUJOCO_GL"] = found[0] if found else "disabled"
+    available = [
+        name for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")) if _is_library(library)
+    ]
+    os.environ["MUJOCO_GL"] = available[0] if available else "disabled"

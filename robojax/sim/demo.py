@@ -1,4 +1,4 @@
-"""The demo: server and simulated arm as child processes."""
+"""The demo: a server and the simulated arm as child processes."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ import aiohttp
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 from service.processes import Child, ChildDied, child
-from service.transport.client.rest import headers_of
+from service.transport.client.rest import auth_headers
 
 SESSION = "demo-arm"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The body of the session's creation.
+    """Settings of the demo's session.
 
     Attributes:
         instruction: of the first episode; None for a policy that reads none.
@@ -37,7 +37,7 @@ class Request:
     is_recorded: bool = False
 
     def body(self) -> dict[str, Any]:
-        """What is not the default is said."""
+        """Request body that creates the session, without defaults."""
         said: dict[str, Any] = {
             "session_id": SESSION,
             "policy_path": self.policy,
@@ -53,7 +53,7 @@ class Request:
         return said | ({"record": True} if self.is_recorded else {})
 
     def curl(self) -> list[str]:
-        """Lines a person can type to do what the demo did."""
+        """Shell commands that do the same by hand."""
         body = shlex.quote(json.dumps(self.body()))
         session, is_json = f"{self.url}/sessions/{SESSION}", "-H 'content-type: application/json' -d"
         other = shlex.quote(json.dumps({"language_instruction": self.instruction}))
@@ -70,30 +70,30 @@ STARTING = 60.0  # seconds for the server to answer
 LOADING = 300.0  # seconds for the policy to be loaded and compiled
 
 
-class ShowFailed(Exception):
+class DemoFailed(Exception):
     """The demo cannot go on; the text says why."""
 
 
 @dataclass
 class View:
-    """What there is to see at one moment.
+    """State of the demo at one moment.
 
     Attributes:
         status: the session as ``GET /sessions/{id}`` tells it.
         news: episodes that ended since the view before.
-        asked: the instruction of the episode that is played; empty before the first.
+        instruction: the one of the episode that is played; empty before the first.
         is_over: whether the arm has played all its episodes.
     """
 
     status: Mapping[str, Any]
     score: Score
     news: list[Outcome] = field(default_factory=list)
-    asked: str = ""
+    instruction: str = ""
     is_over: bool = False
 
 
-class DemoShow:
-    """A running demo.
+class Demo:
+    """A running demo, with its server.
 
     Attributes:
         url: the server's.
@@ -105,23 +105,23 @@ class DemoShow:
 
     @property
     def page(self) -> str:
-        """Where a person can watch and stop it."""
+        """URL of the page on which a person can watch and stop it."""
         return f"{self.url}/ui"
 
     async def create_session(
         self, policy: str, task: Task = PICK, seed: int = 0, *, revision: str | None = None
     ) -> Request:
-        """Makes the session; returns when its policy is loaded, compiled and warm.
+        """Create the session; returns when its policy is loaded, compiled and warm.
 
         Args:
             seed: of the first episode, whose instruction the session begins with.
 
         Raises:
-            ShowFailed: the server refused.
+            DemoFailed: the server refused.
         """
         named = {"policy_path": policy} | ({} if revision is None else {"revision": revision})
         needs = (await self._post("/policies/check", named, "policy"))["requirements"]
-        instruction = task.asked(seed).instruction if needs["language"] else None
+        instruction = task.choose_cube(seed).instruction if needs["language"] else None
         request = Request(self.url, policy, revision, needs["policy_type"], instruction, self._is_recorded)
         await self._post("/sessions", request.body(), "session")
         return request
@@ -130,7 +130,7 @@ class DemoShow:
         timeout = aiohttp.ClientTimeout(total=LOADING)
         async with self._http.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
             if answer.status != 200:
-                raise ShowFailed(f"the server refused the {what} with {answer.status}: {await answer.text()}")
+                raise DemoFailed(f"the server refused the {what} with {answer.status}: {await answer.text()}")
             return await answer.json()
 
     async def views(
@@ -143,34 +143,34 @@ class DemoShow:
         films: Path | None = None,
         period: float = 0.25,
     ) -> AsyncIterator[View]:
-        """Starts the arm and tells what can be seen, `period` seconds apart, until its episodes are over.
+        """Start the arm and yield its state every `period` seconds, until its episodes are over.
 
         Args:
             films: a folder for a video of each episode.
 
         Raises:
-            ShowFailed: an episode could not be played.
+            DemoFailed: an episode could not be played.
             ChildDied: the server or the arm ended by itself.
         """
         arguments = ("--server", self.url, "--transport", self.url, "--session", SESSION)
         arguments += ("--task", task.name, "--seed", str(seed), "--episodes", str(episodes))
         arguments += () if request.instruction is None else ("--instruct",)
         arguments += () if films is None else ("--films", str(films))
-        score, news, asked, failure = Score(), [], "", None
+        score, news, instruction, failure = Score(), [], "", None
 
         async def listen(arm: Child) -> None:
-            nonlocal asked, failure
+            nonlocal instruction, failure
             while (line := await arm.next_line()) is not None:
-                told = json.loads(line)
-                event = told.pop("event")
+                message = json.loads(line)
+                event = message.pop("event")
                 if event == "episode":
-                    outcome = Outcome(**told)
+                    outcome = Outcome(**message)
                     score.outcomes.append(outcome)
                     news.append(outcome)
                 elif event == "asked":
-                    asked = told["instruction"]
+                    instruction = message["instruction"]
                 elif event == "failed":
-                    failure = told["reason"]
+                    failure = message["reason"]
 
         async with child("the arm", "robojax.sim.robot", *arguments) as arm:
             listening = asyncio.create_task(listen(arm))
@@ -181,23 +181,23 @@ class DemoShow:
                     if is_over:
                         listening.result()
                         if failure is not None:
-                            raise ShowFailed(f"{failure}\n{arm.last_words()}".rstrip())
+                            raise DemoFailed(f"{failure}\n{arm.last_words()}".rstrip())
                         if episodes == 0 or score.done < episodes:
                             arm.check()
-                            raise ShowFailed("the arm ended before its episodes were over")
-                    shown, news[:] = list(news), []
-                    yield View(await self._status(), score, shown, asked, is_over)
+                            raise DemoFailed("the arm ended before its episodes were over")
+                    recent, news[:] = list(news), []
+                    yield View(await self._status(), score, recent, instruction, is_over)
                     if is_over:
                         return
                     await asyncio.sleep(period)
             finally:
                 listening.cancel()
 
-    async def recorded(self) -> Mapping[str, Any]:
-        """Ends the session; returns its recording when a dataset was made of it, or could not be.
+    async def finish_recording(self) -> Mapping[str, Any]:
+        """End the session; returns its recording when a dataset was made of it, or could not be.
 
         Raises:
-            ShowFailed: it took too long, or there is none.
+            DemoFailed: it took too long, or there is none.
         """
         url = self.url
         try:
@@ -210,7 +210,7 @@ class DemoShow:
                         return newest
                     await asyncio.sleep(0.2)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ShowFailed(f"the recording was not finished: {error or 'it took too long'}") from error
+            raise DemoFailed(f"the recording was not finished: {error or 'it took too long'}") from error
 
     async def _status(self) -> Mapping[str, Any]:
         try:
@@ -219,21 +219,21 @@ class DemoShow:
                 return await answer.json()
         except aiohttp.ClientError as error:
             self._server.check()
-            raise ShowFailed(f"the server does not answer: {error}") from error
+            raise DemoFailed(f"the server does not answer: {error}") from error
 
 
 @asynccontextmanager
-async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[DemoShow]:
-    """Starts the server and waits until it answers.
+async def serve_demo(*, port: int = 0, recordings: Path | None = None) -> AsyncIterator[Demo]:
+    """Start the server and wait until it answers, as a context manager.
 
     Args:
         recordings: a folder to record the session into.
 
     Raises:
-        ShowFailed: it did not in time.
+        DemoFailed: it did not in time.
         ChildDied: it ended by itself.
     """
-    port = port or free_port()
+    port = port or find_free_port()
     url = f"http://127.0.0.1:{port}"
     timeout = aiohttp.ClientTimeout(total=10)
     arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
@@ -242,7 +242,7 @@ async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterato
     async with (
         # Where the settings name a file of keys, the demo's own server wants one too.
         aiohttp.ClientSession(
-            timeout=timeout, trust_env=False, headers=headers_of(os.environ.get("ROBOJAX_KEY"))
+            timeout=timeout, trust_env=False, headers=auth_headers(os.environ.get("ROBOJAX_KEY"))
         ) as http,
         child("the server", "robojax.cli", *arguments) as server,
     ):
@@ -250,7 +250,7 @@ async def show(*, port: int = 0, recordings: Path | None = None) -> AsyncIterato
         draining = asyncio.create_task(_drain(server))
         try:
             await wait_until_up(http, url, server)
-            yield DemoShow(url, http, server, is_recorded=recordings is not None)
+            yield Demo(url, http, server, is_recorded=recordings is not None)
         finally:
             draining.cancel()
 
@@ -261,10 +261,10 @@ async def _drain(server: Child) -> None:
 
 
 async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -> None:
-    """Returns when the server answers.
+    """Wait until the server answers.
 
     Raises:
-        ShowFailed: it did not in time.
+        DemoFailed: it did not in time.
         ChildDied: it ended by itself.
     """
     try:
@@ -279,14 +279,14 @@ async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) ->
                     pass  # not listening yet
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise ShowFailed(f"the server did not answer at {url} in {STARTING:.0f} s\n{server.last_words()}") from None
+        raise DemoFailed(f"the server did not answer at {url} in {STARTING:.0f} s\n{server.last_words()}") from None
 
 
-def free_port() -> int:
-    """A port that nothing listens on at this moment."""
+def find_free_port() -> int:
+    """A port that no process listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-__all__ = ["ChildDied", "DemoShow", "Request", "ShowFailed", "View", "show"]
+__all__ = ["ChildDied", "Demo", "DemoFailed", "Request", "View", "serve_demo"]

@@ -1,4 +1,4 @@
-"""Closed-loop evaluation without a server, and its JSON report."""
+"""Closed-loop evaluation of a policy without a server, and its JSON report."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ PACKAGES = ("robojax", "jax", "jaxlib", "flax", "numpy", "mujoco", "aiortc", "av
 
 @dataclass
 class Evaluation:
-    """An evaluation: what was asked for, what came of it so far.
+    """Settings and results of an evaluation.
 
     Attributes:
         policy: a folder, or a repo id of the Hub.
-        found: of the policy and of the way its answers took, as it becomes known.
+        results: of the policy and of the way its answers took, as it becomes known.
     """
 
     policy: str
@@ -37,14 +37,14 @@ class Evaluation:
     seeds: Sequence[int]
     is_filmed: bool
     score: Score = field(default_factory=Score)
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything."""
+        """The report: settings, results, episodes, versions."""
         outcomes = self.score.outcomes
         return {
             "is_complete": len(outcomes) == len(self.seeds),
-            "policy": {"path": self.policy, "revision": self.revision, "files": digests(self.policy)},
+            "policy": {"path": self.policy, "revision": self.revision, "files": hash_policy_files(self.policy)},
             "task": {
                 "name": self.task.name,
                 "instructions": self.task.instructions,
@@ -53,16 +53,16 @@ class Evaluation:
                 "lifted_above_m": LIFTED,
             },
             "seeds": {"first": self.seeds[0], "last": self.seeds[-1]},
-            "run": self.found,
+            "run": self.results,
             "machine": {
                 "system": platform.platform(),
                 "processors": os.cpu_count(),
                 "python": platform.python_version(),
                 "drawn_with": os.environ.get("MUJOCO_GL"),
-                "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+                "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
             },
-            "all": summary(self.score),
-            "by_instruction": {name: summary(score) for name, score in self.score.by_instruction().items()},
+            "all": summarize_score(self.score),
+            "by_instruction": {name: summarize_score(score) for name, score in self.score.by_instruction().items()},
             "episodes": [
                 asdict(outcome) | ({"film": f"{FILMS}/{film_name(outcome)}"} if self.is_filmed else {})
                 for outcome in outcomes
@@ -70,7 +70,7 @@ class Evaluation:
         }
 
     def save(self, folder: Path) -> Path:
-        """Writes it; the file is there only when it is whole.
+        """Write the report; the file appears only when it is whole.
 
         Raises:
             OSError: the disk does not take it.
@@ -82,8 +82,8 @@ class Evaluation:
         return path
 
 
-def summary(score: Score) -> dict[str, Any]:
-    """Counts, and the share with its interval."""
+def summarize_score(score: Score) -> dict[str, Any]:
+    """Counts, success rate and its confidence interval."""
     return {
         "episodes": score.done,
         "lifted": score.lifted,
@@ -93,8 +93,8 @@ def summary(score: Score) -> dict[str, Any]:
     }
 
 
-def digests(policy: str) -> Mapping[str, str] | None:
-    """SHA-256 of the files of a policy's folder; None for a repo of the Hub, whose commit says as much."""
+def hash_policy_files(policy: str) -> Mapping[str, str] | None:
+    """SHA-256 of the files in a policy's folder; None for a repository, whose commit identifies it."""
     folder = Path(policy)
     if not folder.is_dir():
         return None
@@ -123,7 +123,7 @@ def evaluate(
     delay: int = 0,
     films: Path | None = None,
 ) -> Iterator[Outcome]:
-    """Plays one episode per seed, as fast as it goes.
+    """Play one episode per seed, as fast as possible.
 
     Args:
         action_steps: actions executed of each chunk; the policy's own number when None.
@@ -147,7 +147,7 @@ def evaluate(
         for number, seed in enumerate(seeds, 1):
             arm.reset(seed)
             frames = _play(arm, policy, steps, delay, films is not None)
-            outcome = Outcome(number, seed, arm.asked.instruction, arm.is_lifted, arm.wrong, HORIZON)
+            outcome = Outcome(number, seed, arm.target_cube.instruction, arm.is_lifted, arm.wrong, HORIZON)
             if films is not None:
                 save_film(films, frames, outcome)
             yield outcome
@@ -171,8 +171,8 @@ def _play(arm: Arm, policy: Policy, steps: int, delay: int, is_filmed: bool) -> 
 
 
 def _observation(arm: Arm, picture: np.ndarray, reads_language: bool) -> dict[str, np.ndarray]:
-    seen = {
+    observation = {
         "observation.state": arm.joints[None].astype(np.float32),
         f"observation.images.{CAMERA}": picture[None],
     }
-    return seen | ({TASK: np.array([arm.asked.instruction])} if reads_language else {})
+    return observation | ({TASK: np.array([arm.target_cube.instruction])} if reads_language else {})

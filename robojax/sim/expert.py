@@ -1,4 +1,4 @@
-"""Scripted expert, and demonstrations recorded from it.
+"""Scripted expert that lifts cubes, and demonstrations recorded from it.
 
 Its poses come from damped least squares inverse kinematics with the fingers pointing down.
 """
@@ -39,14 +39,14 @@ LONGEST_STEP = 0.2  # radians per iteration
 
 @dataclass(frozen=True)
 class Leg:
-    """Part of the way: a pose in radians and the ticks to get there."""
+    """One part of the expert's path: a pose in radians and the ticks to get there."""
 
     pose: np.ndarray
     ticks: int
 
 
 class Kinematics:
-    """Poses of the arm for places of its grip; works on a copy, so the simulated arm does not move."""
+    """Inverse kinematics of the arm; works on a copy, so the simulated arm does not move."""
 
     def __init__(self, arm: Arm):
         self.model = arm.model
@@ -57,8 +57,8 @@ class Kinematics:
         self._grip = self.model.site(scene.GRIP).id
         self._hand = self.model.site_bodyid[self._grip]
 
-    def solve(self, start: np.ndarray, place: np.ndarray, iterations: int = 80) -> np.ndarray:
-        """The pose (radians) near `start` whose grip is at `place` (metres), fingers down."""
+    def solve(self, start: np.ndarray, position: np.ndarray, iterations: int = 80) -> np.ndarray:
+        """Pose (radians) near `start` whose grip is at `position` (metres), fingers down."""
         model, data, pose = self.model, self._data, start.copy()
         moves, turns = np.zeros((3, model.nv)), np.zeros((3, model.nv))
         for _ in range(iterations):
@@ -66,7 +66,7 @@ class Kinematics:
             mujoco.mj_kinematics(model, data)
             mujoco.mj_comPos(model, data)
             fingers = -data.xmat[self._hand].reshape(3, 3)[:, 1]
-            missing = place - data.site_xpos[self._grip]
+            missing = position - data.site_xpos[self._grip]
             tilt = np.cross(fingers, (0.0, 0.0, -1.0))
             mujoco.mj_jacSite(model, data, moves, turns, self._grip)
             jacobian = np.vstack((moves[:, self._columns], TURN_WEIGHT * turns[:, self._columns]))
@@ -77,8 +77,8 @@ class Kinematics:
         return pose
 
 
-def plan(arm: Arm, kinematics: Kinematics) -> list[Leg]:
-    """The way to lift the asked cube from where it lies now: 90 ticks in all."""
+def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
+    """Plan the path that lifts the asked cube from where it lies: 90 ticks in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
     at = kinematics.solve(above, cube + GRASP * UP)
@@ -89,8 +89,8 @@ def plan(arm: Arm, kinematics: Kinematics) -> list[Leg]:
     return [Leg(above, 25), Leg(at, 15), Leg(closed, 15), Leg(up, 25), Leg(up, 10)]
 
 
-def targets(legs: list[Leg], start: np.ndarray = HOME) -> Iterator[np.ndarray]:
-    """One target (six wire values) per tick, easing in and out of every leg."""
+def interpolate_targets(legs: list[Leg], start: np.ndarray = HOME) -> Iterator[np.ndarray]:
+    """Targets (six wire values) of every tick, easing in and out of each leg."""
     before = start
     for leg in legs:
         for tick in range(1, leg.ticks + 1):
@@ -114,7 +114,7 @@ _is_over: Callable[[], bool] = bool
 
 
 class Demonstration(NamedTuple):
-    """One episode.
+    """One recorded episode of the expert.
 
     Attributes:
         arrays: feature to array; frames (t, h, w, 3) uint8, states and actions (t, 6) float32 in units of the wire.
@@ -126,7 +126,7 @@ class Demonstration(NamedTuple):
 
 
 def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
-    """The expert at one episode, or None when it failed, or was interrupted."""
+    """Play one episode with the expert; None when it failed or was interrupted."""
     # An arm per process: compiling the scene and making a renderer take longer than an episode's physics.
     if name not in _arms:
         arm = Arm(TASKS[name])
@@ -136,7 +136,7 @@ def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
     random = np.random.default_rng([seed, 1])
     push = np.zeros(len(JOINTS))
     frames, states, actions = [], [], []
-    for tick, target in enumerate(targets(plan(arm, kinematics))):
+    for tick, target in enumerate(interpolate_targets(plan_legs(arm, kinematics))):
         if _is_over():
             return None
         frames.append(arm.picture(CAMERA, *FRAME))
@@ -154,14 +154,14 @@ def demonstrate(name: TaskName, seed: int) -> Demonstration | None:
         "action": np.asarray(actions, np.float32),
         f"observation.images.{CAMERA}": np.asarray(frames),
     }
-    return Demonstration(arrays, arm.asked.instruction)
+    return Demonstration(arrays, arm.target_cube.instruction)
 
 
 @contextmanager
 def demonstrations(
     folder: Path, task: Task, *, episodes: int, seed: int = 0, workers: int | None = None
 ) -> Iterator[Iterator[int]]:
-    """Records `episodes` successful demonstrations into a new folder, which is there when the context has ended.
+    """Record `episodes` successful demonstrations into a new folder, which exists when the context has ended.
 
     Gives an iterator that records one more at each step and gives its seed. What is recorded follows from the task and
     the seed, not from the number of workers.
@@ -180,19 +180,19 @@ def demonstrations(
 
     with (
         DatasetWriter(folder, fps=RATE, joint_names=JOINTS, cameras=[CAMERA], robot_type=ROBOT) as writer,
-        closing(_in_order(task.name, seed, workers or os.cpu_count() or 1)) as played,
+        closing(_play_in_order(task.name, seed, workers or os.cpu_count() or 1)) as played,
     ):
-        good = ((number, found) for number, found in played if found is not None)
+        good = ((number, demonstration) for number, demonstration in played if demonstration is not None)
 
         def write() -> Iterator[int]:
-            for number, found in islice(good, episodes):
-                writer.add_episode(found.arrays, found.instruction)
+            for number, demonstration in islice(good, episodes):
+                writer.add_episode(demonstration.arrays, demonstration.instruction)
                 yield number
 
         yield write()
 
 
-def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, Demonstration | None], None, None]:
+def _play_in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, Demonstration | None], None, None]:
     """Demonstrations of `seed` and all after it, played side by side; ends when its reader closes it."""
     # Spawned, because a forked child shares JAX's and OpenGL's threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -201,7 +201,7 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), over)) as pool:
         try:
             for number in count(seed):
-                with _undisturbed():  # who submits also begins the workers
+                with _defer_interrupts():  # who submits also begins the workers
                     ahead.append((number, pool.submit(demonstrate, name, number)))
                 if len(ahead) > workers:
                     first, playing = ahead.popleft()
@@ -215,23 +215,23 @@ def _in_order(name: TaskName, seed: int, workers: int) -> Generator[tuple[int, D
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _defer_interrupts() -> Iterator[None]:
     """Whoever ends this does so before or after: a worker that is half begun would print how it was cut off."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     # Blocked for the workers, which inherit it; kept for later here, where a signal may choose another thread.
     blocked = _block(signal.SIG_BLOCK, ENDING)
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in ENDING}
     try:
         yield
     finally:
         _block(signal.SIG_SETMASK, blocked)
         for number, handler in before.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _block(how: int, numbers: Iterable[int]) -> Iterable[int]:

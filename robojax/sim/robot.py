@@ -26,13 +26,13 @@ from robojax.sim.arm import CAMERA, FRAME, HOME, HORIZON, JOINTS, RATE, Arm, to_
 from robojax.sim.tasks import PICK, TASKS, Outcome, Score, Task
 from robojax.sim.videos import save_film
 from service.errors import ServiceError
-from service.transport.client.rest import headers_of
+from service.transport.client.rest import auth_headers
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 
 
 class SimulatedRobot:
-    """The simulation on one thread, because an OpenGL context belongs to the thread that made it.
+    """Simulation on one thread, since an OpenGL context belongs to the thread that made it.
 
     Args:
         films: a folder for a video of each episode.
@@ -45,15 +45,15 @@ class SimulatedRobot:
         self._frames: list[np.ndarray] = []
 
     async def reset(self, seed: int) -> str:
-        """Folds the arm and lays the cubes of `seed`; the instruction."""
+        """Fold the arm and lay the cubes of `seed`; returns the instruction."""
         return await self._run(self._reset, seed)
 
     async def tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One step towards `target`; the pose after it and what the camera sees."""
+        """Advance by one tick towards `target`; returns the pose and the camera's picture."""
         return await self._run(self._tick, target)
 
     async def outcome(self, number: int, seed: int, ticks: int) -> Outcome:
-        """How the episode ended, and its film when it is filmed."""
+        """How the episode ended; saves its video when it is filmed."""
         return await self._run(self._outcome, number, seed, ticks)
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class SimulatedRobot:
         self._arm = self._arm or Arm(self._task)
         self._arm.reset(seed)
         self._frames.clear()
-        return self._arm.asked.instruction
+        return self._arm.target_cube.instruction
 
     def _tick(self, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         assert self._arm is not None, "reset comes first"
@@ -79,7 +79,7 @@ class SimulatedRobot:
 
     def _outcome(self, number: int, seed: int, ticks: int) -> Outcome:
         assert self._arm is not None, "reset comes first"
-        outcome = Outcome(number, seed, self._arm.asked.instruction, self._arm.is_lifted, self._arm.wrong, ticks)
+        outcome = Outcome(number, seed, self._arm.target_cube.instruction, self._arm.is_lifted, self._arm.wrong, ticks)
         if self._films is not None:
             save_film(self._films, self._frames, outcome)
         return outcome
@@ -87,7 +87,7 @@ class SimulatedRobot:
 
 PERIOD = 1 / RATE
 SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode before is on its way any more
-PATIENCE = 15.0  # seconds for the session to be startable, and for the first command to come
+COMMAND_TIMEOUT = 15.0  # seconds for the session to be startable, and for the first command to come
 
 
 class EpisodeFailed(Exception):
@@ -95,7 +95,7 @@ class EpisodeFailed(Exception):
 
 
 class Sessions:
-    """The few calls of the session API that a robot's operator makes."""
+    """Client of the session API, as a robot's operator uses it."""
 
     def __init__(self, http: aiohttp.ClientSession, server: str, session_id: str):
         self._http, self._url = http, f"{server.rstrip('/')}/sessions/{session_id}"
@@ -120,34 +120,34 @@ class Sessions:
                 raise EpisodeFailed(f"{move} was refused with {answer.status}: {(await answer.json()).get('detail')}")
 
     async def instruct(self, instruction: str) -> None:
-        """What the policy is to do from its next chunk on."""
+        """Set the policy's instruction, from its next chunk on."""
         async with self._http.patch(self._url, json={"language_instruction": instruction}) as answer:
             if answer.status != 200:
                 raise EpisodeFailed(f"the instruction was refused with {answer.status}: {await answer.text()}")
 
-    async def tell_score(self, score: Score) -> None:
-        """So that whoever looks at the session sees how it goes."""
-        told = {"tried": score.done, "succeeded": score.lifted, "note": "cubes lifted"}
-        async with self._http.post(f"{self._url}/score", json=told) as answer:
+    async def report_score(self, score: Score) -> None:
+        """Report the score to the session, which shows it."""
+        body = {"tried": score.done, "succeeded": score.lifted, "note": "cubes lifted"}
+        async with self._http.post(f"{self._url}/score", json=body) as answer:
             answer.raise_for_status()
 
 
 class Player:
-    """Plays episodes with a robot that is in its rooms.
+    """Plays episodes with a robot that has joined its rooms.
 
     Args:
         instructs: whether the session's policy reads what it is to do.
     """
 
-    def __init__(self, body: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
-        self._body, self._sessions, self._instructs = body, sessions, instructs
-        self._heard: dict[str, float] = {}  # the server forwards only joints whose target changed
+    def __init__(self, robot: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
+        self._robot, self._sessions, self._instructs = robot, sessions, instructs
+        self._last_values: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
         self.stopped: str | None = None
 
-    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_command(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a command."""
-        self._heard.update(values)
+        self._last_values.update(values)
         self._commands += 1
 
     def stop(self, stop: EmergencyStop) -> None:
@@ -155,13 +155,13 @@ class Player:
         self.stopped = stop.reason
 
     async def play(self, robot: Robot, number: int, seed: int) -> Outcome:
-        """One episode.
+        """Play one episode.
 
         Raises:
             EpisodeFailed: the session could not be instructed or started, or sent nothing.
         """
-        instruction = await self._body.reset(seed)
-        tell("asked", number=number, instruction=instruction)
+        instruction = await self._robot.reset(seed)
+        print_event("asked", number=number, instruction=instruction)
         home = to_wire(HOME)
         clock = Clock()
         for _ in range(SETTLE):
@@ -171,25 +171,25 @@ class Player:
             await self._while_showing(self._sessions.instruct(instruction), robot, clock, home)
         # The session holds until it has seen fresh pictures.
         await self._while_showing(self._sessions.post("start"), robot, clock, home)
-        before, ticks, patience = self._commands, 0, PATIENCE
+        before, ticks, timeout = self._commands, 0, COMMAND_TIMEOUT
         while ticks < HORIZON:
             # Until the first command the arm waits, folded; then it goes where it was told last.
-            moves = self._commands > before and len(self._heard) == len(JOINTS)
-            target = np.array([self._heard[joint] for joint in JOINTS]) if moves else home
+            moves = self._commands > before and len(self._last_values) == len(JOINTS)
+            target = np.array([self._last_values[joint] for joint in JOINTS]) if moves else home
             await self._show(robot, target)
             await clock.next()
             ticks += moves
-            patience -= 0 if moves else PERIOD
-            if patience < 0:
-                status, patience = await self._sessions.status(), PATIENCE
+            timeout -= 0 if moves else PERIOD
+            if timeout < 0:
+                status, timeout = await self._sessions.status(), COMMAND_TIMEOUT
                 if status["stats"].get("hold_code") == "compiling":
                     continue  # for pictures of this size: a large policy on a slow machine
                 why = status["stats"].get("hold") or status["error_message"] or "nothing said why"
-                raise EpisodeFailed(f"no command in {PATIENCE:.0f} s; the session is {status['status']}: {why}")
+                raise EpisodeFailed(f"no command in {COMMAND_TIMEOUT:.0f} s; the session is {status['status']}: {why}")
             if self.stopped is not None:
                 raise EpisodeFailed(f"emergency stop: {self.stopped}")
         await self._sessions.post("stop")
-        return await self._body.outcome(number, seed, ticks)
+        return await self._robot.outcome(number, seed, ticks)
 
     async def _while_showing(
         self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
@@ -206,13 +206,13 @@ class Player:
         calling.result()
 
     async def _show(self, robot: Robot, target: np.ndarray) -> None:
-        pose, picture = await self._body.tick(target)
+        pose, picture = await self._robot.tick(target)
         robot.show(CAMERA, picture)
         robot.send_joints(dict(zip(JOINTS, pose.tolist(), strict=True)))
 
 
 class Clock:
-    """Absolute deadlines, 40 ms apart; when one was missed, the next is from now on."""
+    """Ticks at absolute deadlines, 40 ms apart; a missed one starts the count anew."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + PERIOD
@@ -225,47 +225,47 @@ class Clock:
         self._due += PERIOD
 
 
-def tell(event: str, **values: object) -> None:
-    """One line for the parent."""
+def print_event(event: str, **values: object) -> None:
+    """Print an event as a JSON line for the parent process."""
     sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
     sys.stdout.flush()
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Joins and plays until the episodes are over (0: until the process is ended)."""
-    body = SimulatedRobot(TASKS[args.task], args.films)
-    await body.reset(args.seed)
+    """Join the rooms and play until the episodes are over (0: until the process ends)."""
+    simulation = SimulatedRobot(TASKS[args.task], args.films)
+    await simulation.reset(args.seed)
     try:
         key = os.environ.get("ROBOJAX_KEY")
-        patience = aiohttp.ClientTimeout(total=30)
-        async with aiohttp.ClientSession(timeout=patience, trust_env=False, headers=headers_of(key)) as http:
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=auth_headers(key)) as http:
             sessions = Sessions(http, args.server, args.session)
-            player = Player(body, sessions, instructs=args.instruct)
+            player = Player(simulation, sessions, instructs=args.instruct)
             rooms = await sessions.rooms()
             async with connect_robot(
                 args.transport,
                 rooms,
-                on_command=player.obey,
+                on_command=player.on_command,
                 on_emergency_stop=player.stop,
                 rate=RATE,
                 key=key,
                 sessions=args.server,
             ) as robot:
-                tell("joined")
+                print_event("joined")
                 number, score = 0, Score()
                 while args.episodes == 0 or number < args.episodes:
                     number += 1
                     outcome = await player.play(robot, number, args.seed + number - 1)
-                    tell("episode", **asdict(outcome))
+                    print_event("episode", **asdict(outcome))
                     score.outcomes.append(outcome)
-                    await sessions.tell_score(score)
+                    await sessions.report_score(score)
     finally:
-        await body.close()
+        await simulation.close()
     return 0
 
 
 def main() -> int:
-    """The process."""
+    """Entry point of the process."""
     parser = argparse.ArgumentParser(description="The simulated arm of the demo, as a client of the server.")
     parser.add_argument("--server", required=True, help="URL of the session API")
     parser.add_argument("--transport", required=True, help="URL of the transport server")
@@ -283,7 +283,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     except (EpisodeFailed, ServiceError, aiohttp.ClientError, RuntimeError, OSError) as error:
-        tell("failed", reason=str(error))
+        print_event("failed", reason=str(error))
         return 1
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the arm, outcomes of episodes, success rates."""
+"""Tasks of the simulated arm, outcomes of episodes, success rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ RADIUS, BEARING, YAW = (0.20, 0.28), 0.6, 0.25  # where cubes may lie: metres fr
 
 
 class TaskName(StrEnum):
-    """What commands call the tasks."""
+    """Names of the tasks in commands."""
 
     PICK = "pick"
     TWO_CUBES = "two-cubes"
@@ -33,12 +33,12 @@ class Cube:
 
     @property
     def instruction(self) -> str:
-        """What a policy is told."""
+        """Instruction text for a policy."""
         return f"pick up the {self.name} cube"
 
 
-class Place(NamedTuple):
-    """Where a cube lies on the table: metres from the arm's base, radians from straight ahead, radians of its turn."""
+class CubePosition(NamedTuple):
+    """Position of a cube on the table: metres from the arm's base, radians from straight ahead, radians of its turn."""
 
     radius: float
     bearing: float
@@ -66,19 +66,19 @@ class Task:
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        """One for each cube."""
+        """Instructions of all cubes."""
         return tuple(cube.instruction for cube in self.cubes)
 
-    def asked(self, seed: int) -> Cube:
-        """The cube of an episode: in turn, so that any even run of seeds asks for each as often as for another."""
+    def choose_cube(self, seed: int) -> Cube:
+        """The cube of an episode: in turn, so that an even run of seeds asks for each equally often."""
         return self.cubes[seed % len(self.cubes)]
 
-    def places(self, seed: int) -> tuple[Place, ...]:
-        """Where the cubes of an episode lie; which of them is asked for has no part in it."""
+    def draw_positions(self, seed: int) -> tuple[CubePosition, ...]:
+        """Random positions of an episode's cubes, independent of which is asked for."""
         random = np.random.default_rng(seed)
         while True:
             drawn = tuple(
-                Place(random.uniform(*RADIUS), random.uniform(-BEARING, BEARING), random.uniform(-YAW, YAW))
+                CubePosition(random.uniform(*RADIUS), random.uniform(-BEARING, BEARING), random.uniform(-YAW, YAW))
                 for _ in self.cubes
             )
             if all(np.hypot(*np.subtract(a.centre, b.centre)) >= self.apart for a, b in combinations(drawn, 2)):
@@ -95,7 +95,7 @@ TASKS: Mapping[str, Task] = {task.name: task for task in (PICK, TWO_CUBES)}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one episode ended.
+    """Outcome of one episode.
 
     Attributes:
         number: counted from 1.
@@ -114,7 +114,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The outcome in words."""
         if self.wrong is not None:
             return f"wrong, lifted the {self.wrong} cube"
         return "lifted" if self.lifted else "missed"
@@ -122,7 +122,7 @@ class Outcome:
 
 @dataclass
 class Score:
-    """Outcomes so far."""
+    """Outcomes of the episodes so far."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -140,15 +140,15 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the share that is lifted; (0, 1) before the first episode."""
+        """Wilson's 95 % interval of the success rate; (0, 1) before the first episode."""
         return wilson(self.lifted, self.done)
 
     def by_instruction(self) -> dict[str, "Score"]:
-        """The same for each instruction, in the order in which they came first."""
-        found: dict[str, Score] = {}
+        """Scores by instruction, in the order in which they first came."""
+        scores: dict[str, Score] = {}
         for outcome in self.outcomes:
-            found.setdefault(outcome.instruction, Score()).outcomes.append(outcome)
-        return found
+            scores.setdefault(outcome.instruction, Score()).outcomes.append(outcome)
+        return scores
 
     def __str__(self) -> str:
         wrong = f", {self.wrong} times a wrong one" if self.wrong else ""
@@ -156,7 +156,7 @@ class Score:
 
 
 def wilson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (https://doi.org/10.1080/01621459.1927.10502953, without continuity
+    """Wilson's score interval of a proportion (https://doi.org/10.1080/01621459.1927.10502953, without continuity
     correction): unlike the usual one it stays inside 0..1 and is not empty when all or none succeeded."""
     if trials == 0:
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Videos and pictures of episodes."""
+"""Videos and pictures of simulated episodes."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from robojax.sim.arm import RATE, Arm
-from robojax.sim.expert import Kinematics, plan, targets
+from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
 from robojax.sim.tasks import Outcome
 
 STRIP = 40  # pixels below the picture
@@ -19,13 +19,13 @@ GREEN, RED = (30, 120, 50), (150, 40, 30)
 
 
 def film_name(outcome: Outcome) -> str:
-    """The file's name, from which one sees how the episode ended."""
+    """File name of an episode's video, which tells how it ended."""
     end = "lifted" if outcome.lifted else "missed" if outcome.wrong is None else "wrong"
     return f"{outcome.number:04d}-seed-{outcome.seed}-{end}.mp4"
 
 
 def save_film(folder: Path, frames: Sequence[np.ndarray], outcome: Outcome) -> Path:
-    """Writes the frames of an episode, uint8 (h, w, 3), one per tick, as H.264; the file is there only when whole.
+    """Write an episode's frames, uint8 (h, w, 3), one per tick, as H.264; the file appears only when whole.
 
     Raises:
         OSError: the disk does not take it.
@@ -41,8 +41,8 @@ def save_film(folder: Path, frames: Sequence[np.ndarray], outcome: Outcome) -> P
             stream.codec_context.thread_count = 1
             stream.height, stream.width, stream.pix_fmt = frames[0].shape[0] + STRIP, frames[0].shape[1], "yuv420p"
             for picture in frames:
-                shown = av.VideoFrame.from_ndarray(np.concatenate((picture, strip)), "rgb24")
-                container.mux(stream.encode(shown))
+                frame = av.VideoFrame.from_ndarray(np.concatenate((picture, strip)), "rgb24")
+                container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         os.replace(partial, path)
     finally:
@@ -63,7 +63,7 @@ MOMENT = 76  # tick at which the cube is on its way up
 
 
 def save_picture(path: Path, *, seed: int = 3) -> None:
-    """Draws the expert lifting the cube of `seed`.
+    """Render the expert lifting the cube of `seed`.
 
     Raises:
         RuntimeError: nothing here can draw without a screen.
@@ -75,7 +75,7 @@ def save_picture(path: Path, *, seed: int = 3) -> None:
         arm.model.vis.quality.shadowsize = 4096
         arm.model.light_castshadow[:] = True
         arm.reset(seed)
-        for tick, target in enumerate(targets(plan(arm, Kinematics(arm)))):
+        for tick, target in enumerate(interpolate_targets(plan_legs(arm, Kinematics(arm)))):
             arm.step(target)
             if tick == MOMENT:
                 break

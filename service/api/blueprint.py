@@ -12,11 +12,11 @@ from sanic.config import Config
 from service.api import operations, pages, policies, predict, sessions
 from service.api.context import App, Request, Route
 from service.http.bodies import request_id
+from service.http.config import LimitSettings
 from service.http.limits import ConnectionLimits, Connections
 from service.http.origins import Origins, add_security_headers, answer_preflight
 from service.http.protocol import TOO_MANY_BODY, DeadlineProtocol
 from service.logging import bind_log_context
-from service.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +42,18 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
-def configuration(settings: Settings) -> Config:
+def configuration(limits: LimitSettings) -> Config:
     """Sanic's own settings."""
     # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
     config = Config(env_prefix="")
     config.update(
-        REQUEST_MAX_SIZE=settings.max_body,
-        RESPONSE_TIMEOUT=settings.answer_deadline,
+        REQUEST_MAX_SIZE=limits.max_body,
+        RESPONSE_TIMEOUT=limits.answer_deadline,
         # Sanic's own request timeout starts anew with every byte; service.http.protocol has the deadline that counts.
-        REQUEST_TIMEOUT=settings.request_deadline,
-        REQUEST_DEADLINE=settings.request_deadline,
+        REQUEST_TIMEOUT=limits.request_deadline,
+        REQUEST_DEADLINE=limits.request_deadline,
         CONNECTIONS=Connections(
-            ConnectionLimits(settings.max_connections, settings.max_all_connections, settings.limit_local, SPARE)
+            ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE)
         ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
@@ -116,7 +116,7 @@ def watch(app: App) -> None:
         request.ctx.began = time.perf_counter()
         if request.route is not None and isinstance(request.protocol, DeadlineProtocol):
             is_patient = getattr(request.route.ctx, "is_patient", False)
-            request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.answer_deadline
+            request.protocol.response_timeout = math.inf if is_patient else app.ctx.settings.limits.answer_deadline
             if request.protocol.is_spare and not getattr(request.route.ctx, "is_stop", False):
                 request.protocol.answer_and_close()
                 headers = {"retry-after": "5"}

@@ -22,24 +22,6 @@ from service.transport.address import Kind
 
 log = logging.getLogger(__name__)
 
-FOLDERS = {
-    "keys_file",
-    "jwt_secret_file",
-    "transport_key_file",
-    "database",
-    "compile_cache",
-    "policy_cache",
-    "policy_roots",
-    "limits",
-    "log_file",
-    "models",
-    "state",
-    "recordings",
-    "webhook_secret_file",
-    "registry_token_file",
-    "registry_watch",
-    "registry_jobs",
-}
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -110,8 +92,7 @@ async def get_system_info(request: Request) -> HTTPResponse:
             "sessions": {session.id: str(session.stage) for session in context.sessions.list()},
             "engine": context.sessions.engine.facts(),
             "embedded_rooms": rooms,
-            # Folders are this machine's own business.
-            "settings": context.settings.model_dump(mode="json", exclude=FOLDERS),
+            "settings": context.settings.public_values(),
             "models": [served.name for served in context.models.list()],
         }
     )

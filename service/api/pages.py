@@ -12,11 +12,11 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.api.context import Request, Route
 from service.auth.caller import Role, caller_of
-from service.dashboard.live import POLICY, File, read_files
+from service.dashboard.live import CONTENT_SECURITY_POLICY, StaticFile, read_static_files
 from service.http.origins import Origins
 
 PAGE = "page.html"
-FILES = read_files()
+FILES = read_static_files()
 
 
 async def get_page(request: Request) -> HTTPResponse:
@@ -34,9 +34,9 @@ async def get_page_file(request: Request, name: str) -> HTTPResponse:
     return _answer(FILES[name])
 
 
-def _answer(file: File) -> HTTPResponse:
+def _answer(file: StaticFile) -> HTTPResponse:
     headers = {
-        "content-security-policy": POLICY,
+        "content-security-policy": CONTENT_SECURITY_POLICY,
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
@@ -49,7 +49,7 @@ def live_blueprint(prefix: str, origins: Origins) -> Blueprint:
     blueprint = Blueprint(f"live{prefix.replace('/', '-')}")
 
     async def live(request: Request, websocket: WebsocketImplProtocol) -> None:
-        await request.app.ctx.live.attend(websocket, caller_of(request), request.ctx.is_still_authorized)
+        await request.app.ctx.live.serve(websocket, caller_of(request), request.ctx.is_still_authorized)
 
     blueprint.add_websocket_route(live, f"{prefix}/ui/live", name="live", error_format="json", ctx_role=Role.VIEWER)
 

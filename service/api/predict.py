@@ -8,7 +8,7 @@ from sanic import HTTPResponse
 from service.api.context import Request, Route, session_of
 from service.auth.caller import Role, caller_of
 from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
-from service.http.array_formats import FORMS, choose_answer_format, find_body_format
+from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
 from service.http.bodies import discard_body, json_response, read_streamed_body, send_response
 from service.inference.model_server import Ask
 from service.streaming import codec, direct_inference
@@ -41,17 +41,23 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             wanted = choose_answer_format(request.headers.get("accept"), form)
             held.enter_context(models.forwards.place())
             if form.is_small:
-                body = await read_streamed_body(request, settings.max_body, "max_body; npz and msgpack may have more")
+                body = await read_streamed_body(
+                    request, settings.limits.max_body, "max_body; npz and msgpack may have more"
+                )
             else:
-                body = await read_streamed_body(request, settings.max_forward_bytes, "max_forward_bytes")
+                body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
             held.close()
-            await discard_body(request, 2 * settings.max_forward_bytes)
+            await discard_body(request, 2 * settings.models.max_forward_bytes)
             raise
         forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
         timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
         return await send_response(
-            request, forwarded.pieces, wanted.content_type, {"server-timing": timing}, timeout=settings.answer_deadline
+            request,
+            forwarded.pieces,
+            wanted.content_type,
+            {"server-timing": timing},
+            timeout=settings.limits.answer_deadline,
         )
 
 
@@ -95,7 +101,7 @@ _MODEL = {
     },
     "required": ["name", "class", "kind", "config", "inputs", "outputs", "stats"],
 }
-_JSON = FORMS[0].content_type
+_JSON = ARRAY_FORMATS[0].content_type
 MODEL_ROUTES = (
     Route("GET", "/models", list_models, "Models", {"type": "array", "items": _MODEL}, role=Role.VIEWER),
     Route("GET", "/models/{name}", get_model, "Models", _MODEL, errors=(404,), role=Role.VIEWER),
@@ -105,8 +111,8 @@ MODEL_ROUTES = (
         run_model,
         "Models",
         _OUTPUTS,
-        forms={form.content_type: _INPUTS if form.content_type == _JSON else _BINARY for form in FORMS},
-        answer_forms={form.content_type: _BINARY for form in FORMS if form.content_type != _JSON},
+        forms={form.content_type: _INPUTS if form.content_type == _JSON else _BINARY for form in ARRAY_FORMATS},
+        answer_forms={form.content_type: _BINARY for form in ARRAY_FORMATS if form.content_type != _JSON},
         errors=(404, 406, 415),
         is_patient=True,
         is_streamed=True,
@@ -130,9 +136,9 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
         session = session_of(request, session_id)
         form = _form(request.headers.get("content-type"))
         wanted = _wanted(request.headers.get("accept"), form)
-        consultation = doors.acting(session, caller_of(request))
-        consultation.open()
-        most = codec.LARGEST_JSON if form == JSON else doors.settings.socket.bytes
+        consultation = doors.get_inference(session, caller_of(request))
+        consultation.check_available()
+        most = codec.MAX_JSON if form == JSON else doors.settings.socket.bytes
         body = b"".join(
             await read_streamed_body(request, most, "msgpack may have more" if form == JSON else "of one act")
         )
@@ -142,7 +148,7 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     message = await codec.read_json(body) if form == JSON else codec.unpack(body)
     if not isinstance(message, Mapping):
         raise InvalidRequest("wanted a map with images and state", ("body",))
-    told = await direct_inference.act(consultation, message)
+    told = await direct_inference.answer_act(consultation, message)
     if wanted == JSON:
         return HTTPResponse(codec.pack_json(told), content_type=JSON)
     return HTTPResponse(codec.pack(told), content_type=MSGPACK)

@@ -54,7 +54,7 @@ async def create_session(request: Request) -> HTTPResponse:
     new = NewSession(**dict(body), owner=caller.owner)
     _check_id(request, caller, new.session_id)
     try:
-        request.app.ctx.recordings.check(new)
+        request.app.ctx.recordings.check_request(new)
         session = await request.app.ctx.sessions.create(new)
     except ServiceError as error:
         if error.status != 422:
@@ -272,7 +272,7 @@ async def record_session(request: Request, session_id: str) -> HTTPResponse:
     The answer is what the session's `stats.recording` says from now on. A recording that ended becomes a dataset.
     """
     body = read_body(request, RecordRequest)
-    figures = request.app.ctx.recordings.switch(session_of(request, session_id), body.on)
+    figures = request.app.ctx.recordings.set_recording(session_of(request, session_id), body.on)
     return json_response({"session_id": session_id, "recording": dict(figures)})
 
 

@@ -26,19 +26,19 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         doors, sessions, session = request.app.ctx.doors, request.app.ctx.sessions, request.ctx.session
         try:
-            socket = StreamSocket.take(websocket, doors.settings.socket)
+            socket = StreamSocket.take_over(websocket, doors.settings.socket)
         except SocketClosed:
             return
         client = Stream(
             socket,
-            doors.consult(session),
+            doors.create_inference(session),
             caller_of(request),
-            silence=doors.settings.silence,
-            most=doors.settings.socket.bytes,
+            silence_timeout=doors.settings.silence,
+            max_bytes=doors.settings.socket.bytes,
             is_still_authorized=request.ctx.is_still_authorized,
             stop=lambda reason: sessions.emergency_stop(reason, session.id),
         )
-        await _attend(request, socket, client.attend)
+        await _attend(request, socket, client.serve)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         await _serve_openpi(request, websocket)
@@ -65,9 +65,9 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
 def openpi_app(app: App) -> App:
     """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
     settings = app.ctx.settings
-    origins, session_id = Origins(settings.origins), settings.openpi_session
+    origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
-        f"openpi-{secrets.token_hex(4)}", config=configuration(settings), ctx=app.ctx, configure_logging=False
+        f"openpi-{secrets.token_hex(4)}", config=configuration(settings.limits), ctx=app.ctx, configure_logging=False
     )
     beside.config.CONNECTIONS = app.config.CONNECTIONS
     watch(beside)
@@ -98,37 +98,39 @@ def openpi_app(app: App) -> App:
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
             doors = request.app.ctx.doors
-            _prepare(request, session_of(request, session_id) if session_id else doors.only_one(caller_of(request)))
+            _prepare(
+                request, session_of(request, session_id) if session_id else doors.find_only_session(caller_of(request))
+            )
 
     return beside
 
 
 def _prepare(request: Request, session: Listed) -> None:
     """Before the upgrade, so that whatever forbids it is an answer that clients can read."""
-    request.app.ctx.doors.consult(session).link()
+    request.app.ctx.doors.create_inference(session).get_link()
     request.ctx.session = session
 
 
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
     doors = request.app.ctx.doors
     try:
-        socket = StreamSocket.take(websocket, doors.settings.socket)
+        socket = StreamSocket.take_over(websocket, doors.settings.socket)
     except SocketClosed:
         return
-    client = OpenpiProtocol(socket, doors.consult(request.ctx.session), request.ctx.is_still_authorized)
-    await _attend(request, socket, client.attend)
+    client = OpenpiProtocol(socket, doors.create_inference(request.ctx.session), request.ctx.is_still_authorized)
+    await _attend(request, socket, client.serve)
 
 
 async def _attend(request: Request, socket: StreamSocket, attend: Callable[[], Awaitable[None]]) -> None:
     leave = None
     try:
-        leave = request.app.ctx.doors.enter(caller_of(request))
+        leave = request.app.ctx.doors.count_socket(caller_of(request))
         await attend()
         socket.close()
-        await socket.until_lost()
+        await socket.wait_lost()
     except TooManyRequests as error:
         socket.close(1013, str(error))
-        await socket.until_lost()
+        await socket.wait_lost()
     finally:
         if leave is not None:
             leave()

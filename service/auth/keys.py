@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import json
 import math
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from filelock import FileLock
 
 from service.auth.caller import Caller, Role
 from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
+from service.setting_types import NAME
 
 PREFIX = "rjk_"
 MAX_KEY = 128
-NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,64}")
 ALL_OWNERS = "*"  # in the file: the owner of a key that sees everybody's sessions
 # Others may see names and hashes (a mounted secret is often readable), but nobody else may add a key.
 FORBIDDEN_MODE = 0o022

@@ -13,8 +13,8 @@ from typing import Any
 import jwt
 
 from service.auth.caller import Caller, Role
-from service.auth.keys import NAME
 from service.reloading_file import FileUnusable, ReloadingFile, write_private_file
+from service.setting_types import NAME
 
 ALGORITHM = "HS256"
 ISSUER = AUDIENCE = "robojax"

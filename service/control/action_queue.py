@@ -85,7 +85,7 @@ class ActionQueue:
         """
         first, planned, counts = self.remaining(seen_at, len(chunk))
         after = np.arange(first, first + len(planned)) - first_usable + 1
-        old_share = 1 - np.asarray(self.aggregation.share(counts, after), np.float64)
+        old_share = 1 - np.asarray(self.aggregation.new_weights(counts, after), np.float64)
         if not len(planned) or not old_share.any():
             return chunk
         result = np.array(chunk, np.float32)

@@ -16,21 +16,21 @@ import numpy as np
 from jaxmodels import Requirements
 
 # Seconds; see docs/robots/motion.md.
-CROSSFADED = 0.24
+CROSSFADE_SECONDS = 0.24
 # ACT's own.
-COEFFICIENT = 0.01
-LARGEST_COEFFICIENT = 10
-ALL = 1 << 30
+DEFAULT_COEFFICIENT = 0.01
+MAX_COEFFICIENT = 10
+ALL_ACTIONS = 1 << 30
 
 
 class Aggregation(Protocol):
-    """One way to join."""
+    """Strategy that joins a new chunk with the remaining plan."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def lasting(self) -> int:
+    def lasting_actions(self) -> int:
         """How many actions of a plan still count after the next chunk has taken over, at most."""
         ...
 
@@ -39,8 +39,8 @@ class Aggregation(Protocol):
         """Whether the policy is shown what is left of the plan, and begins its chunk with what will be over."""
         ...
 
-    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
-        """The weight (n,) in 0..1 of each new action that something is planned for.
+    def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
+        """Return the weight (n,) in 0..1 of each new action that something is planned for.
 
         Args:
             counts: (n,) of how many predictions the planned one is made.
@@ -50,8 +50,8 @@ class Aggregation(Protocol):
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A new action weighs the same, however many went before.
+class WeightedAggregation:
+    """Weighted average in which a new action always weighs the same.
 
     Attributes:
         weight: of the new one; 1 replaces the plan.
@@ -62,33 +62,33 @@ class Weighted:
     sends_plan: bool = False
 
     @property
-    def lasting(self) -> int:
-        """All, unless it is replaced."""
-        return ALL if self.weight < 1 else 0
+    def lasting_actions(self) -> int:
+        """All actions, unless the plan is replaced."""
+        return ALL_ACTIONS if self.weight < 1 else 0
 
-    def share(self, counts: np.ndarray, after: np.ndarray) -> float:
-        """The weight, of whatever."""
+    def new_weights(self, counts: np.ndarray, after: np.ndarray) -> float:
+        """Return the weight, whatever the counts are."""
         return self.weight
 
 
 @dataclass(frozen=True)
-class Ensembled:
-    """Of the predictions for one moment the oldest weighs 1 and the k-th weighs exp(-coefficient * k)."""
+class EnsembleAggregation:
+    """Temporal ensemble: of the predictions for one moment the oldest weighs 1 and the k-th exp(-coefficient * k)."""
 
-    coefficient: float = COEFFICIENT
+    coefficient: float = DEFAULT_COEFFICIENT
     name: str = "ensemble"
-    lasting: int = ALL
+    lasting_actions: int = ALL_ACTIONS
     sends_plan: bool = False
 
     def __post_init__(self) -> None:
-        if not abs(self.coefficient) <= LARGEST_COEFFICIENT:
+        if not abs(self.coefficient) <= MAX_COEFFICIENT:
             raise ValueError(
-                f"temporal_ensemble_coeff is {self.coefficient:g}, wanted -{LARGEST_COEFFICIENT:g} to "
-                f"{LARGEST_COEFFICIENT:g}; above 0 the older predictions weigh more, below the newer ones"
+                f"temporal_ensemble_coeff is {self.coefficient:g}, wanted -{MAX_COEFFICIENT:g} to "
+                f"{MAX_COEFFICIENT:g}; above 0 the older predictions weigh more, below the newer ones"
             )
 
-    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The last weight of so many and one, by the sum of all: a geometric series."""
+    def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return the weight of the newest of so many and one predictions, by the sum of all: a geometric series."""
         c = self.coefficient
         if abs(c) < 1e-9:
             return 1.0 / (counts + 1.0)
@@ -101,8 +101,9 @@ class Ensembled:
 
 
 @dataclass(frozen=True)
-class Crossfaded:
-    """The plan leads over into the new chunk: the first actions weigh little, after ``steps`` of them it is all new.
+class CrossfadeAggregation:
+    """Crossfade from the plan into the new chunk: the first actions weigh little, after ``steps`` of them it is all
+    new.
 
     Where less is left of the plan, it leads over as fast as that lasts. Real-time chunking with ``sends_plan``: the
     chunk begins with what will be over, and what follows differs the less from the plan, the nearer it is.
@@ -113,52 +114,52 @@ class Crossfaded:
     sends_plan: bool = False
 
     @property
-    def lasting(self) -> int:
-        """As long as it leads over."""
+    def lasting_actions(self) -> int:
+        """Actions as long as the crossfade."""
         return self.steps
 
-    def share(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Growing evenly."""
+    def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Return evenly growing weights."""
         steps = min(self.steps, int(after[-1])) if len(after) else self.steps
         return np.clip(after / (max(steps, 0) + 1.0), 0.0, 1.0)
 
 
-REPLACE = Weighted("replace", 1.0)
+REPLACE = WeightedAggregation("replace", 1.0)
 ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
 # Chosen by benchmarks/smoothness.py.
-DEFAULT = CROSSFADE
+DEFAULT_AGGREGATION = CROSSFADE
 # By the names that requests know them by.
-OVERLAPS: Mapping[str, Aggregation] = MappingProxyType(
+AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {
         one.name: one
         for one in (
             REPLACE,
-            Weighted("weighted_average", 0.7),
-            Weighted("latest_only", 1.0),
-            Weighted("average", 0.5),
-            Weighted("conservative", 0.3),
-            Ensembled(),
-            Crossfaded(6),
+            WeightedAggregation("weighted_average", 0.7),
+            WeightedAggregation("latest_only", 1.0),
+            WeightedAggregation("average", 0.5),
+            WeightedAggregation("conservative", 0.3),
+            EnsembleAggregation(),
+            CrossfadeAggregation(6),
             # What follows the actions that were given is only suggested to the policy: the seam is led over, too.
-            Crossfaded(6, RTC, sends_plan=True),
+            CrossfadeAggregation(6, RTC, sends_plan=True),
         )
     }
 )
 
 # The same for people, in the documents of the API.
-OVERLAP = (
+AGGREGATIONS_TEXT = (
     "replace (latest_only); LeRobot's weighted_average (0.3 old, 0.7 new), average, conservative (0.7 old); ensemble "
     "(ACT's, over time); crossfade; rtc, for policies that continue a plan"
 )
 
 
-def overlap_of(
+def choose_aggregation(
     requirements: Requirements, name: str | None = None, coefficient: float | None = None, *, action_rate: float = 25.0
 ) -> Aggregation:
-    """How chunks of this policy are joined.
+    """Choose how chunks of this policy are joined.
 
     Args:
-        name: one of ``OVERLAPS``; when None, as the checkpoint says, else the default.
+        name: one of ``AGGREGATIONS``; when None, as the checkpoint says, else the default.
         coefficient: of ``ensemble``; when None the checkpoint's, else ACT's own.
         action_rate: actions per second.
 
@@ -167,26 +168,30 @@ def overlap_of(
     """
     own = requirements.temporal_ensemble_coeff
     if name is None:
-        name = ENSEMBLE if own is not None or coefficient is not None else DEFAULT
-    possible = [one for one, overlap in OVERLAPS.items() if requirements.takes_prefix or not overlap.sends_plan]
-    if name not in OVERLAPS:
+        name = ENSEMBLE if own is not None or coefficient is not None else DEFAULT_AGGREGATION
+    possible = [one for one, overlap in AGGREGATIONS.items() if requirements.takes_prefix or not overlap.sends_plan]
+    if name not in AGGREGATIONS:
         raise ValueError(
-            f"overlap {name!r}: there is none of this name; possible with this policy: {_listed(possible)}"
+            f"overlap {name!r}: there is none of this name; possible with this policy: {_join_names(possible)}"
         )
     if name not in possible:
         raise ValueError(
             f"real-time chunking wants a policy that continues the plan it is shown, and this one (of type "
-            f"{requirements.policy_type!r}) does not; possible with this policy: {_listed(possible)}"
+            f"{requirements.policy_type!r}) does not; possible with this policy: {_join_names(possible)}"
         )
     if name == ENSEMBLE:
-        return Ensembled(next((one for one in (coefficient, own) if one is not None), COEFFICIENT))
+        return EnsembleAggregation(next((one for one in (coefficient, own) if one is not None), DEFAULT_COEFFICIENT))
     if coefficient is not None:
         raise ValueError(
             f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
         )
-    found = OVERLAPS[name]
-    return replace(found, steps=max(round(CROSSFADED * action_rate), 1)) if isinstance(found, Crossfaded) else found
+    found = AGGREGATIONS[name]
+    return (
+        replace(found, steps=max(round(CROSSFADE_SECONDS * action_rate), 1))
+        if isinstance(found, CrossfadeAggregation)
+        else found
+    )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(map(repr, names))

@@ -116,7 +116,7 @@ class ChunkScheduler:
         """The answer to what is in flight belongs to a motion that is over, and will be dropped."""
         self._motion += 1
 
-    def hurry(self) -> None:
+    def request_soon(self) -> None:
         """Drop the answer to what is in flight, and ask anew as soon as it is there."""
         self.end_motion()
         self._is_hurried = True
@@ -150,7 +150,7 @@ class ChunkScheduler:
         else:
             self.timing.add(EARLY if done < self.config.action_steps - 1 else ON_TIME)
 
-    def figures(self, period: float) -> dict[str, object]:
+    def get_stats(self, period: float) -> dict[str, object]:
         """Latencies and delays in actions of ``period`` seconds, and how timely answers were; JSON-ready."""
 
         def in_actions(percent: float) -> float | None:

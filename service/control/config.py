@@ -1,31 +1,34 @@
 """ControlConfig: rate, chunking, hold and safety settings of a session."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, model_validator
 
 from service.control.aggregation import REPLACE, Aggregation
-from service.setting_types import Group, Ranges, Seconds, Steps
+from service.setting_types import Common, Group, Private, Ranges, Seconds, Steps, conflict
+
+# What happens to a chunk that leaves the limits.
+Mode = Literal["clamp", "refuse"]
 
 
 class SafetySettings(Group):
     """Safety"""
 
-    safety: Literal["clamp", "refuse"] = Field(
+    safety: Common[Mode] = Field(
         default="clamp",
         description="What happens to an action chunk that leaves the limits: it is brought inside, or refused whole.",
     )
-    max_relative_target: Steps = Field(
+    max_relative_target: Common[Steps] = Field(
         default=None,
         description="Largest step of a joint from one tick to the next, in its unit: one for all, or a table of name "
         "and step. A request may ask for less, never for more.",
     )
-    limits: str | None = Field(
+    limits: Common[Private[str | None]] = Field(
         default=None,
         description="TOML file or URDF with limits of joints: low, high, step, velocity, acceleration, jerk.",
     )
-    on_hold: Literal["hold", "ramp"] = Field(
+    on_hold: Common[Literal["hold", "ramp"]] = Field(
         default="hold",
         description="How a moving robot is held: at its measured pose at once, or after slowing down.",
     )
@@ -53,44 +56,18 @@ class SafetySettings(Group):
         description="How many times the seconds that its actions take an inference may take before the robot is held.",
     )
 
-
-@dataclass(frozen=True)
-class ControlConfig:
-    """Of one session.
-
-    Attributes:
-        rate: ticks per second.
-        action_rate: actions per second that the policy's chunks are meant for.
-        action_steps: actions of a chunk to do before the next one takes over.
-        chunk: steps of one chunk.
-        width: values of one action.
-        overlap: how a new chunk joins what is left of the plan.
-        ask_ahead: seconds before it is needed that a chunk is asked for; None: as long as answers are measured to take.
-        hold_repeats: how often a hold sends the measured pose.
-        on_hold: whether a moving robot is held at once, or slowed down before (RAMP).
-        starved_after: seconds without an action after which waiting for the policy is a hold.
-        failures_allowed: failed inferences in a row that end in an error, or in a stop when they were no chunks.
-        samples: how many of the newest samples percentiles are taken of.
-    """
-
-    rate: float
-    action_rate: float
-    action_steps: int
-    chunk: int
-    width: int
-    overlap: Aggregation = REPLACE
-    ask_ahead: float | None = None
-    hold_repeats: int = 4
-    on_hold: Literal["hold", "ramp"] = "hold"
-    starved_after: float = 0.3
-    failures_allowed: int = 3
-    samples: int = 2048
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.degraded_after >= self.stop_after:
+            values = {"degraded_after": self.degraded_after, "stop_after": self.stop_after}
+            raise conflict(values, "degraded_after < stop_after")
+        return self
 
 
 class ControlSettings(Group):
     """Control loop"""
 
-    rate: FiniteFloat = Field(
+    rate: Common[FiniteFloat] = Field(
         default=20.0, gt=0, le=1000, description="Ticks per second when neither the request nor the policy says."
     )
     max_rate: FiniteFloat = Field(
@@ -105,7 +82,41 @@ class ControlSettings(Group):
         default=3, ge=1, description="Failed inferences in a row that end a session in an error."
     )
     input_timeout: Seconds = Field(default=600.0, description="Seconds without any frame or joints that end a session.")
-    joint_ranges: Ranges = Field(
+    joint_ranges: Common[Ranges] = Field(
         default={},
         description="Ranges of joints that are not an SO-100's: a table of name and (low, high).",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rate > self.max_rate:
+            raise conflict({"rate": self.rate, "max_rate": self.max_rate}, "rate <= max_rate")
+        return self
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """Of one session.
+
+    Attributes:
+        rate: ticks per second.
+        action_rate: actions per second that the policy's chunks are meant for.
+        action_steps: actions of a chunk to do before the next one takes over.
+        chunk: steps of one chunk.
+        width: values of one action.
+        overlap: how a new chunk joins what is left of the plan.
+        ask_ahead: seconds before it is needed that a chunk is asked for; None: as long as answers are measured to take.
+        samples: how many of the newest samples percentiles are taken of.
+        control, safety: the settings of all sessions.
+    """
+
+    rate: float
+    action_rate: float
+    action_steps: int
+    chunk: int
+    width: int
+    overlap: Aggregation = REPLACE
+    ask_ahead: float | None = None
+    samples: int = 2048
+    control: ControlSettings = field(default_factory=ControlSettings)
+    safety: SafetySettings = field(default_factory=SafetySettings)

@@ -12,17 +12,17 @@ from service.control.chunk_scheduler import ChunkScheduler, PolicyRequest
 from service.control.config import ControlConfig
 from service.control.guard import Guard
 from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, HoldState
-from service.control.limits import MotionLimits, motion_limits
+from service.control.limits import MotionLimits, create_motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
-from service.control.watchdog import HOLDS, InputTimes, Watchdog, WatchdogTimeouts
+from service.control.watchdog import HOLDS, InputTimes, Watchdog
 from service.stage import Move
 from service.stats import Recent, Tally
 from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
 
 # An absolute grid is computed with floats: a tick may come this much early and still be that tick.
-_EARLY = 1e-6
+_EARLY_TOLERANCE = 1e-6
 # Differences of what a policy asks for must be numbers, whatever it asks for.
-_LARGEST_TARGET = 1e30
+_MAX_TARGET = 1e30
 # Fields of a ControlConfig that may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
 # Codes of obstacles: the link is up, and takes no command; a program is being compiled.
@@ -108,12 +108,12 @@ class TickClock:
 
     def next_deadline(self, now: float) -> float:
         """When the next tick is due."""
-        newest = math.floor((now - self._anchor) / self.period + _EARLY)
+        newest = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         return self._anchor + max(self._index + 1, newest) * self.period
 
     def take(self, now: float) -> DueTick | None:
         """The newest tick that is due, or None when it was done already; older ones are passed over."""
-        index = math.floor((now - self._anchor) / self.period + _EARLY)
+        index = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         if index <= self._index:
             return None
         missed = index - self._index - 1
@@ -154,7 +154,6 @@ class Controller:
         buffer: ObservationBuffer,
         config: ControlConfig,
         limits: MotionLimits | None = None,
-        timeouts: WatchdogTimeouts | None = None,
     ):
         """Without limits, those that the joint table knows hold."""
         self.config = config
@@ -163,13 +162,14 @@ class Controller:
         self.scheduler = ChunkScheduler(config)
         self.queue = ActionQueue(1 / config.action_rate, self.period, config.overlap)
         self.guard = Guard(
-            limits or motion_limits(buffer.joints),
+            limits or create_motion_limits(buffer.joints),
             rate=config.rate,
             action_rate=config.action_rate,
             chunk=config.chunk,
         )
         self.watchdog = Watchdog(
-            timeouts or WatchdogTimeouts(),
+            config.safety,
+            frame_age=config.control.frame_age_limit,
             executed=config.action_steps / config.action_rate,
             covered=config.chunk / config.action_rate,
             period=self.period,
@@ -182,7 +182,7 @@ class Controller:
         self.lateness = Recent(config.samples)
         self.late_by_chunk = Recent(64)
         self._clock = TickClock(self.period)
-        self._hold_state = HoldState(config.hold_repeats)
+        self._hold_state = HoldState(config.control.hold_repeats)
         self._history = CommandHistory(config.rate)
         self._obstacles: dict[str, str] = {}
         self._failures = 0
@@ -205,7 +205,7 @@ class Controller:
         self.lateness.add(due.late)
         self.missed_ticks += due.missed
         self.ticks += 1
-        if due.missed * self.period > self.config.starved_after:
+        if due.missed * self.period > self.config.control.starved_after:
             self._hold_state.end_ramp()
         if not self.is_running:
             return TickResult(self._hold_command())
@@ -217,6 +217,7 @@ class Controller:
             self._enter_hold(not_ready, now)
             self._flush()
             return TickResult(self._hold_command(), None, events)
+        self.buffer.remember(now)
         action = self.queue.take(due.deadline, now)
         if action is None:
             self._wait_for_policy(now)
@@ -291,10 +292,10 @@ class Controller:
             self._is_dry = True
             self.starvations += 1
         waited = now - self._moved_at
-        if waited > self.config.starved_after:
+        if waited > self.config.control.starved_after:
             latest = self.latency.percentile(50)
             known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
-            text = f"no action for {waited * 1e3:.0f} ms, limit {self.config.starved_after * 1e3:.0f} ms{known}"
+            text = f"no action for {waited * 1e3:.0f} ms, limit {self.config.control.starved_after * 1e3:.0f} ms{known}"
             self._enter_hold(NotReady("starved", text), now)
 
     def _request(self, now: float) -> PolicyRequest | None:
@@ -316,8 +317,8 @@ class Controller:
         elif self._is_moving:
             self.command = self._history.take_back()
             self._refused_since = self._refused_since or now
-            if now - self._refused_since > self.config.starved_after:
-                limit = self.config.starved_after * 1e3
+            if now - self._refused_since > self.config.control.starved_after:
+                limit = self.config.control.starved_after * 1e3
                 self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
         elif CHOKED in self._obstacles:
             self._hold_state.repeats_left += 1  # until it is taken
@@ -380,7 +381,7 @@ class Controller:
         motion = self._history.motion(
             self._keep_grip(pose), ahead=(1 - share) * queue.period, is_between=queue.is_between
         )
-        target = np.clip(chunk[0], -_LARGEST_TARGET, _LARGEST_TARGET).astype(np.float32)
+        target = np.clip(chunk[0], -_MAX_TARGET, _MAX_TARGET).astype(np.float32)
         plan = np.concatenate([target, target], axis=1)
         plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
         judged = self.guard.judge(plan[:, :width], motion, first)
@@ -398,7 +399,7 @@ class Controller:
         self._failures += 1
         self._enter_hold(NotReady(code, text), now)
         self._flush()
-        if self._failures < self.config.failures_allowed:
+        if self._failures < self.config.control.failures_allowed:
             return TickResult(failure=failure)
         text = f"{text} ({self._failures} times in a row)"
         if code == "policy_invalid":
@@ -429,6 +430,7 @@ class Controller:
         self.watchdog.begin(now)
         self._flush()
         self._history.clear()
+        self.buffer.history.clear()
         self._hold_state.end()
         self.release_grip()
         self._failures = 0
@@ -464,7 +466,7 @@ class Controller:
 
     def take_bad_input(self, reasons: Mapping[str, int], now: float) -> TickResult:
         """Count joint values that could not be used, by reason; too many of them stop a robot that moves."""
-        stop = self.watchdog.bad_input(reasons, now)
+        stop = self.watchdog.note_bad_input(reasons, now)
         if stop is None or not self.is_running:
             return TickResult()
         return self.fail(str(stop), now, move=Move.EMERGENCY_STOP)
@@ -509,6 +511,7 @@ class Controller:
         """Another robot may come: nothing of this one's motion, plan or hold is for it."""
         self._flush()
         self._history.clear()
+        self.buffer.history.clear()
         self._hold_state.end()
         self.release_grip()
         self.command = None
@@ -525,9 +528,9 @@ class Controller:
         """Take the obstacle of this code away."""
         self._obstacles.pop(code, None)
 
-    def hurry(self) -> None:
+    def request_soon(self) -> None:
         """Ask for another chunk at the next tick, and drop the one in flight; what is planned is done until then."""
-        self.scheduler.hurry()
+        self.scheduler.request_soon()
         self._failures = 0
 
     # Figures.
@@ -553,7 +556,7 @@ class Controller:
         return not self.is_running and not self._hold_state.repeats_left
 
     @property
-    def stands_for_policy(self) -> bool:
+    def is_waiting_for_policy(self) -> bool:
         """Whether the robot stands because the policy is too slow; not while one answers for the first time."""
         return self.is_running and self.hold is not None and self.hold.code in TOO_SLOW
 
@@ -563,8 +566,8 @@ class Controller:
         ramp = None
         if self.hold is None and self._is_moving:
             # After a pause the arm rests already, perhaps elsewhere than where it was sent.
-            is_over = now - self._moved_at > max(self.config.starved_after, 2 * self.period)
-            if self.config.on_hold == "ramp" and not is_over:
+            is_over = now - self._moved_at > max(self.config.control.starved_after, 2 * self.period)
+            if self.config.safety.on_hold == "ramp" and not is_over:
                 ramp = self._history.ramp(self.guard.limits)
             if ramp is None:
                 self._history.clear()

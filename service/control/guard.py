@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.control.limits import SLACK, MotionLimits
+from service.control.limits import REFUSAL_SLACK, MotionLimits
 from service.stats import Tally
 
 # Stands for "no limit" where a sum with infinity would be no number.
-FAR = 1e30
+UNLIMITED = 1e30
 
 
-class Clamping:
-    """Limits per action, ready for the loop over a chunk.
+class ChunkClamp:
+    """Clamps chunks to limits per action.
 
     Position, step and velocity always hold in what comes out. Acceleration holds as long as the motion before left
     room for it: a joint is slowed down in time to come to rest at the end of its range. Jerk is brought as near as
@@ -29,16 +29,18 @@ class Clamping:
         self, low: np.ndarray, high: np.ndarray, speed: np.ndarray, acceleration: np.ndarray, jerk: np.ndarray
     ):
         """Arrays (a,); speed, acceleration and jerk per action and its powers, infinite for none."""
-        self.low, self.high = np.maximum(low, -FAR), np.minimum(high, FAR)
-        self.speed = np.minimum(speed, FAR)
-        self.acceleration, self.jerk = np.minimum(acceleration, FAR), np.minimum(jerk, FAR)
-        self.is_smooth = bool((np.minimum(acceleration, jerk) < FAR).any())
+        self.low, self.high = np.maximum(low, -UNLIMITED), np.minimum(high, UNLIMITED)
+        self.speed = np.minimum(speed, UNLIMITED)
+        self.acceleration, self.jerk = np.minimum(acceleration, UNLIMITED), np.minimum(jerk, UNLIMITED)
+        self.is_smooth = bool((np.minimum(acceleration, jerk) < UNLIMITED).any())
         # Braking in no time, where nobody limits it; infinity would be no number in the sums below.
-        widest = np.where(self.speed < FAR, self.speed, np.minimum(self.high - self.low, 1e6))
+        widest = np.where(self.speed < UNLIMITED, self.speed, np.minimum(self.high - self.low, 1e6))
         self._brake = np.minimum(self.acceleration, 1e3 * widest)
 
-    def clamp(self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray) -> np.ndarray:
-        """(t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
+    def clamp_chunk(
+        self, chunk: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
+    ) -> np.ndarray:
+        """Return (t, a) float64 actions that follow a motion at this position, speed and acceleration (per action)."""
         targets = np.clip(chunk, self.low, self.high)
         if self.is_smooth:
             return self._smooth(targets, position, speed, acceleration)
@@ -55,7 +57,7 @@ class Clamping:
         self, targets: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
     ) -> np.ndarray:
         place, before, bent, change = position, speed.copy(), acceleration.copy(), np.empty(len(position))
-        has_jerk, jerk = bool((self.jerk < FAR).any()), self.jerk
+        has_jerk, jerk = bool((self.jerk < UNLIMITED).any()), self.jerk
         harder, softer = self.acceleration, -self.acceleration
         fastest, above, below = self.speed, np.empty(len(place)), np.empty(len(place))
         # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, for both ends.
@@ -88,13 +90,13 @@ class Clamping:
 
 
 # Rounding to float32 on the way is no fault of a policy.
-_RELATIVE, _ROUNDING = 1e-4, 4e-7
-_LARGEST = np.finfo(np.float32).max  # what is sent is float32
+_RELATIVE_TOLERANCE, _ROUNDING_ERROR = 1e-4, 4e-7
+_FLOAT32_MAX = np.finfo(np.float32).max  # what is sent is float32
 
 
 @dataclass(frozen=True)
 class Motion:
-    """What a chunk follows.
+    """Motion that a chunk follows.
 
     Attributes:
         position: (a,) the last command; the measured pose when the robot stands.
@@ -110,8 +112,8 @@ class Motion:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What became of a chunk.
+class ChunkVerdict:
+    """Result of judging a chunk: its actions inside the limits, or why it is refused.
 
     Attributes:
         actions: (t, a) float32, inside the limits; the chunk itself when it was inside. None when it is refused.
@@ -127,7 +129,7 @@ class Judged:
 
 
 class Guard:
-    """One robot's.
+    """Guard of one robot: judges whole chunks and limits every command.
 
     Attributes:
         limits: what it holds commands to.
@@ -144,7 +146,7 @@ class Guard:
         self._action_rate = action_rate
         by_step, by_velocity = limits.step * rate / action_rate, limits.velocity / action_rate
         self._is_step = by_step < by_velocity
-        self._clamping = Clamping(
+        self._clamping = ChunkClamp(
             limits.low,
             limits.high,
             np.minimum(by_step, by_velocity),
@@ -153,18 +155,21 @@ class Guard:
         )
         ends = np.abs(np.stack([limits.low, limits.high]))
         largest = np.where(np.isfinite(ends), ends, 0.0).max(axis=0)
-        self._tolerance = _ROUNDING * largest
+        self._tolerance = _ROUNDING_ERROR * largest
         # What is inside needs no more than to be compared with these, row by row as numpy is quickest at it.
         believable = (-np.inf, np.inf) if limits.believable is None else limits.believable
         rows = np.ones((chunk, 1))
-        self._believable = rows * np.maximum(believable[0], -_LARGEST), rows * np.minimum(believable[1], _LARGEST)
-        self._believable_float32 = _inside_as_float32(*self._believable)
+        self._believable = (
+            rows * np.maximum(believable[0], -_FLOAT32_MAX),
+            rows * np.minimum(believable[1], _FLOAT32_MAX),
+        )
+        self._believable_float32 = _round_inside_float32(*self._believable)
         self._ends = rows * (self._clamping.low - self._tolerance), rows * (self._clamping.high + self._tolerance)
-        self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE) + self._tolerance)
+        self._fastest = rows * (self._clamping.speed * (1 + _RELATIVE_TOLERANCE) + self._tolerance)
         # Places, and the changes that lead to them, compared at once.
         self._lowest = np.concatenate((self._ends[0], -self._fastest))
         self._highest = np.concatenate((self._ends[1], self._fastest))
-        self._slack = np.where(np.isfinite(limits.high - limits.low), SLACK * (limits.high - limits.low), 0.0)
+        self._slack = np.where(np.isfinite(limits.high - limits.low), REFUSAL_SLACK * (limits.high - limits.low), 0.0)
         # Per tick, in the commands' own precision.
         self._step = np.minimum(limits.step, limits.velocity / rate).astype(np.float32)
         finite = np.where(np.isfinite(self._step), self._step, np.float32(0))
@@ -173,7 +178,9 @@ class Guard:
         self._limits_as_json = limits.as_json()
 
     def check_shape(self, answer: object) -> tuple[str, str] | None:
-        """Code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is one."""
+        """Return code and text of why a policy's answer is no chunk: (1, t, a) believable floats; None when it is
+        one.
+        """
         reason = text = None
         if not isinstance(answer, np.ndarray):
             reason, text = "shape", f"the policy returned a {type(answer).__name__}, wanted an array {self._shape}"
@@ -184,18 +191,18 @@ class Guard:
             chunk = answer[0]
             if np.count_nonzero((chunk >= low) & (chunk <= high)) == chunk.size:  # false of NaN
                 return None
-            is_finite = np.abs(answer) <= _LARGEST
+            is_finite = np.abs(answer) <= _FLOAT32_MAX
             if not is_finite.all():
                 bad = int(answer.size - is_finite.sum())
                 reason, text = "not_finite", f"the policy returned {bad} values that are not finite"
             else:
-                reason, text = self._unbelievable(answer[0])
+                reason, text = self._check_believable(answer[0])
         if reason is None or text is None:
             return None
         self.refused.add(reason)
         return reason, text
 
-    def _unbelievable(self, chunk: np.ndarray) -> tuple[str, str] | tuple[None, None]:
+    def _check_believable(self, chunk: np.ndarray) -> tuple[str, str] | tuple[None, None]:
         if self.limits.believable is None:
             return None, None
         low, high = self.limits.believable
@@ -210,20 +217,20 @@ class Guard:
             "it is broken, or counts in another unit"
         )
 
-    def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> Judged:
+    def judge(self, chunk: np.ndarray, before: Motion, first: int = 0) -> ChunkVerdict:
         """Judge a chunk (t, a) of finite floats whose actions before ``first`` are over and will not be done."""
         if first == 0 and self.limits.mode != "refuse" and self._is_plainly_inside(chunk, before.position):
-            return Judged(chunk)
+            return ChunkVerdict(chunk)
         whole = chunk.astype(np.float64)
-        outside = self._outside(whole, before, first)
+        outside = self._find_violations(whole, before, first)
         if self.limits.mode == "refuse":
-            refusable = self._refusable(whole, before, outside)
+            refusable = self._find_refusable(whole, before, outside)
             if refusable:
                 for reason in refusable:
                     self.refused.add(reason)
-                return Judged(None, next(iter(refusable)), self._in_words(whole, refusable))
+                return ChunkVerdict(None, next(iter(refusable)), self._describe_violations(whole, refusable))
         if not outside:
-            return Judged(chunk)
+            return ChunkVerdict(chunk)
         for reason in outside:
             self.clamped.add(reason)
         for place in np.flatnonzero(np.any(list(outside.values()), axis=0)):
@@ -232,11 +239,11 @@ class Guard:
         np.clip(whole[:first], self._clamping.low, self._clamping.high, out=whole[:first])
         actions[:first] = whole[:first]
         speed, bend = self._per_action(before)
-        actions[first:] = self._clamping.clamp(whole[first:], before.position.astype(np.float64), speed, bend)
-        return Judged(actions, clamped=tuple(outside))
+        actions[first:] = self._clamping.clamp_chunk(whole[first:], before.position.astype(np.float64), speed, bend)
+        return ChunkVerdict(actions, clamped=tuple(outside))
 
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """The command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+        """Limit the command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
 
         A robot that is outside of its range is led back step by step.
         """
@@ -254,7 +261,7 @@ class Guard:
         return wanted
 
     def stats(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the guard's figures; JSON-ready."""
         return {
             "mode": self.limits.mode,
             "clamped": self.clamped.by_reason(),
@@ -266,14 +273,14 @@ class Guard:
         }
 
     def _per_action(self, before: Motion) -> tuple[np.ndarray, np.ndarray]:
-        """Speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
+        """Return speed and acceleration (a,) of the motion before, per action; zeros for what nobody knows."""
         speed = before.velocity / self._action_rate
         if before.acceleration is None:
             return speed, np.zeros_like(speed)
         return speed, before.acceleration / self._action_rate**2
 
     def _is_plainly_inside(self, chunk: np.ndarray, place: np.ndarray) -> bool:
-        """Whether ``_outside`` would find nothing; False too where that takes a closer look."""
+        """Whether ``_find_violations`` would find nothing; False too where that takes a closer look."""
         count = len(chunk)
         if 2 * count != len(self._lowest) or self._clamping.is_smooth:
             return False
@@ -284,11 +291,11 @@ class Guard:
         np.subtract(places[1:], places[:-1], out=changes[1:])
         return not np.count_nonzero((both < self._lowest) | (both > self._highest))
 
-    def _outside(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
-        """Reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
+    def _find_violations(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
+        """Return reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
         found: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        low, high = (_rows(end, len(whole)) for end in self._ends)
+        low, high = (_repeat_rows(end, len(whole)) for end in self._ends)
         out = (whole < low) | (whole > high)
         if np.count_nonzero(out):
             found["position"] = np.logical_or.reduce(out)
@@ -299,7 +306,7 @@ class Guard:
         np.subtract(left[0], before.position, out=fastest[0])
         np.subtract(left[1:], left[:-1], out=fastest[1:])
         np.abs(fastest, out=fastest)
-        fast = fastest > _rows(self._fastest, len(fastest))
+        fast = fastest > _repeat_rows(self._fastest, len(fastest))
         if np.count_nonzero(fast):
             if (seam := fast[0]).any():
                 found["seam"] = seam
@@ -314,17 +321,20 @@ class Guard:
             places = np.concatenate(([place - 2 * speed + bend, place - speed, place], left))
             bends = np.diff(places, 2, axis=0)
             # A difference of differences has several roundings.
-            allowed = clamping.acceleration * (1 + _RELATIVE) + 8 * tolerance
+            allowed = clamping.acceleration * (1 + _RELATIVE_TOLERANCE) + 8 * tolerance
             if (hard := (np.abs(bends[1:]) > allowed).any(axis=0)).any():
                 found["acceleration"] = hard
             jerks = np.abs(np.diff(bends, axis=0))[1 if before.acceleration is None else 0 :]
-            allowed = clamping.jerk * (1 + _RELATIVE) + 16 * tolerance
+            allowed = clamping.jerk * (1 + _RELATIVE_TOLERANCE) + 16 * tolerance
             if (hard := (jerks > allowed).any(axis=0)).any():
                 found["jerk"] = hard
         return found
 
-    def _refusable(self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Of what is outside, what is no matter of a little overshoot, or of leading a robot away from where it stands.
+    def _find_refusable(
+        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Return the violations that are no matter of a little overshoot, or of leading a robot away from where it
+        stands.
 
         Refusing judges all of a chunk, also what is over: it says what the policy is worth.
         """
@@ -336,19 +346,19 @@ class Guard:
             found["seam"] = outside["seam"]
         inside = np.clip(whole, self._clamping.low, self._clamping.high)
         rest = Motion(inside[0], np.zeros(inside.shape[1]), None)
-        alone = self._outside(inside, rest, 0)
+        alone = self._find_violations(inside, rest, 0)
         found |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}
         for reason, skipped in (("acceleration", 2), ("jerk", 3)):
             if reason in outside:
                 differences = np.abs(np.diff(inside, skipped, axis=0))
-                allowed = getattr(self._clamping, reason) * (1 + _RELATIVE) + 16 * self._tolerance
+                allowed = getattr(self._clamping, reason) * (1 + _RELATIVE_TOLERANCE) + 16 * self._tolerance
                 hard = (differences > allowed).any(axis=0)
                 hard = hard if before.is_at_rest else hard | outside[reason]
                 if hard.any():
                     found[reason] = hard
         return found
 
-    def _in_words(self, whole: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
+    def _describe_violations(self, whole: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
         parts = []
         for reason, joints in found.items():
             place = int(np.flatnonzero(joints)[0])
@@ -370,8 +380,8 @@ class Guard:
         return "the chunk leaves the limits: " + "; ".join(parts)
 
 
-def _inside_as_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest float32 inside of these ends: for float32 the same bound, and compared in a third of the time."""
+def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Round these ends to float32 inside of them: for float32 the same bound, and compared in a third of the time."""
     lows, highs = low.astype(np.float32), high.astype(np.float32)
     far = np.float32(np.inf)
     return (
@@ -380,6 +390,6 @@ def _inside_as_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, n
     )
 
 
-def _rows(limits: np.ndarray, count: int) -> np.ndarray:
-    """So many of (t, a) equal rows; one for all, where there are fewer."""
+def _repeat_rows(limits: np.ndarray, count: int) -> np.ndarray:
+    """Return so many of (t, a) equal rows; one for all, where there are fewer."""
     return limits[:count] if count <= len(limits) else limits[:1]

@@ -11,16 +11,16 @@ from service.errors import InvalidRequest, PolicyError
 from service.transport.link import JointValue
 
 # Policies compute in float32, so a value has to be finite there too.
-_LARGEST = float(np.finfo(np.float32).max)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 # A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
-ODD = 0.1
+OUT_OF_RANGE_SHARE = 0.1
 # A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Joint:
-    """One joint.
+    """One joint of a robot.
 
     Attributes:
         name: on the wire.
@@ -41,7 +41,7 @@ class Joint:
 
     @property
     def is_gripper(self) -> bool:
-        """Whether it holds things, by its name."""
+        """Whether the joint holds things, by its name."""
         return _GRIPPER.search(self.name) is not None
 
 
@@ -58,21 +58,21 @@ _SO100_BY_NAME = {name: joint for joint in SO100 for name in (joint.name, joint.
 
 
 @dataclass(frozen=True)
-class Update:
-    """What is usable of one joint update.
+class ReadJoints:
+    """Usable values of one joint update.
 
     Attributes:
         values: joint position in the table to value, within range.
         dropped: reason to count of what was not usable.
         clamped: how many values were outside their range.
-        odd: joint position in the table to value as it came, where that is so far outside that it may be no value of
-            this unit at all.
+        out_of_range: joint position in the table to value as it came, where that is so far outside that it may be no
+            value of this unit at all.
     """
 
     values: Mapping[int, float]
     dropped: Mapping[str, int]
     clamped: int = 0
-    odd: Mapping[int, float] = field(default_factory=dict)
+    out_of_range: Mapping[int, float] = field(default_factory=dict)
 
 
 class JointTable:
@@ -95,8 +95,8 @@ class JointTable:
         return len(self.joints)
 
     @property
-    def ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """(a,) float32 each: where the ranges begin and end; infinite for joints of which nobody knows."""
+    def ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows."""
         return self._low, self._high
 
     @property
@@ -109,14 +109,14 @@ class JointTable:
         """Wire names in order."""
         return self._names
 
-    def read(self, values: Mapping[str, object]) -> Update:
-        """Sort one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
+    def read_update(self, values: Mapping[str, object]) -> ReadJoints:
+        """Read one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
         clamped = 0
         odd: dict[int, float] = {}
         for name, raw in values.items():
-            reason, position, value = self._judge(name, raw)
+            reason, position, value = self._read_value(name, raw)
             if reason is None and usable.get(position, value) != value:
                 # The same joint under both its names with two values: neither can be trusted.
                 reason = "contradicting"
@@ -128,11 +128,11 @@ class JointTable:
             usable[position] = min(max(value, joint.low), joint.high)
             if usable[position] != value:
                 clamped += 1
-                if abs(value - usable[position]) > ODD * (joint.high - joint.low):
+                if abs(value - usable[position]) > OUT_OF_RANGE_SHARE * (joint.high - joint.low):
                     odd[position] = value
-        return Update(usable, dropped, clamped, odd)
+        return ReadJoints(usable, dropped, clamped, odd)
 
-    def _judge(self, name: str, raw: object) -> tuple[str | None, int, float]:
+    def _read_value(self, name: str, raw: object) -> tuple[str | None, int, float]:
         position = self._position.get(name)
         if position is None:
             return "unknown_joint", -1, 0.0
@@ -142,12 +142,12 @@ class JointTable:
             value = float(raw)
         except OverflowError:
             return "not_finite", position, 0.0
-        if not abs(value) <= _LARGEST:  # also true of NaN
+        if not abs(value) <= _FLOAT32_MAX:  # also true of NaN
             return "not_finite", position, 0.0
         return None, position, value
 
     def to_commands(self, values: np.ndarray) -> tuple[JointValue, ...]:
-        """(a,) in the table's order -> wire values, clamped to each joint's range.
+        """Convert (a,) in the table's order to wire values, clamped to each joint's range.
 
         Raises:
             ValueError: another shape, or a value that is not finite. Nothing of it may be sent then.
@@ -163,14 +163,14 @@ class JointTable:
         )
 
 
-def table_for(
+def create_joint_table(
     width: int,
     *,
     checkpoint: Sequence[str] | None = None,
     requested: Sequence[str] | None = None,
     ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> JointTable:
-    """The joints of a policy with actions of this width.
+    """Create the joint table of a policy with actions of this width.
 
     Names come from the checkpoint, else from the request; else six joints are an SO-100 and others
     are ``joint_1``, ``joint_2``, ... Joints of an SO-100 get its wire names and ranges whichever way they are
@@ -185,7 +185,9 @@ def table_for(
         _check_names(requested, width, InvalidRequest, "joint_names of the request")
     if checkpoint is not None:
         _check_names(checkpoint, width, PolicyError, "joint names of the checkpoint")
-        if requested is not None and [plain(name) for name in requested] != [plain(name) for name in checkpoint]:
+        if requested is not None and [strip_feature_name(name) for name in requested] != [
+            strip_feature_name(name) for name in checkpoint
+        ]:
             raise InvalidRequest(
                 f"joint_names {list(requested)} differ from the checkpoint's {list(checkpoint)}; leave joint_names out",
                 ("body", "joint_names"),
@@ -195,7 +197,7 @@ def table_for(
         if width == len(SO100):
             return JointTable(SO100)
         names = [f"joint_{number + 1}" for number in range(width)]
-    known = [_SO100_BY_NAME.get(plain(name)) for name in names]
+    known = [_SO100_BY_NAME.get(strip_feature_name(name)) for name in names]
     if width == len(SO100) and len({joint.name for joint in known if joint is not None}) == width:
         return JointTable([joint for joint in known if joint is not None])
     limits = ranges or {}
@@ -204,8 +206,10 @@ def table_for(
     )
 
 
-def plain(name: str) -> str:
-    """LeRobot's feature names say ``shoulder_pan.pos``, its older datasets ``main_shoulder_pan``."""
+def strip_feature_name(name: str) -> str:
+    """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, in its older datasets
+    ``main_shoulder_pan``.
+    """
     return name.removesuffix(".pos").removeprefix("main_")
 
 

@@ -1,26 +1,26 @@
 """One controlling session per robot."""
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from service.errors import InvalidRequest, RobotTaken
-from service.transport.address import Address
+from service.http.origins import is_loopback
+from service.transport.address import Address, is_localhost
 
 _PORTS = {"http": 80, "https": 443}
 
 
-class Holder(Protocol):
-    """Who commands a robot: a session."""
+class LeaseHolder(Protocol):
+    """Whoever commands a robot: a session."""
 
     @property
     def id(self) -> str: ...
 
 
 @dataclass(frozen=True)
-class Robot:
-    """The room that a robot takes its commands from, written in one way however it was asked for.
+class RobotAddress:
+    """Address of a robot: the room it takes its commands from, written in one way however it was asked for.
 
     Attributes:
         server: scheme, host, port and path of the transport server.
@@ -33,8 +33,8 @@ class Robot:
     room: str
 
 
-def robot_of(url: str, workspace: str, room: str) -> Robot:
-    """The robot behind a room of a transport server.
+def find_robot(url: str, workspace: str, room: str) -> RobotAddress:
+    """Return the address of the robot behind a room of a transport server.
 
     ``/api`` at the end is left out, as servers of this kind answer at both; all names of this machine are one. An
     address that is none of the wire's own (a double's, in tests) stands for itself.
@@ -42,22 +42,24 @@ def robot_of(url: str, workspace: str, room: str) -> Robot:
     try:
         base = Address.parse(url).base
     except InvalidRequest:
-        return Robot(url, workspace, room)
+        return RobotAddress(url, workspace, room)
     parts = urlsplit(base)
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _PORTS[parts.scheme]
     path = parts.path.rstrip("/").removesuffix("/api")
-    return Robot(f"{'loopback' if _is_loopback(host) else host}:{port}{path}", workspace, room)
+    return RobotAddress(
+        f"{'loopback' if is_localhost(host) or is_loopback(host) else host}:{port}{path}", workspace, room
+    )
 
 
 class Leases:
-    """Which session commands which robot; of one process."""
+    """Leases of robots: which session commands which robot, in one process."""
 
     def __init__(self) -> None:
-        self._holders: dict[Robot, Holder] = {}
+        self._holders: dict[RobotAddress, LeaseHolder] = {}
 
-    def take(self, robot: Robot, holder: Holder) -> None:
-        """Let a session, and nobody else, command this robot until it is given back.
+    def take(self, robot: RobotAddress, holder: LeaseHolder) -> None:
+        """Lease a robot to a session, and to nobody else, until it is released.
 
         One of the same id takes it over: the one before was deleted, and its link hangs and cannot send.
 
@@ -73,20 +75,11 @@ class Leases:
             )
         self._holders[robot] = holder
 
-    def release(self, robot: Robot, holder: Holder) -> None:
-        """Give it back; of one that somebody else holds nothing changes."""
+    def release(self, robot: RobotAddress, holder: LeaseHolder) -> None:
+        """Release a robot; nothing changes when somebody else holds it."""
         if self._holders.get(robot) is holder:
             del self._holders[robot]
 
-    def holder(self, robot: Robot) -> Holder | None:
-        """Who commands it."""
+    def holder(self, robot: RobotAddress) -> LeaseHolder | None:
+        """Return who commands a robot."""
         return self._holders.get(robot)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from service.control.joints import SO100, Joint, JointTable, plain
+from service.control.config import Mode, SafetySettings
+from service.control.joints import SO100, Joint, JointTable, strip_feature_name
 from service.errors import InvalidRequest
 
 # A URDF of a humanoid with all its meshes named is below one megabyte.
-LARGEST = 4 << 20
-_JOINTS = 4096
+MAX_FILE = 4 << 20
+_MAX_JOINTS = 4096
 # Characters of a line of TOML. Dots in one take the square of their number: 128 KiB of "a.a.a" took 4 s.
-_LINE = 1024
+_MAX_LINE = 1024
 
 
 class LimitsError(ValueError):
@@ -26,8 +27,8 @@ class LimitsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a file says of one joint, in the joint's unit on the wire and seconds; None is nothing.
+class FileLimits:
+    """Limits that a file gives for one joint, in the joint's unit on the wire and seconds; None where it gives none.
 
     Attributes:
         origin: name of the file.
@@ -46,7 +47,7 @@ class Said:
 
 @dataclass(frozen=True)
 class LimitsFile:
-    """A limits file, read.
+    """Content of a limits file.
 
     Attributes:
         name: of the file, without its folder.
@@ -54,15 +55,15 @@ class LimitsFile:
     """
 
     name: str
-    joints: Mapping[str, Said] = field(default_factory=dict)
+    joints: Mapping[str, FileLimits] = field(default_factory=dict)
 
 
-_NUMBERS = tuple(each.name for each in fields(Said) if each.name not in ("origin", "is_unscaled_urdf"))
-_OF_URDF = ("urdf", "scale", "offset")
+_LIMIT_KEYS = tuple(each.name for each in fields(FileLimits) if each.name not in ("origin", "is_unscaled_urdf"))
+_URDF_KEYS = ("urdf", "scale", "offset")
 
 
 def read_limits(path: str | Path) -> LimitsFile:
-    """A TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
+    """Read a TOML file with ``[joints.NAME]`` tables, or a URDF (``.urdf``, ``.xml``).
 
     Raises:
         LimitsError: it cannot be read or used; lists everything that is wrong.
@@ -70,15 +71,19 @@ def read_limits(path: str | Path) -> LimitsFile:
     path = Path(path).expanduser()
     if path.suffix.lower() in (".urdf", ".xml"):
         wrong: list[str] = []
-        joints = {name: _from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()}
-        return _finished(path, joints, wrong)
+        joints = {
+            name: _limits_from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()
+        }
+        return _check_file(path, joints, wrong)
     return _read_toml(path)
 
 
 def _read_toml(path: Path) -> LimitsFile:
-    text = _text(path)
-    if (longest := max(map(len, text.splitlines()), default=0)) > _LINE:
-        raise LimitsError(f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_LINE}")
+    text = _read_text(path)
+    if (longest := max(map(len, text.splitlines()), default=0)) > _MAX_LINE:
+        raise LimitsError(
+            f"limits file {path.name!r}: found a line of {longest} characters; wanted at most {_MAX_LINE}"
+        )
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -86,34 +91,34 @@ def _read_toml(path: Path) -> LimitsFile:
     wrong = [
         f"found {key!r}; wanted 'joints' and 'urdf' only" for key in sorted(table) if key not in ("joints", "urdf")
     ]
-    urdf, scale, offset = _urdf_of(table.get("urdf", {}), path, wrong)
+    urdf, scale, offset = _read_urdf_table(table.get("urdf", {}), path, wrong)
     named = table.get("joints", {})
     if not isinstance(named, dict):
         raise LimitsError(f"limits file {path.name!r}: found joints = {named!r:.40}; wanted tables [joints.NAME]")
-    joints: dict[str, Said] = {}
+    joints: dict[str, FileLimits] = {}
     used = set()
     for name, said in named.items():
         if not isinstance(said, dict):
             wrong.append(f"joint {name!r}: found {said!r:.40}; wanted a table [joints.{name}]")
             continue
-        joints[name] = _joint(name, said, path.name, wrong)
+        joints[name] = _read_joint(name, said, path.name, wrong)
         source = said.get("urdf", name)
         if source in urdf:
             used.add(source)
             scaling = {"scale": scale, "offset": offset} | {
                 key: said[key] for key in ("scale", "offset") if key in said
             }
-            base = _from_urdf(name, urdf[source], scaling, path.name, wrong)
-            joints[name] = _over(joints[name], base)
-        elif any(key in said for key in _OF_URDF):
+            base = _limits_from_urdf(name, urdf[source], scaling, path.name, wrong)
+            joints[name] = _merge_limits(joints[name], base)
+        elif any(key in said for key in _URDF_KEYS):
             wrong.append(f"joint {name!r}: found no joint {source!r} with limits in the URDF; wanted the name of one")
     for name, found in urdf.items():
         if name not in used and name not in joints:
-            joints[name] = _from_urdf(name, found, {"scale": scale, "offset": offset}, path.name, wrong)
-    return _finished(path, joints, wrong)
+            joints[name] = _limits_from_urdf(name, found, {"scale": scale, "offset": offset}, path.name, wrong)
+    return _check_file(path, joints, wrong)
 
 
-def _urdf_of(
+def _read_urdf_table(
     table: Any, path: Path, wrong: list[str]
 ) -> tuple[dict[str, dict[str, float]], float | None, float | None]:
     if isinstance(table, str):
@@ -122,48 +127,48 @@ def _urdf_of(
         wrong.append(f'found urdf = {table!r:.60}; wanted [urdf] with file = "robot.urdf", and scale and offset')
         return {}, None, None
     wrong += [
-        f"urdf: found {key!r}; wanted file, scale, offset" for key in sorted(set(table) - {"file", *_OF_URDF[1:]})
+        f"urdf: found {key!r}; wanted file, scale, offset" for key in sorted(set(table) - {"file", *_URDF_KEYS[1:]})
     ]
     if not table:
         return {}, None, None
     return _read_urdf(path.parent / table.get("file", "")), table.get("scale"), table.get("offset")
 
 
-def _joint(name: str, said: Mapping[str, Any], origin: str, wrong: list[str]) -> Said:
-    known = (*_NUMBERS, *_OF_URDF)
+def _read_joint(name: str, said: Mapping[str, Any], origin: str, wrong: list[str]) -> FileLimits:
+    known = (*_LIMIT_KEYS, *_URDF_KEYS)
     wrong += [f"joint {name!r}: found {key!r}; wanted {', '.join(known)}" for key in sorted(said) if key not in known]
     numbers: dict[str, Any] = {
-        key: _number(said[key], f"joint {name!r}: {key}", wrong) for key in _NUMBERS if key in said
+        key: _read_number(said[key], f"joint {name!r}: {key}", wrong) for key in _LIMIT_KEYS if key in said
     }
-    return Said(**numbers, origin=origin)
+    return FileLimits(**numbers, origin=origin)
 
 
-def _number(value: object, what: str, wrong: list[str]) -> float | None:
+def _read_number(value: object, what: str, wrong: list[str]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:  # also true of NaN
         wrong.append(f"{what}: found {value!r:.40}; wanted a finite number")
         return None
     return float(value)
 
 
-def _over(said: Said, base: Said) -> Said:
-    """What the TOML says, and of the rest what the URDF says."""
-    given: dict[str, Any] = {key: getattr(said, key) for key in _NUMBERS if getattr(said, key) is not None}
+def _merge_limits(said: FileLimits, base: FileLimits) -> FileLimits:
+    """Merge what the TOML gives, and for the rest what the URDF gives."""
+    given: dict[str, Any] = {key: getattr(said, key) for key in _LIMIT_KEYS if getattr(said, key) is not None}
     unscaled = base.is_unscaled_urdf and not {"low", "high"} <= set(given)
     return replace(base, **given, is_unscaled_urdf=unscaled)
 
 
-def _from_urdf(
+def _limits_from_urdf(
     name: str, found: Mapping[str, float], scaling: Mapping[str, Any], origin: str, wrong: list[str]
-) -> Said:
+) -> FileLimits:
     scale, offset = (
-        default if scaling.get(key) is None else _number(scaling[key], f"joint {name!r}: {key}", wrong)
+        default if scaling.get(key) is None else _read_number(scaling[key], f"joint {name!r}: {key}", wrong)
         for key, default in (("scale", 1.0), ("offset", 0.0))
     )
     if scale is None or offset is None:
-        return Said(origin=origin)
+        return FileLimits(origin=origin)
     if scale == 0:
         wrong.append(f"joint {name!r}: found scale 0; wanted units on the wire per unit of the URDF")
-        return Said(origin=origin)
+        return FileLimits(origin=origin)
     ends = [found[key] * scale + offset for key in ("lower", "upper") if key in found]
     low, high = (min(ends), max(ends)) if len(ends) == 2 and found["lower"] < found["upper"] else (None, None)
     if len(ends) == 2 and low is None:
@@ -172,16 +177,16 @@ def _from_urdf(
             "wanted lower below upper"
         )
     velocity = found["velocity"] * abs(scale) if "velocity" in found else None
-    return Said(low, high, velocity=velocity, origin=origin, is_unscaled_urdf=scaling.get("scale") is None)
+    return FileLimits(low, high, velocity=velocity, origin=origin, is_unscaled_urdf=scaling.get("scale") is None)
 
 
-def _finished(path: Path, joints: Mapping[str, Said], wrong: list[str]) -> LimitsFile:
+def _check_file(path: Path, joints: Mapping[str, FileLimits], wrong: list[str]) -> LimitsFile:
     for name, said in joints.items():
         if said.low is not None and said.high is not None and not said.low < said.high:
             wrong.append(f"joint {name!r}: found low {said.low:g} and high {said.high:g}; wanted low below high")
         wrong += [
             f"joint {name!r}: found {key} {value:g}; wanted more than 0"
-            for key in _NUMBERS[2:]
+            for key in _LIMIT_KEYS[2:]
             if (value := getattr(said, key)) is not None and value <= 0
         ]
     if not joints and not wrong:
@@ -192,7 +197,7 @@ def _finished(path: Path, joints: Mapping[str, Said], wrong: list[str]) -> Limit
 
 
 def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
-    """Joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
+    """Read joint name to ``lower``, ``upper`` and ``velocity`` of its limit, of ``<robot><joint><limit>`` only.
 
     Expat alone, with no document type and no entity let through: what cannot be declared cannot expand or be fetched.
     """
@@ -203,8 +208,8 @@ def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
     def started(tag: str, attributes: dict[str, str]) -> None:
         places.append((tag, attributes))
         if tag == "limit" and [each for each, _ in places] == ["robot", "joint", "limit"]:
-            _take(places[1][1], attributes, joints, wrong)
-        if len(places) > 64 or len(joints) > _JOINTS:
+            _read_urdf_limit(places[1][1], attributes, joints, wrong)
+        if len(places) > 64 or len(joints) > _MAX_JOINTS:
             raise LimitsError(f"limits file {path.name!r}: nested too deep, or too many joints; wanted a robot's URDF")
 
     def refuse(*_: object) -> Any:
@@ -217,7 +222,7 @@ def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
     parser.EntityDeclHandler = refuse
     parser.ExternalEntityRefHandler = refuse
     try:
-        parser.Parse(_text(path), True)
+        parser.Parse(_read_text(path), True)
     except xml.parsers.expat.ExpatError as error:
         raise LimitsError(f"limits file {path.name!r}: {error}; wanted a URDF") from None
     if wrong:
@@ -225,7 +230,7 @@ def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
     return joints
 
 
-def _take(
+def _read_urdf_limit(
     joint: Mapping[str, str], limit: Mapping[str, str], joints: dict[str, dict[str, float]], wrong: list[str]
 ) -> None:
     name, kind = joint.get("name", ""), joint.get("type", "")
@@ -248,36 +253,38 @@ def _take(
             joints[name][key] = value
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-        if len(raw) > LARGEST:
-            raise LimitsError(f"limits file {path.name!r}: more than {LARGEST >> 20} MiB; wanted the limits of a robot")
+            raw = file.read(MAX_FILE + 1)
+        if len(raw) > MAX_FILE:
+            raise LimitsError(
+                f"limits file {path.name!r}: more than {MAX_FILE >> 20} MiB; wanted the limits of a robot"
+            )
         return raw.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8 text"
         raise LimitsError(f"limits file {str(path)!r}: {reason}; wanted a readable TOML file or URDF") from None
 
 
-Mode = Literal["clamp", "refuse"]
 _ROUNDING = 1e-6
 
 # Ranges per second that a joint may be commanded when nobody says how fast it is: what it limits is jumps, never normal
 # motion. The demo's policy asks for 0.4 at most (its jaw: 1.8, more than 2.5 at a seam of two chunks); the servos of an
 # SO-100 reach about 1.25.
-VELOCITY = 4.0
+DEFAULT_VELOCITY = 4.0
 # A range that is only what a policy's data happened to cover is often a small part of the joint's own.
-VELOCITY_OF_DATA = 5.0
+DEFAULT_DATA_VELOCITY = 5.0
 # How far a policy may go beyond its data: of that joint's span, and of the widest joint's, for one that hardly moved.
-MARGIN, LEAST_MARGIN = 0.25, 0.05
+DATA_MARGIN, MIN_DATA_MARGIN = 0.25, 0.05
 # What a refusing guard still brings in: networks end a little beyond the range that they were trained in.
-SLACK = 0.05
+REFUSAL_SLACK = 0.05
 
 
 @dataclass(frozen=True)
 class MotionLimits:
-    """Of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody knows.
+    """Motion limits of one session; arrays are (a,) float64 in the joint's own unit and seconds, infinite where nobody
+    knows.
 
     Attributes:
         names: wire names of the joints.
@@ -329,55 +336,43 @@ class MotionLimits:
         return [name for name, is_open in zip(self.names, open_ended, strict=True) if is_open]
 
     def as_json(self) -> dict[str, dict[str, object]]:
-        """Joint to its limits, JSON-ready: None where nobody knows."""
+        """Return joint to its limits, JSON-ready: None where nobody knows."""
         kinds = ("low", "high", "step", "velocity", "acceleration", "jerk")
         columns = {kind: getattr(self, kind).tolist() for kind in kinds}
         limits: dict[str, dict[str, object]] = {}
         for index, name in enumerate(self.names):
-            limits[name] = {kind: _known(column[index]) for kind, column in columns.items()}
+            limits[name] = {kind: _finite_or_none(column[index]) for kind, column in columns.items()}
             limits[name]["origin"] = self.origin.get(name, "none")
         return limits
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the settings and the request say; the tighter of two steps counts.
-
-    Attributes:
-        mode: see `MotionLimits`.
-        requested: ``max_relative_target`` of the request, for all joints or by name.
-        setting: the same of the settings; no request goes above it.
-        file: the limits file of the settings.
-    """
-
-    mode: Mode = "clamp"
-    requested: float | Mapping[str, float] | None = None
-    setting: float | Mapping[str, float] | None = None
-    file: LimitsFile | None = None
-
-
-def motion_limits(
+def create_motion_limits(
     table: JointTable,
-    asked: Asked | None = None,
+    safety: SafetySettings | None = None,
+    *,
+    file: LimitsFile | None = None,
+    requested: float | Mapping[str, float] | None = None,
     action_range: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> MotionLimits:
-    """All limits of a session.
+    """Combine all limits of a session.
 
     Args:
+        file: the settings' file of limits, read.
+        requested: ``max_relative_target`` of the request, for all joints or by name; none goes above the settings'.
         action_range: smallest and largest value (a,) of each joint in the data that the policy was trained on.
 
     Raises:
         InvalidRequest: a name that is no joint of the session, or sources that contradict each other.
     """
-    asked = asked or Asked()
+    safety = safety or SafetySettings()
     joints = table.joints
-    requested = _by_joint(asked.requested, joints, "max_relative_target of the request", is_strict=True)
-    setting = _by_joint(asked.setting, joints, "max_relative_target of the settings", is_strict=False)
-    filed, unmatched = _filed(asked.file, joints)
+    wanted = _by_joint(requested, joints, "max_relative_target of the request", is_strict=True)
+    allowed = _by_joint(safety.max_relative_target, joints, "max_relative_target of the settings", is_strict=False)
+    filed, unmatched = _match_file(file, joints)
     data = _data_ranges(action_range, len(joints))
     rows, origin = [], {}
     for place, joint in enumerate(joints):
-        row, sources = _limits_of(joint, requested[place], setting[place], filed[place], data[place])
+        row, sources = _combine_limits(joint, wanted[place], allowed[place], filed[place], data[place])
         rows.append(row)
         origin[joint.name] = ", ".join(sources) or "none"
     low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
@@ -389,14 +384,14 @@ def motion_limits(
         velocity,
         acceleration,
         jerk,
-        asked.mode,
+        safety.safety,
         origin,
         tuple(unmatched),
-        _believable(joints, data),
+        _believable_range(joints, data),
     )
 
 
-def _believable(joints: Sequence[Joint], data: Sequence[tuple[float, float] | None]) -> np.ndarray:
+def _believable_range(joints: Sequence[Joint], data: Sequence[tuple[float, float] | None]) -> np.ndarray:
     # Not the limits of a file: those may keep a joint to a small part of what its policy rightly asks for.
     unknown = (-math.inf, math.inf)
     own = [(joint.low, joint.high) for joint in joints]
@@ -405,14 +400,14 @@ def _believable(joints: Sequence[Joint], data: Sequence[tuple[float, float] | No
     return np.stack([low - (high - low), high + (high - low)])
 
 
-def _limits_of(
+def _combine_limits(
     joint: Joint,
     requested: float | None,
     setting: float | None,
-    filed: tuple[Said, str] | None,
+    filed: tuple[FileLimits, str] | None,
     data: tuple[float, float] | None,
 ) -> tuple[tuple[float, ...], list[str]]:
-    said, file = filed or (Said(), "")
+    said, file = filed or (FileLimits(), "")
     steps = {"request": requested, "settings": setting, file: said.step}
     given = {source: step for source, step in steps.items() if step is not None}
     step = min(given.values(), default=math.inf)
@@ -429,15 +424,15 @@ def _limits_of(
         )
     if (joint.low, joint.high) != (-math.inf, math.inf) and not (said.low is not None and said.high is not None):
         sources.append("joint table")
-    factor = VELOCITY
+    factor = DEFAULT_VELOCITY
     if low == -math.inf and high == math.inf and data is not None:
-        (low, high), factor = data, VELOCITY_OF_DATA
+        (low, high), factor = data, DEFAULT_DATA_VELOCITY
         sources.append("checkpoint")
     velocity = said.velocity if said.velocity is not None else factor * (high - low)
     return (low, high, step, velocity, said.acceleration or math.inf, said.jerk or math.inf), sources
 
 
-def _check_unit(joint: Joint, said: Said, file: str) -> None:
+def _check_unit(joint: Joint, said: FileLimits, file: str) -> None:
     if said.is_unscaled_urdf and joint in SO100:
         raise InvalidRequest(
             f"limits file {file!r}, joint {joint.name!r}: a URDF counts in radians, this joint in {joint.low:g}.."
@@ -456,7 +451,7 @@ def _by_joint(
     unknown = []
     for name, step in value.items():
         _check_step(step, f"{what}, joint {name!r}")
-        place = _place(name, joints)
+        place = _find_joint(name, joints)
         if place is None:
             unknown.append(name)
         elif found[place] not in (None, step):
@@ -477,11 +472,13 @@ def _check_step(step: float | None, what: str) -> None:
         raise InvalidRequest(f"{what}: found {step}; wanted a finite number above 0", ("body", "max_relative_target"))
 
 
-def _filed(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[tuple[Said, str] | None], list[str]]:
-    found: list[tuple[Said, str] | None] = [None] * len(joints)
+def _match_file(
+    file: LimitsFile | None, joints: Sequence[Joint]
+) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
+    found: list[tuple[FileLimits, str] | None] = [None] * len(joints)
     unmatched = []
     for name, said in (file.joints if file else {}).items():
-        place = _place(name, joints)
+        place = _find_joint(name, joints)
         if place is None:
             unmatched.append(name)
             continue
@@ -494,9 +491,9 @@ def _filed(file: LimitsFile | None, joints: Sequence[Joint]) -> tuple[list[tuple
     return found, sorted(unmatched)
 
 
-def _place(name: str, joints: Sequence[Joint]) -> int | None:
+def _find_joint(name: str, joints: Sequence[Joint]) -> int | None:
     for place, joint in enumerate(joints):
-        if plain(name) in (plain(joint.name), joint.alias):
+        if strip_feature_name(name) in (strip_feature_name(joint.name), joint.alias):
             return place
     return None
 
@@ -513,12 +510,12 @@ def _data_ranges(
     widest = float(spans[usable].max(initial=0.0))
     if widest == 0:
         return [None] * width
-    margin = np.maximum(MARGIN * spans, LEAST_MARGIN * widest)
+    margin = np.maximum(DATA_MARGIN * spans, MIN_DATA_MARGIN * widest)
     return [
         (float(least[place] - margin[place]), float(most[place] + margin[place])) if usable[place] else None
         for place in range(width)
     ]
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None

@@ -26,14 +26,17 @@ class Snapshot:
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
         joints: (a,) float32, in the order of the joint table.
-        seen_at: when the oldest of the frames was seen.
+        seen_at: when the oldest of the newest frames was seen.
         prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
+        past: frames and joints of the moments before, oldest first, for a policy that looks at several
+            (``Requirements.observation_steps``): one less than it looks at.
     """
 
     frames: Mapping[str, np.ndarray]
     joints: np.ndarray
     seen_at: float
     prefix: Mapping[str, np.ndarray] = field(default_factory=dict)
+    past: Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]] = ()
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -41,7 +44,17 @@ class Snapshot:
         return {camera: (frame.shape[0], frame.shape[1]) for camera, frame in self.frames.items()}
 
     def observation(self) -> dict[str, np.ndarray]:
-        """LeRobot feature names to arrays with a leading batch axis of 1; nothing is copied but the joints."""
+        """LeRobot feature names to arrays with a leading batch axis of 1; with a past an axis of time follows.
+
+        Without one nothing is copied but the joints.
+        """
+        if self.past:
+            moments = [*self.past, (self.frames, self.joints)]
+            features = {
+                f"observation.images.{camera}": np.stack([frames[camera] for frames, _ in moments])[None]
+                for camera in self.frames
+            }
+            return features | {"observation.state": np.stack([joints for _, joints in moments])[None]}
         features = {f"observation.images.{camera}": frame[None] for camera, frame in self.frames.items()}
         features["observation.state"] = self.joints[None].copy()
         return features
@@ -49,6 +62,54 @@ class Snapshot:
 
 # Seconds for which a pose counts as measured after another one came: a hold is on its way meanwhile.
 RECENT_POSES = 1.0
+
+
+class ObservationHistory:
+    """What a robot showed at the moments before, for policies that look at several observations at once.
+
+    A policy was trained with observations at its own rate, and a robot's ticks may be more or fewer: one moment of each
+    tick is kept, and those nearest to one period of the policy before now, two and so on are given. Where none is near
+    (at the start, after a hold) the next newer one stands in for it, as LeRobot does at the start.
+
+    Args:
+        steps: observations that the policy looks at, the newest included.
+        period: seconds between them.
+    """
+
+    def __init__(self, steps: int = 1, period: float = 0.0):
+        self.steps, self.period = steps, period
+        self._moments: deque[tuple[float, Mapping[str, np.ndarray], np.ndarray]] = deque()
+
+    def add(self, now: float, frames: Mapping[str, np.ndarray], joints: np.ndarray) -> None:
+        """Keep what is there now; nothing for a policy that looks at one observation."""
+        if self.steps == 1:
+            return
+        self._moments.append((now, dict(frames), joints.copy()))
+        while now - self._moments[0][0] > self.steps * self.period:
+            self._moments.popleft()
+
+    def clear(self) -> None:
+        """Forget everything: the robot begins anew."""
+        self._moments.clear()
+
+    def before(
+        self, now: float, frames: Mapping[str, np.ndarray], joints: np.ndarray
+    ) -> tuple[tuple[Mapping[str, np.ndarray], np.ndarray], ...]:
+        """The ``steps - 1`` moments before what is there now, oldest first."""
+        newer = (frames, joints)
+        found = []
+        for back in range(1, self.steps):
+            at = now - back * self.period
+            near = min(self._moments, key=lambda moment: abs(moment[0] - at), default=None)
+            # Pictures of another size are of before a camera was set anew.
+            if near is not None and abs(near[0] - at) <= self.period / 2 and _is_alike(near[1], frames):
+                newer = near[1:]
+            found.append(newer)
+        return tuple(reversed(found))
+
+
+def _is_alike(frames: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
+    return all(frames[camera].shape == other.shape for camera, other in others.items())
 
 
 class ObservationBuffer:
@@ -67,6 +128,7 @@ class ObservationBuffer:
         sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
         seen_at: when each camera's newest frame was seen, None before the first.
         is_pose_current: whether every joint is known and trusted.
+        history: what was there before, for policies that look at it.
     """
 
     def __init__(
@@ -76,8 +138,10 @@ class ObservationBuffer:
         *,
         frame_age_limit: float = 0.3,
         max_pixels: int = 1920 * 1200,
+        history: ObservationHistory | None = None,
     ):
         self.joints = joints
+        self.history = history or ObservationHistory()
         self.dropped = Tally()
         self.frames = {camera: Rate() for camera in cameras}
         self.joint_updates = Rate()
@@ -126,15 +190,15 @@ class ObservationBuffer:
         Returns:
             how many values were not usable, by reason.
         """
-        update = self.joints.read(values)
+        update = self.joints.read_update(values)
         if update.dropped:
             self.refuse_joints(update.dropped)
         self.clamped += update.clamped
-        if self.odd or update.odd:
+        if self.odd or update.out_of_range:
             names = self.joints.names
             for position in update.values:
                 self.odd.pop(names[position], None)
-            self.odd |= {names[position]: value for position, value in update.odd.items()}
+            self.odd |= {names[position]: value for position, value in update.out_of_range.items()}
         if not update.values:
             return update.dropped
         positions = list(update.values)
@@ -211,6 +275,10 @@ class ObservationBuffer:
         code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
         return NotReady(code, "; ".join(missing + stale + unseen))
 
+    def remember(self, now: float) -> None:
+        """Keep what is there now for policies that look at several observations; all of it has to be there."""
+        self.history.add(now, self._images, self._values)
+
     def snapshot(self, now: float) -> Snapshot | NotReady:
         """Everything at once when it is complete and fresh, else why it is not."""
         not_ready = self.not_ready(now)
@@ -218,4 +286,5 @@ class ObservationBuffer:
             return not_ready
         # Without cameras the joints are all there is, and they hold until they change.
         seen_at = min((moment for moment in self.seen_at.values() if moment is not None), default=now)
-        return Snapshot({camera: self._images[camera] for camera in self.frames}, self._values.copy(), seen_at)
+        frames, joints = {camera: self._images[camera] for camera in self.frames}, self._values.copy()
+        return Snapshot(frames, joints, seen_at, past=self.history.before(now, frames, joints))

@@ -30,57 +30,57 @@ class Tick:
 
 
 class SessionObserver(Protocol):
-    """Called on the event loop between two ticks: quick, never waiting, never raising."""
+    """Observer of a session, called on the event loop between two ticks: quick, never waiting, never raising."""
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """A usable frame came: uint8 (h, w, 3), RGB; nobody changes the array any more."""
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """A usable frame arrived: uint8 (h, w, 3), RGB; nobody changes the array any more."""
         ...
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         """A chunk (t, a) was taken, which belongs to what was seen at ``seen_at``."""
         ...
 
-    def ticked(self, tick: Tick) -> None:
+    def on_tick(self, tick: Tick) -> None:
         """A tick was done."""
         ...
 
 
 class SessionObservers:
-    """All who look on at one session; a tap that raises is taken off, the robot's control goes on."""
+    """All observers of one session; one that raises is detached, the robot's control goes on."""
 
     def __init__(self) -> None:
-        self._taps: tuple[SessionObserver, ...] = ()
+        self._observers: tuple[SessionObserver, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._taps)
+        return bool(self._observers)
 
-    def attach(self, tap: SessionObserver) -> Callable[[], None]:
-        """Let it look on until what is returned is called; calling that twice is no error."""
+    def attach(self, observer: SessionObserver) -> Callable[[], None]:
+        """Attach an observer; the returned function detaches it, and may be called twice."""
         # A new tuple each time: a tap may be attached or taken off while the others are being told.
-        self._taps = (*self._taps, tap)
-        return lambda: self._detach(tap)
+        self._observers = (*self._observers, observer)
+        return lambda: self._detach(observer)
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """Tell all of a frame."""
-        for tap in self._taps:
-            self._tell(tap, lambda tap=tap: tap.saw(camera, image, seen_at))
+    def notify_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+        """Notify all observers of a frame."""
+        for observer in self._observers:
+            self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, seen_at))
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        """Tell all of a chunk."""
-        for tap in self._taps:
-            self._tell(tap, lambda tap=tap: tap.planned(chunk, seen_at, at))
+    def notify_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+        """Notify all observers of a chunk."""
+        for tap in self._observers:
+            self._notify(tap, lambda tap=tap: tap.on_chunk(chunk, seen_at, at))
 
-    def ticked(self, tick: Tick) -> None:
-        """Tell all of a tick."""
-        for tap in self._taps:
-            self._tell(tap, lambda tap=tap: tap.ticked(tick))
+    def notify_tick(self, tick: Tick) -> None:
+        """Notify all observers of a tick."""
+        for tap in self._observers:
+            self._notify(tap, lambda tap=tap: tap.on_tick(tick))
 
-    def _tell(self, tap: SessionObserver, call: Callable[[], None]) -> None:
+    def _notify(self, observer: SessionObserver, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception:
-            logger.exception("%s failed and looks on no more", type(tap).__name__)
-            self._detach(tap)
+            logger.exception("observer %s failed and is detached", type(observer).__name__)
+            self._detach(observer)
 
-    def _detach(self, tap: SessionObserver) -> None:
-        self._taps = tuple(other for other in self._taps if other is not tap)
+    def _detach(self, observer: SessionObserver) -> None:
+        self._observers = tuple(other for other in self._observers if other is not observer)

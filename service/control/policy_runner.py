@@ -123,7 +123,7 @@ class PolicyRunner:
             self.recent.append((inputs.observation, answer.chunk))
             self.followed = inputs.instruction
             if self.shadow is not None:
-                self.shadow.offer(inputs.features, answer.chunk)
+                self.shadow.compare(inputs.features, answer.chunk)
 
     def note_times(self, result: InferenceResult) -> None:
         """Add an inference to the figures."""

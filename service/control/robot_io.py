@@ -20,9 +20,9 @@ from service.stage import Move
 from service.transport.link import EmergencyStop, Link, LinkEvent
 
 # Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
-_ROUNDS = 8
+_INPUT_ROUNDS = 8
 # Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
-_OVERTAKEN = 0.1
+_MAX_DECISION_TIME = 0.1
 
 
 async def sleep_until(deadline: float) -> None:
@@ -33,7 +33,8 @@ async def sleep_until(deadline: float) -> None:
 
 
 class RobotIO:
-    """The shell around a controller: the only part that sleeps, sends and starts tasks. It is a link's inbox.
+    """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
+    link's inbox.
 
     Whoever made it reads what happened to the robot with ``take_events``; nobody is called back.
 
@@ -102,34 +103,34 @@ class RobotIO:
                     now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
                         # The loop was blocked: what came meanwhile, a stop above all, is heard before anything is sent.
-                        for _ in range(_ROUNDS):
+                        for _ in range(_INPUT_ROUNDS):
                             await asyncio.sleep(0)
                         now = self._clock()
                     previous = now
                     result = controller.tick(now)
-                    self.apply(result, is_tick=True, is_overtaken=self._clock() - now > _OVERTAKEN)
+                    self.apply(result, is_tick=True, is_overtaken=self._clock() - now > _MAX_DECISION_TIME)
             finally:
                 self._tasks = None  # no task begins in a group that ends
 
     # What comes in.
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Take a frame, uint8 (h, w, 3), RGB."""
         sizes = self.buffer.sizes
         if self.buffer.put_frame(camera, image, seen_at):
-            self.controller.watchdog.frame(camera, image, seen_at)
+            self.controller.watchdog.note_frame(camera, image, seen_at)
             if self.observers:
-                self.observers.saw(camera, image, seen_at)
+                self.observers.notify_frame(camera, image, seen_at)
         if self.buffer.sizes is not sizes and len(self.buffer.sizes) == len(self.buffer.frames):
             self._prepare_for(self.buffer.sizes)
 
-    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a partial joint update: wire name to value."""
         unusable = self.buffer.put_joints(values, seen_at)
         if unusable:
             self.apply(self.controller.take_bad_input(unusable, seen_at))
 
-    def event(self, event: LinkEvent) -> None:
+    def on_event(self, event: LinkEvent) -> None:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
         if isinstance(event, EmergencyStop):
             self.emergency_stop()
@@ -161,7 +162,7 @@ class RobotIO:
                 self.controller.confirm(is_sent, self._clock())
         if self.observers and (is_tick or result.command is not None):
             hold = self.controller.hold
-            self.observers.ticked(
+            self.observers.notify_tick(
                 Tick(self._clock(), result.command, is_sent, self.buffer.pose, hold.code if hold else None)
             )
         if result.request is not None:
@@ -173,7 +174,7 @@ class RobotIO:
             self.wake()
 
     def _send(self, values: np.ndarray, *, is_overtaken: bool) -> bool:
-        """The one way out: every command to the robot, a hold too, passes here."""
+        """Send a command: every command to the robot, a hold too, passes here."""
         commands = self.table.to_commands(values)
         if self.is_dry:
             self.commands_withheld += 1
@@ -193,7 +194,7 @@ class RobotIO:
         self.runner.follow_up(answer, outcome)
         if outcome.is_accepted and self.observers:
             assert isinstance(answer.chunk, np.ndarray)
-            self.observers.planned(answer.chunk[0], request.snapshot.seen_at, self._clock())
+            self.observers.notify_chunk(answer.chunk[0], request.snapshot.seen_at, self._clock())
         if answer.error is not None and answer.error[0] == COMPILING:
             self._prepare(request.snapshot.sizes)
         self.apply(outcome)
@@ -229,7 +230,7 @@ class RobotIO:
         self._idle.clear()
         self._wake.set()
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until a robot that was halted has all repeats of its hold."""
         await self._idle.wait()
 
@@ -251,13 +252,15 @@ class RobotIO:
         self._is_latched = True
 
     def announce_latch(self, reason: str | None) -> None:
-        """Tell the robot's room of an emergency stop that is latched now, or that there is none (any more)."""
+        """Announce a latched emergency stop to the robot's room; None: there is none any more."""
         self._is_latched = reason is not None
         if self._link is not None:
             self._link.latch(reason)
 
     def take_events(self) -> Iterator[ControlEvent]:
-        """What happened to the robot by itself since the last call, oldest first; the robot has been stopped for it."""
+        """Take what happened to the robot by itself since the last call, oldest first; the robot has been stopped
+        for it.
+        """
         self._has_events.clear()
         while self._events:
             yield self._events.popleft()
@@ -284,7 +287,7 @@ class RobotIO:
         """
         done = self.runner.take_over(loaded, fade, at_once=at_once or not self.controller.is_running)
         if at_once:
-            self.controller.hurry()
+            self.controller.request_soon()
         return done
 
     def detach(self) -> None:
@@ -296,11 +299,11 @@ class RobotIO:
     # What it says of itself.
 
     def link_health(self) -> Mapping[str, object]:
-        """The link's own counters."""
+        """Return the link's own counters."""
         return {} if self._link is None else self._link.health()
 
-    def watch(self, now: float) -> dict[str, object]:
-        """What the watchdog looks at; JSON-ready."""
+    def get_watchdog_stats(self, now: float) -> dict[str, object]:
+        """Return what the watchdog looks at; JSON-ready."""
 
         def age(since: float | None) -> float | None:
             return None if since is None else round((now - since) * 1e3, 1)
@@ -313,13 +316,13 @@ class RobotIO:
             "chunk_age_ms": age(controller.queue.seen_at),
             "inference_age_ms": age(in_flight and in_flight.asked_at),
             "links_lost": dict(controller.lost_rooms),
-            "bad_inputs": controller.watchdog.bad_inputs(now),
+            "bad_inputs": controller.watchdog.count_bad_inputs(now),
             "is_blind": controller.is_blind and controller.is_running,
         }
 
-    def warnings(self, now: float) -> dict[str, str]:
-        """Code to text of what is unusual and holds nothing."""
+    def get_warnings(self, now: float) -> dict[str, str]:
+        """Return code to text of what is unusual and holds nothing."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         found = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
-        return self.controller.watchdog.warnings(now) | found
+        return self.controller.watchdog.get_warnings(now) | found

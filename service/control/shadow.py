@@ -27,7 +27,7 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """One session's shadow. Whatever goes wrong with it is said in its figures and nowhere else.
+    """Shadow policy of one session. Whatever goes wrong with it is said in its figures and nowhere else.
 
     Attributes:
         compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
@@ -40,7 +40,7 @@ class Shadow:
         """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
         self.path = path
         self.compared = self.skipped = self.errors = 0
-        self.last_error = _misfit(loaded.requirements, requirements)
+        self.last_error = _explain_mismatch(loaded.requirements, requirements)
         self._is_off = self.last_error is not None
         self._served = loaded
         self._engine = engine
@@ -50,8 +50,8 @@ class Shadow:
         self._seconds = Recent(256)
         self._task: asyncio.Task[None] | None = None
 
-    def offer(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
-        """What the first policy saw, and its answer (1, t, a); left alone while the shadow is still busy."""
+    def compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
+        """Compare the first policy's answer (1, t, a) with the shadow's; left out while the shadow is still busy."""
         if self._is_off:
             return
         if self._task is not None and not self._task.done():
@@ -59,8 +59,8 @@ class Shadow:
             return
         self._task = asyncio.create_task(self._compare(observation, chunk), name=f"shadow {self.path}")
 
-    def figures(self) -> dict[str, object]:
-        """JSON-ready; differences in the units of the joints."""
+    def get_stats(self) -> dict[str, object]:
+        """Return the shadow's figures, JSON-ready; differences in the units of the joints."""
         mean = self._total / max(self.compared, 1)
         return {
             "policy_path": self.path,
@@ -79,7 +79,7 @@ class Shadow:
         }
 
     async def close(self) -> None:
-        """Nothing is compared any more."""
+        """End the comparison."""
         self._is_off = True
         if self._task is not None:
             self._task.cancel()
@@ -87,17 +87,17 @@ class Shadow:
 
     async def _compare(self, observation: Mapping[str, np.ndarray], chunk: np.ndarray) -> None:
         try:
-            sizes = _sizes(observation)
+            sizes = _frame_sizes(observation)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
                 return  # what was seen then is long over
-            answer, seconds = await self._engine.try_out(self._served, self._wanted(observation))
-            self._note(answer, chunk, seconds)
+            answer, seconds = await self._engine.try_out(self._served, self._select_inputs(observation))
+            self._add_comparison(answer, chunk, seconds)
         except PolicyFailed as error:
-            self._failed(str(error))
+            self._note_failure(str(error))
         except Exception as error:
             logger.exception("the shadow policy %r failed", self.path)
-            self._failed(f"{type(error).__name__}; the server's log says more")
+            self._note_failure(f"{type(error).__name__}; the server's log says more")
 
     async def _compile(self, sizes: Sizes) -> None:
         try:
@@ -106,15 +106,15 @@ class Shadow:
             self._is_off = True  # it would be tried again at every observation
             raise
 
-    def _wanted(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _select_inputs(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return select_features(self._served.requirements, observation)
 
-    def _note(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
+    def _add_comparison(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
         if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:
-            self._failed("it returned something that is not a chunk of actions")
+            self._note_failure("it returned something that is not a chunk of actions")
             return
         if not np.isfinite(answer).all():
-            self._failed("it returned values that are not finite")
+            self._note_failure("it returned values that are not finite")
             return
         steps = min(answer.shape[1], chunk.shape[1])
         difference = np.abs(answer[0, :steps].astype(np.float64) - chunk[0, :steps])
@@ -123,13 +123,13 @@ class Shadow:
         self._total += difference.mean(axis=0)
         np.maximum(self._largest, difference.max(axis=0), out=self._largest)
 
-    def _failed(self, text: str) -> None:
+    def _note_failure(self, text: str) -> None:
         self.errors += 1
         self.last_error = text
 
 
 @asynccontextmanager
-async def shadow_of(
+async def load_shadow(
     path: str | None,
     revision: str | None,
     requirements: Requirements,
@@ -137,9 +137,9 @@ async def shadow_of(
     *,
     engine: Engine,
     load: LoadPolicy,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> AsyncIterator[Shadow | None]:
-    """The shadow policy of this path and revision, loaded, or None where there is no path.
+    """Load the shadow policy of this path and revision; None where there is no path.
 
     Raises:
         ShadowRefused: it cannot be loaded.
@@ -147,7 +147,7 @@ async def shadow_of(
     if path is None:
         yield None
         return
-    loading = engine.policy(load, path, revision, lambda stage: tell(f"shadow policy: {stage}"))
+    loading = engine.policy(load, path, revision, lambda stage: notify(f"shadow policy: {stage}"))
     try:
         loaded = await loading.__aenter__()
     except PolicyError as error:
@@ -161,8 +161,8 @@ async def shadow_of(
         await loading.__aexit__(None, None, None)
 
 
-def _misfit(shadow: Requirements, first: Requirements) -> str | None:
-    """Why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
+def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
+    """Return why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
     wrong = []
     if set(shadow.cameras) != set(first.cameras):
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
@@ -172,15 +172,17 @@ def _misfit(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
+    if shadow.observation_steps != first.observation_steps:
+        wrong.append(f"it looks at {shadow.observation_steps} observations, the session's at {first.observation_steps}")
     if shadow.rate != first.rate:
         wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")
     return "it does not fit: " + "; ".join(wrong) if wrong else None
 
 
-def _sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
+def _frame_sizes(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
     prefix = "observation.images."
     return {
-        name.removeprefix(prefix): (value.shape[1], value.shape[2])
+        name.removeprefix(prefix): (value.shape[-3], value.shape[-2])
         for name, value in observation.items()
         if name.startswith(prefix)
     }

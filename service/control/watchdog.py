@@ -3,59 +3,21 @@
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from service.control.config import SafetySettings
 
 # Pictures are told apart by about so many of their points at first, and by all of them only when those are equal.
 POINTS = 32
 # Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
 # blocked from here on, too, and a robot that hears nothing for 0.5 s is held by its own side.
 STALL = 0.25
+# Seconds in which bad joint values are counted.
+BAD_INPUT_WINDOW = 1.0
 # Codes of the holds that a check may ask for.
 HOLDS = ("paused", "inference_slow", "action_stale")
-
-
-@dataclass(frozen=True)
-class WatchdogTimeouts:
-    """How long things may be wrong; seconds.
-
-    Attributes:
-        frame_age: a frame older than this holds the robot, and so does a pause of this process, from ``STALL`` on.
-        degraded_after: so long held because it cannot see or reach the robot, a session is ``degraded``.
-        stop_after: so long, and it is stopped until somebody resets it: nobody expects a motion any more.
-        frozen_after: so long with the same picture, a camera is said to be frozen.
-        frozen_stops: whether a frozen camera also stops the robot.
-        bad_inputs: so many bad joint values within ``bad_input_window`` stop the robot; 0 for never.
-        action_age: an action of a chunk whose frame is older is not done; None leaves it to the chunk's length.
-        slow: an inference may take so many times what its actions take to do.
-    """
-
-    frame_age: float = 0.3
-    degraded_after: float = 3.0
-    stop_after: float = 30.0
-    frozen_after: float = 2.0
-    frozen_stops: bool = False
-    bad_inputs: int = 20
-    bad_input_window: float = 1.0
-    action_age: float | None = None
-    slow: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.degraded_after < self.stop_after:
-            raise ValueError(
-                f"degraded_after {self.degraded_after:g} and stop_after {self.stop_after:g} s: wanted the first below"
-            )
-
-    def for_frames(self, frame_age: float) -> "WatchdogTimeouts":
-        """The same for cameras whose frames may be so old: where that is long, the later steps move away from it."""
-        stretch = max(1.0, 2 * frame_age / self.degraded_after)
-        return replace(
-            self,
-            frame_age=frame_age,
-            degraded_after=stretch * self.degraded_after,
-            stop_after=stretch * self.stop_after,
-        )
 
 
 @dataclass(frozen=True)
@@ -107,30 +69,40 @@ class Watchdog:
     """Checks the input of one moving robot at every tick; takes the time, reads no clock.
 
     Attributes:
+        degraded_after: seconds without seeing or reaching the robot after which its session is degraded.
+        stop_after: such seconds after which it is stopped until somebody resets it.
         slow_after: seconds after which an inference is slow.
         frozen: cameras that show the same picture for too long.
     """
 
-    def __init__(self, timeouts: WatchdogTimeouts, *, executed: float, covered: float, period: float = 0.0):
-        """``executed`` and ``covered``: seconds that the actions done of a chunk take, and all of it.
+    def __init__(
+        self, safety: SafetySettings, *, frame_age: float, executed: float, covered: float, period: float = 0.0
+    ):
+        """Watch one robot; times in seconds.
 
-        ``period``: seconds from one check to the next.
+        Args:
+            frame_age: a frame older than this holds the robot, and so does a pause of this process, from ``STALL`` on.
+                Where that is long, the steps after it, ``degraded_after`` and ``stop_after``, move away from it.
+            executed: that the actions done of a chunk take.
+            covered: that all actions of a chunk take.
+            period: from one check to the next.
         """
-        self.timeouts = timeouts
-        self._period = period
+        stretch = max(1.0, 2 * frame_age / safety.degraded_after)
+        self.degraded_after, self.stop_after = stretch * safety.degraded_after, stretch * safety.stop_after
+        self._safety, self._frame_age, self._period = safety, frame_age, period
         self.set_chunk_time(executed=executed, covered=covered)
         self.frozen: set[str] = set()
         self._begun_at = self._resumed_at = 0.0
         self._checked_at: float | None = None
         self._pause: float | None = None
         self._since: dict[str, float] = {}
-        self._stills: dict[str, _Still] = {}
+        self._stills: dict[str, _FrozenFrame] = {}
         self._bad: deque[tuple[float, int]] = deque()
 
     def set_chunk_time(self, *, executed: float, covered: float) -> None:
         """Set how many seconds of each chunk are done from now on, and how many it covers."""
         # An answer that comes while its chunk still covers the present is of use, however slow it was.
-        self.slow_after = max(self.timeouts.slow * executed, covered)
+        self.slow_after = max(self._safety.slow_inference * executed, covered)
 
     def begin(self, now: float) -> None:
         """Start watching a robot that begins to move, or begins anew; forgets what was before."""
@@ -139,75 +111,75 @@ class Watchdog:
         self._since.clear()
         self._bad.clear()
 
-    def frame(self, camera: str, image: np.ndarray, now: float) -> None:
+    def note_frame(self, camera: str, image: np.ndarray, now: float) -> None:
         """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
         still, fingerprint = self._stills.get(camera), _fingerprint(image)
         if still is not None and still.fingerprint == fingerprint:
             is_equal = True
-            if now - still.compared_at >= self.timeouts.frozen_after:
+            if now - still.compared_at >= self._safety.frozen_after:
                 # Some points are equal; every so many seconds all of them are compared.
                 still.compared_at, is_equal = now, np.array_equal(image, still.image)
             if is_equal:
-                if now - still.since >= self.timeouts.frozen_after:
+                if now - still.since >= self._safety.frozen_after:
                     self.frozen.add(camera)
                 return
-        self._stills[camera] = _Still(image, fingerprint, now, now)
+        self._stills[camera] = _FrozenFrame(image, fingerprint, now, now)
         self.frozen.discard(camera)
 
-    def warnings(self, now: float) -> dict[str, str]:
-        """Code to text of what is unusual but neither holds nor stops the robot."""
+    def get_warnings(self, now: float) -> dict[str, str]:
+        """Return code to text of what is unusual but neither holds nor stops the robot."""
         if not self.frozen:
             return {}
         names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
         return {"camera_frozen": f"camera {names}: the same picture"}
 
-    def bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
-        """Count joint values that cannot be used; a reason to stop when they are too many."""
+    def note_bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
+        """Count joint values that cannot be used; returns a reason to stop when they are too many."""
         self._bad.append((now, sum(reasons.values())))
-        count = self.bad_inputs(now)
-        if not 0 < self.timeouts.bad_inputs <= count:
+        count = self.count_bad_inputs(now)
+        if not 0 < self._safety.bad_inputs <= count:
             return None
         self._bad.clear()
         named = ", ".join(f"{reason} {times}" for reason, times in sorted(reasons.items()))
         return Stop(
             "bad_input",
-            f"{count} joint values in {self.timeouts.bad_input_window:g} s could not be used, limit "
-            f"{self.timeouts.bad_inputs} (the last ones: {named})",
+            f"{count} joint values in {BAD_INPUT_WINDOW:g} s could not be used, limit "
+            f"{self._safety.bad_inputs} (the last ones: {named})",
         )
 
-    def bad_inputs(self, now: float) -> int:
-        """How many joint values within ``bad_input_window`` could not be used."""
-        while self._bad and now - self._bad[0][0] > self.timeouts.bad_input_window:
+    def count_bad_inputs(self, now: float) -> int:
+        """Count the joint values within ``bad_input_window`` that could not be used."""
+        while self._bad and now - self._bad[0][0] > BAD_INPUT_WINDOW:
             self._bad.popleft()
         return sum(count for _, count in self._bad)
 
     def check(self, now: float, times: InputTimes) -> WatchdogReport:
         """Check a robot that moves, at the tick of ``now``."""
-        timeouts = self.timeouts
+        safety = self._safety
         holds = self._holds(now, times)
         self._checked_at = now
         code, text, since = self._blindness(now, times)
         stop = None
-        if code is not None and now - since > timeouts.stop_after:
-            stop = Stop(code, f"{text} for {now - since:.0f} s, limit {timeouts.stop_after:g} s")
-        elif timeouts.frozen_stops and self.frozen:
+        if code is not None and now - since > self.stop_after:
+            stop = Stop(code, f"{text} for {now - since:.0f} s, limit {self.stop_after:g} s")
+        elif safety.frozen_stops and self.frozen:
             names = ", ".join(map(repr, sorted(self.frozen)))
-            stop = Stop("camera_frozen", f"camera {names}: the same picture for {timeouts.frozen_after:g} s")
-        is_long = code is not None and now - since > timeouts.degraded_after
+            stop = Stop("camera_frozen", f"camera {names}: the same picture for {safety.frozen_after:g} s")
+        is_long = code is not None and now - since > self.degraded_after
         return WatchdogReport(holds, f"{code}: {text} for {now - since:.1f} s" if is_long else None, stop)
 
     def _holds(self, now: float, times: InputTimes) -> dict[str, str]:
-        timeouts = self.timeouts
+        age_limit = self._safety.action_age_limit
         holds = {}
         pause = 0.0 if self._checked_at is None else now - self._checked_at
-        if pause - self._period > min(timeouts.frame_age, STALL):
+        if pause - self._period > min(self._frame_age, STALL):
             self._resumed_at, self._pause = now, pause
         if self._pause is not None:
             # Whatever was planned before is not for a robot that went on without us, and what the cameras showed
             # meanwhile comes bit by bit: one pause is one hold, until each has shown something since. One that does not
             # soon is stale by itself.
             is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())
-            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= timeouts.frame_age):
+            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= self._frame_age):
                 holds["paused"] = f"this process did nothing for {self._pause:.2f} s"
             else:
                 self._pause = None
@@ -216,9 +188,9 @@ class Watchdog:
             if ran > self.slow_after:
                 holds["inference_slow"] = f"an inference runs for {ran:.2f} s, limit {self.slow_after:.2f} s"
         seen_at = times.chunk_seen_at
-        if timeouts.action_age is not None and seen_at is not None and now - seen_at > timeouts.action_age:
+        if age_limit is not None and seen_at is not None and now - seen_at > age_limit:
             holds["action_stale"] = (
-                f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {timeouts.action_age:g} s"
+                f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {age_limit:g} s"
             )
         return holds
 
@@ -234,7 +206,7 @@ class Watchdog:
         stale = {
             camera: max(self._begun_at, seen_at or self._begun_at)
             for camera, seen_at in times.seen_at.items()
-            if seen_at is None or now - seen_at > self.timeouts.frame_age
+            if seen_at is None or now - seen_at > self._frame_age
         }
         if stale:
             names = ", ".join(map(repr, sorted(stale)))
@@ -253,7 +225,7 @@ class Watchdog:
 
 
 @dataclass
-class _Still:
+class _FrozenFrame:
     """First of a series of equal frames of one camera."""
 
     image: np.ndarray

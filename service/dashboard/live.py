@@ -1,4 +1,4 @@
-"""Dashboard files, and the socket that updates open pages."""
+"""Dashboard: its static files, and the socket that updates open pages."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ from sanic.exceptions import RequestCancelled, WebsocketClosed
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
 from service.auth.caller import Caller
-from service.dashboard.live_view import LiveView, Pictures, PictureSettings
+from service.dashboard.live_view import LiveView, PictureEncoder, PictureSettings
 from service.logging import sanitize_text
 from service.sessions.store import Listed, Sessions
 from service.stage import Stage
 
 # Upper edges in milliseconds; the last bin is open.
-EDGES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-_SPLIT = np.array((0.0, *EDGES, np.inf))
+HISTOGRAM_EDGES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_HISTOGRAM_BINS = np.array((0.0, *HISTOGRAM_EDGES, np.inf))
 
 
-def line_of(session: Listed) -> dict[str, Any]:
-    """One session in the list. Cheap: no percentile is taken of a session that is driven."""
+def summarize_session(session: Listed) -> dict[str, Any]:
+    """Summarize one session for the list. Cheap: no percentile is taken of a session that is driven."""
     robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
         "id": session.id,
@@ -51,45 +51,47 @@ def line_of(session: Listed) -> dict[str, Any]:
     return line
 
 
-def detail_of(session: Listed) -> dict[str, Any]:
-    """Everything of one session: its status as the API tells it, its joints, and how times are spread."""
+def describe_session(session: Listed) -> dict[str, Any]:
+    """Describe one session: its status as the API tells it, its joints, and histograms of times."""
     robot_io = session.robot_io
-    detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": EDGES, "spread": {}}
+    detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": HISTOGRAM_EDGES, "spread": {}}
     if robot_io is not None:
         detail["joints"] = [
-            {"name": joint.name, "low": _finite(joint.low), "high": _finite(joint.high)}
+            {"name": joint.name, "low": _finite_or_none(joint.low), "high": _finite_or_none(joint.high)}
             for joint in robot_io.table.joints
         ]
-        spread: Mapping[str, np.ndarray] = {
+        histograms: Mapping[str, np.ndarray] = {
             "inference": robot_io.runner.seconds["total"].samples,
             "lateness": robot_io.controller.lateness.samples,
         }
-        detail["spread"] = {name: np.histogram(samples * 1e3, _SPLIT)[0].tolist() for name, samples in spread.items()}
+        detail["spread"] = {
+            name: np.histogram(samples * 1e3, _HISTOGRAM_BINS)[0].tolist() for name, samples in histograms.items()
+        }
     return detail
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-LONGEST_MESSAGE = 4096  # characters of what a page may say
+MAX_MESSAGE = 4096  # characters of what a page may say
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes behind the JSON, and what is said about them there (``size`` is added)."""
+class BinaryPart:
+    """Bytes behind the JSON of a message, and the fields that describe them there (``size`` is added)."""
 
-    about: Mapping[str, Any]
+    fields: Mapping[str, Any]
     content: bytes
 
 
-def pack(head: Mapping[str, Any], parts: Sequence[Part] = ()) -> bytes:
-    """Length of the JSON (4 bytes, little endian), the JSON, each part; all aligned to 4 bytes.
+def pack_message(head: Mapping[str, Any], parts: Sequence[BinaryPart] = ()) -> bytes:
+    """Pack a message: length of the JSON (4 bytes, little endian), the JSON, each part; all aligned to 4 bytes.
 
     Raises:
         ValueError: a number that JSON does not have.
     """
-    about = [{**part.about, "size": len(part.content)} for part in parts]
+    about = [{**part.fields, "size": len(part.content)} for part in parts]
     text = json.dumps({**head, "parts": about}, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 4)
     return b"".join(
@@ -98,57 +100,57 @@ def pack(head: Mapping[str, Any], parts: Sequence[Part] = ()) -> bytes:
 
 
 class BadMessage(Exception):
-    """What a page said cannot be understood; the text says why."""
+    """A message of a page cannot be understood; the text says why."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """Show this session from now on (None: none), with pictures or without."""
+class ViewSession:
+    """Request of a page: show this session from now on (None: none), with pictures or without."""
 
     session: str | None
     pictures: bool
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnAck:
     """Acknowledgement that the page has drawn message ``number``; without it no more are sent."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Stop every robot. ``number`` comes back in the answer."""
+class StopAll:
+    """Request of a page: stop every robot. ``number`` comes back in the answer."""
 
     number: int
     reason: str
 
 
-def parse_message(raw: str | bytes) -> Look | Drawn | Stop:
-    """What a page said.
+def parse_message(raw: str | bytes) -> ViewSession | DrawnAck | StopAll:
+    """Parse a message of a page.
 
     Raises:
         BadMessage: it is none of the three.
     """
-    if not isinstance(raw, str) or len(raw) > LONGEST_MESSAGE:
-        raise BadMessage(f"wanted a text of at most {LONGEST_MESSAGE} characters")
+    if not isinstance(raw, str) or len(raw) > MAX_MESSAGE:
+        raise BadMessage(f"wanted a text of at most {MAX_MESSAGE} characters")
     try:
-        said = json.loads(raw)
+        message = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadMessage("wanted JSON") from error
-    match said:
+    match message:
         case {"type": "seen", "number": int(number)}:
-            return Drawn(number)
+            return DrawnAck(number)
         case {"type": "look", "session": None | str() as session}:
-            return Look(session, said.get("pictures") is True)
+            return ViewSession(session, message.get("pictures") is True)
         case {"type": "stop"}:
             # Nothing that is wrong with the rest may keep the robots moving.
-            number, reason = said.get("number"), said.get("reason")
-            return Stop(number if type(number) is int else 0, _plain(reason) or "asked for on the page")
+            number, reason = message.get("number"), message.get("reason")
+            return StopAll(number if type(number) is int else 0, _to_text(reason) or "asked for on the page")
     raise BadMessage("wanted an object of type look, seen or stop")
 
 
-def _plain(text: object) -> str:
+def _to_text(text: object) -> str:
     return sanitize_text(text) if isinstance(text, str) else ""
 
 
@@ -157,7 +159,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """How much viewers get; times in seconds.
+    """Limits and intervals of viewers; times in seconds.
 
     Attributes:
         viewers: sockets at a time.
@@ -179,7 +181,7 @@ class LiveSettings:
 
 
 class Live:
-    """All viewers of one server.
+    """All viewers of one server's dashboard.
 
     Attributes:
         viewers: who looks on.
@@ -191,17 +193,17 @@ class Live:
         self.settings = settings or LiveSettings()
         self.viewers: set[Viewer] = set()
         self.cut = 0
-        self.pictures = Pictures(self.settings.pictures)
+        self.pictures = PictureEncoder(self.settings.pictures)
         self._sessions = sessions
-        self._onlookers: dict[str, LiveView] = {}
-        self._lines: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
-        self._details: dict[str, tuple[float, Listed, Part]] = {}
+        self._views: dict[str, LiveView] = {}
+        self._summaries: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
+        self._details: dict[str, tuple[float, Listed, BinaryPart]] = {}
 
-    async def attend(
+    async def serve(
         self, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool] = lambda: True
     ) -> None:
         """Serve one upgraded socket until it ends, or until its key does."""
-        if len(self.viewers) >= self.settings.viewers and not self._make_room(caller):
+        if len(self.viewers) >= self.settings.viewers and not self._evict_page(caller):
             await socket.close(1013, f"{len(self.viewers)} pages look on already")
             return
         viewer = Viewer(self, socket, caller, is_still_authorized)
@@ -215,18 +217,18 @@ class Live:
         finally:
             # Synchronous on purpose: when the page is gone this runs inside a cancellation.
             self.viewers.discard(viewer)
-            viewer.look(None)
+            viewer.view_session(None)
             writer.cancel()
 
-    def _make_room(self, caller: Caller) -> bool:
-        """Let the oldest page of whoever has the most go, if the newcomer has fewer still: nobody keeps others out."""
-        had = Counter(viewer.caller.owner for viewer in self.viewers)
-        most, count = had.most_common(1)[0]
-        if count <= had[caller.owner] + 1:
+    def _evict_page(self, caller: Caller) -> bool:
+        """Close the oldest page of whoever has the most, if the newcomer has fewer still: nobody keeps others out."""
+        pages = Counter(viewer.caller.owner for viewer in self.viewers)
+        most, count = pages.most_common(1)[0]
+        if count <= pages[caller.owner] + 1:
             return False
-        oldest = min((one for one in self.viewers if one.caller.owner == most), key=lambda one: one.since)
+        oldest = min((one for one in self.viewers if one.caller.owner == most), key=lambda one: one.connected_at)
         self.viewers.discard(oldest)
-        oldest.end(1013, "others want to look on, too")
+        oldest.close(1013, "others want to look on, too")
         return True
 
     def _cut_off(self, viewer: "Viewer", why: str) -> None:
@@ -234,57 +236,62 @@ class Live:
         logger.warning("a page of %s is cut off: %s", viewer.caller.name, why)
         viewer.abort()
 
-    async def stop(self, reason: str, caller: Caller) -> dict[str, Any]:
-        """Stop every robot, whoever asks; how many there are, and the ids of those that the caller sees."""
+    async def stop_all(self, reason: str, caller: Caller) -> dict[str, Any]:
+        """Stop every robot, whoever asks; returns how many there are, and the ids of those that the caller sees."""
         sessions = self._sessions()
         stopped = await sessions.emergency_stop(reason)
         logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
-        own = {session.id for session in self.seen_by(caller)}
+        own = {session.id for session in self.visible_sessions(caller)}
         return {"count": len(stopped), "stopped": [one for one in stopped if one in own], **sessions.caveat()}
 
-    def seen_by(self, caller: Caller) -> Iterable[Listed]:
-        """Sessions that are there for this caller."""
+    def visible_sessions(self, caller: Caller) -> Iterable[Listed]:
+        """Return the sessions that this caller sees."""
         return (session for session in self._sessions().list() if caller.sees(session.new.owner))
 
-    def lines_for(self, caller: Caller, now: float) -> list[dict[str, Any]]:
-        """A line of each session; made once for all viewers."""
-        if now - self._lines[0] >= self.settings.period / 2:
-            self._lines = (now, [(session.new.owner, line_of(session)) for session in self._sessions().list()])
-        return [line for owner, line in self._lines[1] if caller.sees(owner)]
+    def summaries_for(self, caller: Caller, now: float) -> list[dict[str, Any]]:
+        """Return a summary of each session that the caller sees; made once for all viewers."""
+        if now - self._summaries[0] >= self.settings.period / 2:
+            self._summaries = (
+                now,
+                [(session.new.owner, summarize_session(session)) for session in self._sessions().list()],
+            )
+        return [line for owner, line in self._summaries[1] if caller.sees(owner)]
 
-    def detail(self, session: Listed, now: float) -> tuple[float, Part]:
-        """When it was made, and everything of this session; made once for all viewers, as it takes a millisecond."""
+    def get_detail(self, session: Listed, now: float) -> tuple[float, BinaryPart]:
+        """Return everything of this session, and when it was made; made once for all viewers, as it takes a
+        millisecond.
+        """
         known = self._details.get(session.id)
         if known is None or known[1] is not session or now - known[0] >= self.settings.detail_period:
-            text = json.dumps(detail_of(session), allow_nan=False, separators=(",", ":"))
-            known = self._details[session.id] = (now, session, Part({"kind": "detail"}, text.encode()))
+            text = json.dumps(describe_session(session), allow_nan=False, separators=(",", ":"))
+            known = self._details[session.id] = (now, session, BinaryPart({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def onlooker(self, session: Listed, caller: Caller) -> LiveView:
-        """The one of this session, which is taken up and let go of by each viewer."""
-        onlooker = self._onlookers.get(session.id)
-        if onlooker is None or onlooker.session is not session:
-            onlooker = self._onlookers[session.id] = LiveView(session)
-        onlooker.viewers += 1
-        return onlooker
+    def open_view(self, session: Listed, caller: Caller) -> LiveView:
+        """Open the view of this session, which its viewers share."""
+        view = self._views.get(session.id)
+        if view is None or view.session is not session:
+            view = self._views[session.id] = LiveView(session)
+        view.viewers += 1
+        return view
 
-    def let_go(self, onlooker: LiveView) -> None:
-        """One viewer less."""
-        onlooker.viewers -= 1
-        if onlooker.viewers:
+    def release_view(self, view: LiveView) -> None:
+        """Release a view; the last viewer closes it."""
+        view.viewers -= 1
+        if view.viewers:
             return
-        onlooker.close()
-        if self._onlookers.get(onlooker.session.id) is onlooker:
-            del self._onlookers[onlooker.session.id]
-            self._details.pop(onlooker.session.id, None)
+        view.close()
+        if self._views.get(view.session.id) is view:
+            del self._views[view.session.id]
+            self._details.pop(view.session.id, None)
 
 
 class Viewer:
-    """One page that is open somewhere.
+    """One open page of the dashboard.
 
     Attributes:
         caller: whose sessions it sees.
-        since: when it came.
+        connected_at: when it came.
         sent: messages sent to it.
     """
 
@@ -292,26 +299,26 @@ class Viewer:
         self, live: Live, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool]
     ):
         self.caller = caller
-        self.since = time.monotonic()
+        self.connected_at = time.monotonic()
         self.sent = 0
         self._live = live
         self._socket = socket
         self._is_still_authorized = is_still_authorized
-        self._seen = 0
-        self._has_seen = asyncio.Event()
-        self._wanted: str | None = None
+        self._acknowledged = 0
+        self._has_acknowledged = asyncio.Event()
+        self._session_id: str | None = None
         self._wants_pictures = False
-        self._onlooker: LiveView | None = None
-        self._ticks = 0
-        self._plan = 0
+        self._view: LiveView | None = None
+        self._sent_ticks = 0
+        self._sent_plan = 0
         self._detail_at = 0.0
-        self._shown: dict[str, float] = {}
-        self._lines: list[dict[str, Any]] | None = None
+        self._sent_pictures: dict[str, float] = {}
+        self._summaries: list[dict[str, Any]] | None = None
 
     # What it says.
 
     async def read(self) -> None:
-        """Hear the page until its socket ends.
+        """Handle the page's messages until its socket ends.
 
         Raises:
             BadMessage: it says what makes no sense, or too much.
@@ -326,39 +333,39 @@ class Viewer:
                 budget + (now - at) * self._live.settings.words_per_second, self._live.settings.words_per_second
             )
             at = now
-            word = parse_message(raw)
-            if isinstance(word, Stop):
+            message = parse_message(raw)
+            if isinstance(message, StopAll):
                 # However much it says, and however slow it is.
-                await self._stop(word)
+                await self._stop(message)
             elif budget < 1:
                 raise BadMessage(f"more than {self._live.settings.words_per_second} messages a second")
-            elif isinstance(word, Look):
-                self._wanted, self._wants_pictures = word.session, word.pictures
-            elif self._seen < word.number <= self.sent:
-                self._seen = word.number
-                self._has_seen.set()
+            elif isinstance(message, ViewSession):
+                self._session_id, self._wants_pictures = message.session, message.pictures
+            elif self._acknowledged < message.number <= self.sent:
+                self._acknowledged = message.number
+                self._has_acknowledged.set()
             budget -= 1
 
-    async def _stop(self, word: Stop) -> None:
-        answer = {"stop": {"number": word.number, **await self._live.stop(word.reason, self.caller)}}
+    async def _stop(self, message: StopAll) -> None:
+        answer = {"stop": {"number": message.number, **await self._live.stop_all(message.reason, self.caller)}}
         with contextlib.suppress(WebsocketClosed, RequestCancelled):
-            await self._socket.send(pack(answer))
+            await self._socket.send(pack_message(answer))
 
     # What it gets.
 
     async def write(self) -> None:
-        """Tell the page what happens, at most once per period, and only as long as it keeps up."""
+        """Send the page what happens, at most once per period, and only as long as it keeps up."""
         settings = self._live.settings
         try:
             while True:
                 async with asyncio.timeout(settings.patience):
-                    while self.sent - self._seen >= settings.ahead:
-                        self._has_seen.clear()
-                        await self._has_seen.wait()
+                    while self.sent - self._acknowledged >= settings.ahead:
+                        self._has_acknowledged.clear()
+                        await self._has_acknowledged.wait()
                     if not self._is_still_authorized():
                         await self._socket.close(1008, "the key was taken back")
                         return
-                    await self._socket.send(self._message(time.monotonic()))
+                    await self._socket.send(self._build_message(time.monotonic()))
                 await asyncio.sleep(settings.period)
         except TimeoutError:
             self._live._cut_off(self, f"it has seen nothing for {settings.patience:g} s")
@@ -368,7 +375,7 @@ class Viewer:
             logger.exception("a page cannot be told what happens")
             self.abort()
 
-    def end(self, code: int, reason: str) -> None:
+    def close(self, code: int, reason: str) -> None:
         """Close the socket; nobody waits for the page to agree."""
         self._socket.fail_connection(code, reason)
 
@@ -377,16 +384,16 @@ class Viewer:
         if self._socket.io_proto is not None and self._socket.io_proto.transport is not None:
             self._socket.io_proto.transport.abort()
 
-    def look(self, session: Listed | None) -> None:
-        """Look at another session, or at none."""
-        if self._onlooker is not None:
-            self._live.let_go(self._onlooker)
-        self._onlooker = None if session is None else self._live.onlooker(session, self.caller)
-        self._ticks = self._plan = 0
+    def view_session(self, session: Listed | None) -> None:
+        """View another session, or none."""
+        if self._view is not None:
+            self._live.release_view(self._view)
+        self._view = None if session is None else self._live.open_view(session, self.caller)
+        self._sent_ticks = self._sent_plan = 0
         self._detail_at = 0.0
-        self._shown = {}
+        self._sent_pictures = {}
 
-    def _message(self, now: float) -> bytes:
+    def _build_message(self, now: float) -> bytes:
         self.sent += 1
         head: dict[str, Any] = {
             "number": self.sent,
@@ -396,80 +403,80 @@ class Viewer:
         }
         if self.sent == 1:
             head["caller"] = {"name": self.caller.name, "role": str(self.caller.role)}
-        lines = self._live.lines_for(self.caller, now)
-        if lines != self._lines:
-            head["sessions"] = self._lines = lines
-        self._look_where_wanted()
-        if self._onlooker is None:
-            return pack(head)
-        head["session"] = self._onlooker.session.id
-        return pack(head, self._parts(self._onlooker, head, now))
+        lines = self._live.summaries_for(self.caller, now)
+        if lines != self._summaries:
+            head["sessions"] = self._summaries = lines
+        self._follow_request()
+        if self._view is None:
+            return pack_message(head)
+        head["session"] = self._view.session.id
+        return pack_message(head, self._build_parts(self._view, head, now))
 
-    def _look_where_wanted(self) -> None:
-        sessions = self._live.seen_by(self.caller)
-        session = next((one for one in sessions if one.id == self._wanted and one.stage is not Stage.DELETED), None)
-        if session is not (None if self._onlooker is None else self._onlooker.session):
-            self.look(session)
+    def _follow_request(self) -> None:
+        sessions = self._live.visible_sessions(self.caller)
+        session = next((one for one in sessions if one.id == self._session_id and one.stage is not Stage.DELETED), None)
+        if session is not (None if self._view is None else self._view.session):
+            self.view_session(session)
 
-    def _parts(self, onlooker: LiveView, head: dict[str, Any], now: float) -> list[Part]:
+    def _build_parts(self, view: LiveView, head: dict[str, Any], now: float) -> list[BinaryPart]:
         parts = []
-        at, detail = self._live.detail(onlooker.session, now)
+        at, detail = self._live.get_detail(view.session, now)
         if at != self._detail_at:
             self._detail_at = at
             parts.append(detail)
-        robot_io = onlooker.session.robot_io
+        robot_io = view.session.robot_io
         if robot_io is not None:
-            rows = onlooker.since(self._ticks, now, len(robot_io.table))
-            self._ticks = onlooker.ticked_in_all
+            rows = view.ticks_since(self._sent_ticks, now, len(robot_io.table))
+            self._sent_ticks = view.tick_count
             if len(rows):
-                parts.append(Part({"kind": "ticks", "shape": rows.shape}, rows.tobytes()))
-            plan = onlooker.plan
-            if plan is not None and plan.number != self._plan:
-                self._plan = plan.number
+                parts.append(BinaryPart({"kind": "ticks", "shape": rows.shape}, rows.tobytes()))
+            plan = view.plan
+            if plan is not None and plan.number != self._sent_plan:
+                self._sent_plan = plan.number
                 times = {"begins": plan.begins - now, "ends": plan.ends - now}
-                parts.append(Part({"kind": "plan", "shape": plan.points.shape, **times}, plan.points.tobytes()))
+                parts.append(BinaryPart({"kind": "plan", "shape": plan.points.shape, **times}, plan.points.tobytes()))
         if self._wants_pictures:
-            parts += self._pictures(onlooker, head, now)
+            parts += self._build_pictures(view, head, now)
         return parts
 
-    def _pictures(self, onlooker: LiveView, head: dict[str, Any], now: float) -> list[Part]:
-        head["frame_ages"] = {camera: round(now - frame.seen_at, 3) for camera, frame in onlooker.frames.items()}
+    def _build_pictures(self, view: LiveView, head: dict[str, Any], now: float) -> list[BinaryPart]:
+        head["frame_ages"] = {camera: round(now - frame.seen_at, 3) for camera, frame in view.frames.items()}
         parts = []
-        for camera, picture in self._live.pictures.newest(onlooker).items():
-            if picture.seen_at > self._shown.get(camera, 0.0):
-                self._shown[camera] = picture.seen_at
+        for camera, picture in self._live.pictures.get_newest(view).items():
+            if picture.seen_at > self._sent_pictures.get(camera, 0.0):
+                self._sent_pictures[camera] = picture.seen_at
                 about = {"kind": "picture", "camera": camera, "age": round(now - picture.seen_at, 3)}
-                parts.append(Part(about, picture.jpeg))
-        self._live.pictures.want(onlooker, now)
+                parts.append(BinaryPart(about, picture.jpeg))
+        self._live.pictures.request(view, now)
         return parts
 
 
-TYPES = {
+CONTENT_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
 # connect-src: 'self' covers the socket too, in every browser since 2022. Pictures of cameras are blobs.
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types"
 )
 
 
 @dataclass(frozen=True)
-class File:
-    """One file as it is answered."""
+class StaticFile:
+    """One static file as it is answered."""
 
     content: bytes
     type: str
 
 
-def read_files() -> Mapping[str, File]:
-    """File name to file, of all that the page is made of."""
+def read_static_files() -> Mapping[str, StaticFile]:
+    """Read all files of the page, by name."""
     found = {}
     for path in files("service.dashboard").joinpath("static").iterdir():
         kind = path.name.rpartition(".")[2]
-        if kind in TYPES:
-            found[path.name] = File(path.read_bytes(), TYPES[kind])
+        if kind in CONTENT_TYPES:
+            found[path.name] = StaticFile(path.read_bytes(), CONTENT_TYPES[kind])
     return found

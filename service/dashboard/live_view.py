@@ -1,4 +1,4 @@
-"""Pictures and plots of a session while somebody looks."""
+"""View of one session for the dashboard: its newest pictures, ticks and plan."""
 
 import asyncio
 import io
@@ -18,13 +18,13 @@ from service.sessions.store import Listed
 from service.threads import call_in_thread
 
 # Ticks kept for a viewer that joins, or that falls behind: ten seconds at 50 Hz.
-KEPT = 512
+MAX_TICKS = 512
 # Steps of a chunk that are drawn; a longer one is drawn with fewer points.
-DRAWN = 64
+MAX_POINTS = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedChunk:
     """A chunk that was taken, thinned out for drawing.
 
     Attributes:
@@ -40,7 +40,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Frame:
+class NewestFrame:
     """The newest picture of one camera: uint8 (h, w, 3), and when it was seen (monotonic)."""
 
     image: np.ndarray
@@ -48,11 +48,11 @@ class Frame:
 
 
 class LiveView:
-    """A tap that several viewers share.
+    """Observer of a session that several viewers share.
 
     Attributes:
         viewers: how many look through it.
-        ticked_in_all: ticks seen, those that are not kept any more too.
+        tick_count: ticks seen, those that are not kept any more too.
         plan: the newest.
         frames: camera to its newest frame.
     """
@@ -60,37 +60,37 @@ class LiveView:
     def __init__(self, session: Listed):
         self.session = session
         self.viewers = 0
-        self.ticked_in_all = 0
-        self.plan: Plan | None = None
-        self.frames: dict[str, Frame] = {}
-        self._ticks: deque[Tick] = deque(maxlen=KEPT)
+        self.tick_count = 0
+        self.plan: PlannedChunk | None = None
+        self.frames: dict[str, NewestFrame] = {}
+        self._ticks: deque[Tick] = deque(maxlen=MAX_TICKS)
         # One of a process that ended has nothing to look at, only a status.
         self._detach: Callable[[], None] = session.attach(self) if isinstance(session, Session) else lambda: None
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Keep the frame in place of the one before; nothing is copied."""
-        self.frames[camera] = Frame(image, seen_at)
+        self.frames[camera] = NewestFrame(image, seen_at)
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         """Keep the chunk in place of the one before."""
         robot_io = self.session.robot_io
         rate = robot_io.controller.config.action_rate if robot_io is not None else 1.0
-        places = np.linspace(0, len(chunk) - 1, min(len(chunk), DRAWN)).round().astype(int)
+        places = np.linspace(0, len(chunk) - 1, min(len(chunk), MAX_POINTS)).round().astype(int)
         number = 1 if self.plan is None else self.plan.number + 1
-        self.plan = Plan(number, chunk[places], seen_at, seen_at + (len(chunk) - 1) / rate)
+        self.plan = PlannedChunk(number, chunk[places], seen_at, seen_at + (len(chunk) - 1) / rate)
 
-    def ticked(self, tick: Tick) -> None:
+    def on_tick(self, tick: Tick) -> None:
         """Keep the tick."""
         self._ticks.append(tick)
-        self.ticked_in_all += 1
+        self.tick_count += 1
 
-    def since(self, count: int, now: float, width: int) -> np.ndarray:
-        """(n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
+    def ticks_since(self, count: int, now: float, width: int) -> np.ndarray:
+        """Return (n, 3 + 2a) float32: ticks after the first ``count``, of those that are kept.
 
         Columns: seconds from ``now`` (below 0), whether it was sent, whether the robot was held, the command (a),
         the measured pose (a); what there was none of is NaN.
         """
-        new = min(max(self.ticked_in_all - count, 0), len(self._ticks))
+        new = min(max(self.tick_count - count, 0), len(self._ticks))
         rows = np.full((new, 3 + 2 * width), np.nan, np.float32)
         for row, tick in zip(rows, islice(self._ticks, len(self._ticks) - new, None), strict=True):
             row[:3] = tick.at - now, tick.is_sent, tick.hold is not None
@@ -100,7 +100,7 @@ class LiveView:
         return rows
 
     def close(self) -> None:
-        """Look on no more."""
+        """Stop observing the session."""
         self._detach()
         self.frames.clear()
 
@@ -112,7 +112,7 @@ NICENESS = 10
 
 @dataclass(frozen=True)
 class Picture:
-    """A JPEG, and when what it shows was seen (monotonic)."""
+    """JPEG of a frame, and when the frame was seen (monotonic)."""
 
     jpeg: bytes
     seen_at: float
@@ -120,7 +120,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class PictureSettings:
-    """How good and how many.
+    """Size, quality and rate of pictures.
 
     Attributes:
         width: pixels; wider frames are made smaller.
@@ -135,67 +135,67 @@ class PictureSettings:
     share: float = 0.05
 
 
-class Pictures:
-    """The newest pictures of sessions that somebody looks at.
+class PictureEncoder:
+    """Encodes the newest pictures of sessions that somebody looks at.
 
     Attributes:
-        made: pictures made in all.
+        encoded: pictures made in all.
         seconds: processor time that they took.
     """
 
     def __init__(self, settings: PictureSettings | None = None):
-        self.made = 0
+        self.encoded = 0
         self.seconds = 0.0
         self._settings = settings or PictureSettings()
         self._newest: WeakKeyDictionary[LiveView, dict[str, Picture]] = WeakKeyDictionary()
         self._not_before = 0.0
         self._due: WeakKeyDictionary[LiveView, float] = WeakKeyDictionary()
-        self._making: asyncio.Task[None] | None = None
+        self._encoding: asyncio.Task[None] | None = None
 
-    def newest(self, onlooker: LiveView) -> dict[str, Picture]:
-        """Camera to the newest picture that is made."""
-        return self._newest.get(onlooker, {})
+    def get_newest(self, view: LiveView) -> dict[str, Picture]:
+        """Return camera to its newest picture."""
+        return self._newest.get(view, {})
 
-    def want(self, onlooker: LiveView, now: float) -> None:
-        """Somebody would see newer ones: they are made, unless it is too early for that."""
-        if self._making is not None or now < max(self._not_before, self._due.get(onlooker, 0.0)):
+    def request(self, view: LiveView, now: float) -> None:
+        """Encode newer pictures of a view, unless it is too early for that."""
+        if self._encoding is not None or now < max(self._not_before, self._due.get(view, 0.0)):
             return
-        known = self.newest(onlooker)
+        known = self.get_newest(view)
         wanted = {
             camera: frame
-            for camera, frame in onlooker.frames.items()
+            for camera, frame in view.frames.items()
             if camera not in known or known[camera].seen_at < frame.seen_at
         }
         if wanted:
-            self._due[onlooker] = now + self._settings.period
-            self._making = asyncio.create_task(self._make(onlooker, wanted), name="pictures of the page")
+            self._due[view] = now + self._settings.period
+            self._encoding = asyncio.create_task(self._encode_frames(view, wanted), name="pictures of the page")
 
     async def close(self) -> None:
-        """Wait for the one under way."""
-        if self._making is not None:
-            await asyncio.gather(self._making, return_exceptions=True)
+        """Wait for the pictures under way."""
+        if self._encoding is not None:
+            await asyncio.gather(self._encoding, return_exceptions=True)
 
-    async def _make(self, onlooker: LiveView, frames: dict[str, Frame]) -> None:
+    async def _encode_frames(self, view: LiveView, frames: dict[str, NewestFrame]) -> None:
         try:
-            made, took = await call_in_thread(lambda: self._encode(frames), "ui-pictures", NICENESS)
+            encoded, took = await call_in_thread(lambda: self._encode(frames), "ui-pictures", NICENESS)
         except Exception:
-            logger.exception("pictures of session %s cannot be made", onlooker.session.id)
+            logger.exception("pictures of session %s cannot be made", view.session.id)
             self._not_before = time.monotonic() + 1.0
             return
         finally:
-            self._making = None
-        self._newest[onlooker] = {**self.newest(onlooker), **made}
-        self.made += len(made)
+            self._encoding = None
+        self._newest[view] = {**self.get_newest(view), **encoded}
+        self.encoded += len(encoded)
         self.seconds += took
         # What it took is what says how long to wait: pictures that are dear become fewer, ticks do not become late.
         self._not_before = time.monotonic() + took / self._settings.share
 
-    def _encode(self, frames: dict[str, Frame]) -> tuple[dict[str, Picture], float]:
+    def _encode(self, frames: dict[str, NewestFrame]) -> tuple[dict[str, Picture], float]:
         began = time.thread_time()
-        made = {camera: Picture(self._jpeg(frame.image), frame.seen_at) for camera, frame in frames.items()}
+        made = {camera: Picture(self._encode_jpeg(frame.image), frame.seen_at) for camera, frame in frames.items()}
         return made, time.thread_time() - began
 
-    def _jpeg(self, image: np.ndarray) -> bytes:
+    def _encode_jpeg(self, image: np.ndarray) -> bytes:
         from PIL import Image
 
         drawn = Image.fromarray(np.ascontiguousarray(image))

@@ -1,14 +1,16 @@
 """Settings of cluster and hosts."""
 
-from pydantic import Field
+from typing import Self
 
-from service.setting_types import Address, Amounts, DatabaseUrl, Group, Seconds, Where
+from pydantic import Field, model_validator
+
+from service.setting_types import Address, Amounts, Common, DatabaseUrl, Group, Private, Seconds, Where, conflict
 
 
 class ClusterSettings(Group):
     """Cluster"""
 
-    engine: Where = Field(
+    engine: Common[Where] = Field(
         default="here",
         description="Where policies run: here, in this process; ray-local, in processes beside this one, on a Ray that "
         "is started for it; ray-auto, in the Ray cluster of which this machine is a node; ray://HOST:PORT, in one of "
@@ -32,7 +34,7 @@ class ClusterSettings(Group):
     engine_patience: Seconds = Field(
         default=60.0, description="Seconds that a robot without any engine is held before its session fails."
     )
-    database: DatabaseUrl | None = Field(
+    database: Common[Private[DatabaseUrl | None]] = Field(
         default=None,
         repr=False,
         description="PostgreSQL (postgresql://USER@HOST/NAME) in which several servers share their sessions: each id "
@@ -51,6 +53,16 @@ class ClusterSettings(Group):
         description="Where the other servers of a database, and clients that are sent on, reach this one; default: the "
         "address it listens on.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.engines_most is not None and self.engines > self.engines_most:
+            raise conflict({"engines": self.engines, "engines_most": self.engines_most}, "engines <= engines_most")
+        named = {"front_name": self.front_name, "front_url": self.front_url}
+        alone = {name: value for name, value in named.items() if value is not None}
+        if alone and self.database is None:
+            raise conflict(alone, "--database postgresql://... for all servers, too", "without database")
+        return self
 
 
 class HostSettings(Group):
@@ -71,7 +83,7 @@ class HostSettings(Group):
         description="ADDRESS:PORT of this machine for JAX's own connections, or auto where JAX finds all hosts by "
         "itself (TPU pods, Slurm). Default: the port after that of hosts_address.",
     )
-    hosts_secret_file: str | None = Field(
+    hosts_secret_file: Private[str | None] = Field(
         default=None, description="File with a secret of 16 characters or more that is the same on all hosts."
     )
     hosts_wait: Seconds = Field(default=300.0, description="Seconds in which the others have to come.")

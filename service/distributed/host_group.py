@@ -532,4 +532,4 @@ def _apart(observation: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[s
 def _sizes(arrays: Arrays) -> tuple[int, Sizes]:
     frames = {name.removeprefix(IMAGES): array.shape for name, array in arrays.items() if name.startswith(IMAGES)}
     batch = max((array.shape[0] for array in arrays.values() if array.ndim), default=1)
-    return batch, {name: (shape[1], shape[2]) for name, shape in frames.items() if len(shape) == 4}
+    return batch, {name: (shape[-3], shape[-2]) for name, shape in frames.items() if len(shape) in (4, 5)}

@@ -45,7 +45,7 @@ def decode_json(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> 
         InvalidRequest: it is not JSON, or holds something else than arrays of finite numbers.
         TooLarge: it holds more than is allowed.
     """
-    parsed = _parse(body)
+    parsed = _parse_json(body)
     inputs = parsed.get("inputs") if isinstance(parsed, dict) else None
     if not isinstance(inputs, dict):
         raise InvalidRequest('wanted {"inputs": {name: array, ...}}', ("body", "inputs"))
@@ -67,13 +67,13 @@ def encode_json(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float])
     for position, (name, array) in enumerate(outputs.items()):
         head = json.dumps({"dtype": array.dtype.name, "shape": list(array.shape)}, separators=(",", ":"))
         pieces += ["," if position else "", json.dumps(name), ":", head[:-1], ',"data":']
-        _write(array, pieces)
+        _write_array(array, pieces)
         pieces.append("}")
     pieces.append('},"timings_ms":' + json.dumps(dict(timings), allow_nan=False) + "}")
     return ["".join(pieces).encode()]
 
 
-def _write(array: np.ndarray, pieces: list[str]) -> None:
+def _write_array(array: np.ndarray, pieces: list[str]) -> None:
     if array.size <= _CHUNK_VALUES:
         pieces.append(json.dumps(array.tolist(), allow_nan=False, separators=(",", ":")))
         return
@@ -85,20 +85,20 @@ def _write(array: np.ndarray, pieces: list[str]) -> None:
         if array.ndim == 1:
             pieces.append(json.dumps(part.tolist(), allow_nan=False, separators=(",", ":"))[1:-1])
         else:
-            _write(part, pieces)
+            _write_array(part, pieces)
     pieces.append("]")
 
 
-def _refuse(literal: str) -> NoReturn:
+def _refuse_constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is no JSON")
 
 
-def _parse(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         text = decode_text(body)
         if has_many_values(text, _VALUES):
-            return loads_slowly(text, parse_constant=_refuse)
-        return loads(text, _VALUES, parse_constant=_refuse)
+            return loads_slowly(text, parse_constant=_refuse_constant)
+        return loads(text, _VALUES, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("JSON decode error; wanted JSON, whose numbers are finite", ("body",)) from error
 
@@ -111,7 +111,7 @@ def _read_json_array(name: str, value: object, allowance: Allowance, default: st
         shape = read_shape(name, value["shape"]) if "shape" in value else None
         value = value.get("data")
     dtype = None if dtype_name is None else read_dtype(name, dtype_name)
-    array = _numbers(name, value)
+    array = _count_numbers(name, value)
     if shape is not None:
         allowance.take(name, shape, array.dtype)
         if math.prod(shape) != array.size:
@@ -119,12 +119,12 @@ def _read_json_array(name: str, value: object, allowance: Allowance, default: st
         array = array.reshape(shape)
     else:
         allowance.take(name, array.shape, array.dtype)
-    return check_finite(name, array if dtype is None else _cast(name, array, dtype))
+    return check_finite(name, array if dtype is None else _cast_array(name, array, dtype))
 
 
-def _numbers(name: str, value: object) -> np.ndarray:
+def _count_numbers(name: str, value: object) -> np.ndarray:
     try:
-        array = _array(value)
+        array = _to_array(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise array_error(name, "is no array; wanted a number, or nested lists of numbers of equal length") from error
     if array.dtype.kind not in "biuf":
@@ -132,7 +132,7 @@ def _numbers(name: str, value: object) -> np.ndarray:
     return array
 
 
-def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
+def _to_array(value: object, rank: int = MAX_RANK) -> np.ndarray:
     """Convert nested lists as ``np.array`` does, a thousand numbers at a time so that other threads get a turn."""
     if not isinstance(value, list) or not value or not rank:
         return np.array(value)
@@ -144,12 +144,12 @@ def _array(value: object, rank: int = MAX_RANK) -> np.ndarray:
     if each * len(value) <= _CHUNK_VALUES:
         return np.array(value)
     if each > _CHUNK_VALUES:
-        return np.stack([_array(part, rank - 1) for part in value])
+        return np.stack([_to_array(part, rank - 1) for part in value])
     step, parts = max(_CHUNK_VALUES // each, 1), iter(value)
     return np.concatenate([np.array(few) for few in iter(lambda: list(islice(parts, step)), [])])
 
 
-def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _cast_array(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     is_whole = dtype.kind in "iu"
     if is_whole and array.dtype.kind == "f":
         raise array_error(name, f"holds fractions; wanted {dtype.name}")
@@ -253,7 +253,7 @@ Encode = Callable[[Mapping[str, np.ndarray], Mapping[str, float]], Sequence[byte
 
 
 @dataclass(frozen=True)
-class Form:
+class ArrayFormat:
     """One format of arrays in a body: its content type, decoder and encoder.
 
     Attributes:
@@ -273,21 +273,21 @@ class Form:
     is_small: bool = False
 
 
-FORMS = (
-    Form("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
-    Form("application/x-npz", ("application/npz",), decode_npz, encode_npz),
-    Form(
+ARRAY_FORMATS = (
+    ArrayFormat("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
+    ArrayFormat("application/x-npz", ("application/npz",), decode_npz, encode_npz),
+    ArrayFormat(
         "application/msgpack",
         ("application/x-msgpack", "application/vnd.msgpack"),
         msgpack_arrays.decode,
         msgpack_arrays.encode,
     ),
 )
-_BY_TYPE = {kind: form for form in FORMS for kind in (form.content_type, *form.aliases)}
-_KNOWN = ", ".join(form.content_type for form in FORMS)
+_BY_TYPE = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
+_KNOWN = ", ".join(form.content_type for form in ARRAY_FORMATS)
 
 
-def find_body_format(content_type: str | None) -> Form:
+def find_body_format(content_type: str | None) -> ArrayFormat:
     """Find the format that a Content-Type header names.
 
     Raises:
@@ -299,7 +299,7 @@ def find_body_format(content_type: str | None) -> Form:
     return form
 
 
-def choose_answer_format(accept: str | None, default: Form) -> Form:
+def choose_answer_format(accept: str | None, default: ArrayFormat) -> ArrayFormat:
     """Choose the format that an Accept header prefers; the request's own when it takes any.
 
     Raises:

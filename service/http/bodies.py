@@ -20,7 +20,7 @@ from sanic.headers import parse_content_header
 from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError, TooLarge
-from service.http.strict_json import Repeated, TooManyValues, loads, reject_repeated_names
+from service.http.strict_json import RepeatedName, TooManyValues, loads, reject_repeated_names
 from service.logging import sanitize_text
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -55,15 +55,15 @@ def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
         InvalidBody: missing, too long, of another content type, not JSON, or not what the model wants.
     """
     if not request.body:
-        raise _invalid("missing", "Field required")
+        raise _invalid_body_error("missing", "Field required")
     if len(request.body) > MAX_BODY:
-        raise _invalid("too_long", f"Body should have at most {MAX_BODY} bytes")
+        raise _invalid_body_error("too_long", f"Body should have at most {MAX_BODY} bytes")
     kind = request.headers.get("content-type")
     if kind is not None and not _is_json(kind):
-        raise _invalid("content_type", "Content-Type should be application/json")
+        raise _invalid_body_error("content_type", "Content-Type should be application/json")
     value = _decode(request.body)
     if isinstance(value, dict) and len(value) > _MAX_NAMES:
-        raise _invalid("too_long", f"Object should have at most {_MAX_NAMES} names")
+        raise _invalid_body_error("too_long", f"Object should have at most {_MAX_NAMES} names")
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -77,15 +77,15 @@ def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
         raise InvalidBody(errors) from None
 
 
-def to_invalid_body(error: ServiceError, sent: BaseModel) -> InvalidBody:
+def to_invalid_body(error: ServiceError, input: BaseModel) -> InvalidBody:
     """Turn an error that was found after the body was read into the 422 answer of a body."""
     loc = list(getattr(error, "loc", ("body", "policy_path")))
-    return InvalidBody([{"loc": loc, "msg": mask_input(str(error), sent), "type": error.code}])
+    return InvalidBody([{"loc": loc, "msg": mask_input(str(error), input), "type": error.code}])
 
 
-def mask_input(text: str, sent: BaseModel) -> str:
+def mask_input(text: str, input: BaseModel) -> str:
     """Replace every value that was sent in an error's text by its field's name, e.g. ``<policy_path>``."""
-    fields = {part: place for place, value in _values(sent) for part in _spellings(value, text)}
+    fields = {part: place for place, value in _list_values(input) for part in _spellings(value, text)}
     pieces, end = [], 0
     for start, part in _find_parts(text, fields):
         pieces += [text[end:start], f"<{fields[part]}>{':' * part.endswith(':')}"]
@@ -123,7 +123,7 @@ def _spellings(value: str | float, text: str) -> Iterator[str]:
             yield f"{part}:" if _WORD.fullmatch(part) else part
 
 
-def _values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
+def _list_values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
     for name in sorted(sent.model_fields_set):
         value = getattr(sent, name)
         if isinstance(value, str | float):
@@ -136,26 +136,28 @@ class _Constant(ValueError):
     """NaN or Infinity stands in the JSON, which Python would accept."""
 
 
-def _refuse(literal: str) -> NoReturn:
+def _refuse_constant(literal: str) -> NoReturn:
     raise _Constant(literal)
 
 
 def _decode(raw: bytes) -> Any:
     try:
         # Not brackets: as many of them as there can be take 5 ms.
-        return loads(raw, MAX_VALUES, counted=",{", parse_constant=_refuse, object_pairs_hook=reject_repeated_names)
+        return loads(
+            raw, MAX_VALUES, counted=",{", parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names
+        )
     except TooManyValues as error:
-        raise _invalid("too_long", f"Body should have at most {MAX_VALUES} values") from error
-    except Repeated as error:
-        raise _invalid("json_invalid", f"JSON decode error: {error}") from None
+        raise _invalid_body_error("too_long", f"Body should have at most {MAX_VALUES} values") from error
+    except RepeatedName as error:
+        raise _invalid_body_error("json_invalid", f"JSON decode error: {error}") from None
     except json.JSONDecodeError as error:
-        raise _invalid("json_invalid", "JSON decode error", error.pos) from None
+        raise _invalid_body_error("json_invalid", "JSON decode error", error.pos) from None
     except (ValueError, RecursionError) as error:
         # NaN and Infinity; numbers too long to read; not UTF-8; nested too deep. Of these only the first two are looked
         # for, in what was read up to them.
         is_looked_for = isinstance(error, _Constant)
         found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
-        raise _invalid("json_invalid", "JSON decode error", found.start() if found else 0) from None
+        raise _invalid_body_error("json_invalid", "JSON decode error", found.start() if found else 0) from None
 
 
 def _is_json(content_type: str) -> bool:
@@ -164,7 +166,7 @@ def _is_json(content_type: str) -> bool:
     return main == "application" and (sub == "json" or sub.endswith("+json"))
 
 
-def _invalid(kind: str, message: str, *place: int) -> InvalidBody:
+def _invalid_body_error(kind: str, message: str, *place: int) -> InvalidBody:
     return InvalidBody([{"loc": ["body", *place], "msg": message, "type": kind}])
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from service.setting_types import Group, Names, Seconds
+from service.setting_types import Common, Group, Names, Seconds
 
 
 class LimitSettings(Group):
@@ -37,16 +37,18 @@ class LimitSettings(Group):
 class ServerSettings(Group):
     """Server"""
 
-    host: str = Field(
+    host: Common[str] = Field(
         default="127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in, and wants a key."
     )
-    port: int = Field(default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
-    origins: Names = Field(
+    port: Common[int] = Field(
+        default=8001, ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it."
+    )
+    origins: Common[Names] = Field(
         default=(),
         description="Web pages that may call the session API and the rooms, as exact origins (https://host). "
         "Pages of this server and of this machine always may; '*' is everybody.",
     )
-    openpi_port: int | None = Field(
+    openpi_port: Common[int | None] = Field(
         default=None,
         ge=0,
         le=65535,
@@ -66,9 +68,11 @@ class TransportSettings(Group):
     transport_oddities: bool = Field(
         default=False, description="Let the embedded rooms behave as the reference server does where it is broken."
     )
-    transport_hosts: Names = Field(
+    transport_hosts: Common[Names] = Field(
         default=(),
         description="Transport servers that sessions may be sent to besides this machine's and this server itself: "
         "host, host:8000, *.lan, 192.168.1.0/24.",
     )
-    ice_servers: Names = Field(default=(), description="STUN and TURN URLs; none are needed on a local network.")
+    ice_servers: Common[Names] = Field(
+        default=(), description="STUN and TURN URLs; none are needed on a local network."
+    )

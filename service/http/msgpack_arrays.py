@@ -27,8 +27,8 @@ from service.http.array_limits import (
     read_shape,
 )
 
-_HEAD = 4096  # bytes of a text
-_DEPTH = 8
+_MAP_HEADER = 4096  # bytes of a text
+_MAX_DEPTH = 8
 _NUMBERS: dict[int, struct.Struct] = {
     0xCA: struct.Struct(">f"),
     0xCB: struct.Struct(">d"),
@@ -55,7 +55,7 @@ _KINDS: dict[int, tuple[str, struct.Struct | None, int]] = {
 }
 
 
-class Reader:
+class MsgpackReader:
     """Reader of a msgpack body, value by value.
 
     Args:
@@ -68,120 +68,120 @@ class Reader:
         self,
         body: bytes | memoryview,
         *,
-        made: Callable[[object, dict[Any, Any]], Any] = lambda key, found: found,
-        wanted: Callable[[], InvalidRequest] = lambda: InvalidRequest("the body is cut off or no msgpack"),
-        most: int = 4096,
+        convert_map: Callable[[object, dict[Any, Any]], Any] = lambda key, found: found,
+        create_error: Callable[[], InvalidRequest] = lambda: InvalidRequest("the body is cut off or no msgpack"),
+        max_values: int = 4096,
     ):
         self._body = memoryview(body)
-        self._at, self._end = 0, len(self._body)
-        self._made = made
-        self._wanted = wanted
-        self._left = most
+        self._position, self._end = 0, len(self._body)
+        self._convert_map = convert_map
+        self._create_error = create_error
+        self._values_left = max_values
 
     @property
     def is_at_end(self) -> bool:
         """Whether the whole body was read."""
-        return self._at == self._end
+        return self._position == self._end
 
     @property
     def is_map(self) -> bool:
         """Whether a map begins at the current position."""
-        return self._at < self._end and _KINDS.get(self._body[self._at], (None,))[0] == "map"
+        return self._position < self._end and _KINDS.get(self._body[self._position], (None,))[0] == "map"
 
-    def count(self) -> int:
+    def read_map_size(self) -> int:
         """Read the head of a map; returns its number of entries.
 
         Raises:
             InvalidRequest: none does.
         """
-        return self._size("map")
+        return self._read_size("map")
 
-    def data(self) -> memoryview:
+    def read_data(self) -> memoryview:
         """Read binary data, as a view of the body.
 
         Raises:
             InvalidRequest: here are none, or not all of them.
         """
-        length = self._size("data")
-        if length > self._end - self._at:
+        length = self._read_size("data")
+        if length > self._end - self._position:
             raise InvalidRequest("the msgpack is cut off", ("body",))
         return self._take(length)
 
-    def value(self, key: object = None, depth: int = 0) -> Any:
+    def read_value(self, key: object = None, depth: int = 0) -> Any:
         """Read the next value: text, a number, data, or a list or map of them.
 
         Raises:
             InvalidRequest: it is malformed, an extension, or nested deeply.
             TooLarge: it is too many values.
         """
-        self._left -= 1
-        if self._left < 0:
+        self._values_left -= 1
+        if self._values_left < 0:
             raise TooLarge("the msgpack has too many values; send arrays as arrays")
-        at = self._at
+        at = self._position
         if at >= self._end:
-            raise self._wanted()
+            raise self._create_error()
         first = self._body[at]
         if first < 0x80:
-            self._at = at + 1
+            self._position = at + 1
             return first
         if first >= 0xE0:
-            self._at = at + 1
+            self._position = at + 1
             return first - 0x100
         kind = _KINDS.get(first, ("", None, 0))[0]
         if kind == "text":
-            return self._text(self._size("text"))
+            return self._read_text(self._read_size("text"))
         if kind == "data":
-            return self.data()
+            return self.read_data()
         if kind == "map" or kind == "list":
-            if depth >= _DEPTH:
-                raise self._wanted()
+            if depth >= _MAX_DEPTH:
+                raise self._create_error()
             if kind == "map":
-                return self._map(key, depth)
-            count = self._size("list")
-            return [self.value(key, depth + 1) for _ in range(min(count, self._left + 1))]
-        self._at = at + 1
+                return self._read_map(key, depth)
+            count = self._read_size("list")
+            return [self.read_value(key, depth + 1) for _ in range(min(count, self._values_left + 1))]
+        self._position = at + 1
         if first in _CONSTANTS:
             return _CONSTANTS[first]
         number = _NUMBERS.get(first)
         if number is None:
-            raise self._wanted()
+            raise self._create_error()
         return number.unpack(self._take(number.size))[0]
 
-    def _map(self, key: object, depth: int) -> Any:
+    def _read_map(self, key: object, depth: int) -> Any:
         found: dict[Any, Any] = {}
-        for _ in range(min(self._size("map"), self._left + 1)):
-            name = self.value(depth=_DEPTH)
+        for _ in range(min(self._read_size("map"), self._values_left + 1)):
+            name = self.read_value(depth=_MAX_DEPTH)
             if isinstance(name, memoryview) and len(name) <= 64:
                 name = bytes(name)
             if not isinstance(name, str | bytes) or name in found:
-                raise self._wanted()
-            found[name] = self.value(name, depth + 1)
-        return self._made(key, found)
+                raise self._create_error()
+            found[name] = self.read_value(name, depth + 1)
+        return self._convert_map(key, found)
 
-    def _text(self, length: int) -> str:
-        if length > _HEAD:
-            raise self._wanted()
+    def _read_text(self, length: int) -> str:
+        if length > _MAP_HEADER:
+            raise self._create_error()
         try:
             return str(self._take(length), "utf-8")
         except UnicodeDecodeError:
-            raise self._wanted() from None
+            raise self._create_error() from None
 
-    def _size(self, wanted: str) -> int:
+    def _read_size(self, expected: str) -> int:
         """Read a length, of a value that has to be of the expected kind."""
-        at = self._at
+        at = self._position
         if at >= self._end:
-            raise self._wanted()
+            raise self._create_error()
         kind, packed, known = _KINDS.get(self._body[at], ("", None, 0))
-        if kind != wanted:
-            raise self._wanted()
-        self._at = at + 1
+        if kind != expected:
+            raise self._create_error()
+        self._position = at + 1
         return known if packed is None else packed.unpack(self._take(packed.size))[0]
 
     def _take(self, length: int) -> memoryview:
-        start, end = self._at, self._at + length
+        start, end = self._position, self._position + length
         if end > self._end:
-            raise self._wanted()
-        self._at = end
+            raise self._create_error()
+        self._position = end
         return self._body[start:end]
 
 
@@ -199,12 +199,12 @@ def decode(body: bytes, limits: ArrayLimits, dtypes: Mapping[str, str]) -> dict[
         InvalidRequest: it is not msgpack of this form, or holds something else than arrays of finite numbers.
         TooLarge: it holds more than is allowed.
     """
-    reader, allowance = Reader(body, wanted=_wanted), Allowance(limits)
-    if reader.count() != 1 or reader.value() != "inputs":
-        raise _wanted()
+    reader, allowance = MsgpackReader(body, create_error=_format_error), Allowance(limits)
+    if reader.read_map_size() != 1 or reader.read_value() != "inputs":
+        raise _format_error()
     found = {}
-    for _ in range(min(reader.count(), limits.arrays + 1)):
-        name = check_name(reader.value())
+    for _ in range(min(reader.read_map_size(), limits.arrays + 1)):
+        name = check_name(reader.read_value())
         array = _read(reader, name, allowance) if reader.is_map else _number(reader, name, allowance, dtypes.get(name))
         found[name] = check_finite(name, array)
     if not reader.is_at_end:
@@ -229,13 +229,13 @@ def encode(outputs: Mapping[str, np.ndarray], timings: Mapping[str, float]) -> l
     return pieces
 
 
-def _read(reader: Reader, name: str, allowance: Allowance) -> np.ndarray:
+def _read(reader: MsgpackReader, name: str, allowance: Allowance) -> np.ndarray:
     parts: dict[str, Any] = {}
-    for _ in range(min(reader.count(), len(_KEYS) + 1)):
-        key = reader.value()
+    for _ in range(min(reader.read_map_size(), len(_KEYS) + 1)):
+        key = reader.read_value()
         if key not in _KEYS or key in parts:
             raise array_error(name, "is no array; wanted dtype, shape and data, each once")
-        parts[key] = reader.data() if key == "data" else reader.value()
+        parts[key] = reader.read_data() if key == "data" else reader.read_value()
     dtype, shape = read_dtype(name, parts.get("dtype")), read_shape(name, parts.get("shape"))
     size = allowance.take(name, shape, dtype)
     data = parts.get("data", b"")
@@ -244,8 +244,8 @@ def _read(reader: Reader, name: str, allowance: Allowance) -> np.ndarray:
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(shape)
 
 
-def _number(reader: Reader, name: str, allowance: Allowance, usual: str | None) -> np.ndarray:
-    value = reader.value()
+def _number(reader: MsgpackReader, name: str, allowance: Allowance, usual: str | None) -> np.ndarray:
+    value = reader.read_value()
     if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) >= 2**63:
         raise array_error(name, "is no array; wanted a number, or a map of dtype, shape and data")
     is_float = isinstance(value, float) or (usual or "").startswith("float")
@@ -254,6 +254,6 @@ def _number(reader: Reader, name: str, allowance: Allowance, usual: str | None) 
     return array
 
 
-def _wanted() -> InvalidRequest:
+def _format_error() -> InvalidRequest:
     form = '{"inputs": {name: {"dtype", "shape", "data": binary}}}'
     return InvalidRequest(f"the body is cut off or of another form; wanted msgpack of {form}", ("body", "inputs"))

@@ -45,7 +45,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
-class _Newcomer:
+class _SilentSocket:
     """An accepted socket that has no protocol yet."""
 
     raw: socket.socket
@@ -73,9 +73,9 @@ class Acceptor:
         self._queue = FairQueue.of_running_loop()
         # Of its own, and watched by the loop as one: a thousand silent sockets cost the loop nothing.
         self._silent = selectors.DefaultSelector()
-        self._newcomers: dict[int, _Newcomer] = {}  # silent, the oldest first
-        self._stops: deque[_Newcomer] = deque()
-        self._ready: deque[_Newcomer] = deque()
+        self._newcomers: dict[int, _SilentSocket] = {}  # silent, the oldest first
+        self._stops: deque[_SilentSocket] = deque()
+        self._ready: deque[_SilentSocket] = deque()
         self._waiting: Counter[str] = Counter()  # of the ready ones, how many each caller has
         self._made: set[asyncio.Task[object]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -131,7 +131,7 @@ class Acceptor:
     def _receive(self, raw: socket.socket, address: str) -> None:
         """Admit one socket; one too many is refused, or may stay for a moment to stop robots."""
         raw.setblocking(False)
-        newcomer = _Newcomer(raw, address, False, time.monotonic() + self._timeout)
+        newcomer = _SilentSocket(raw, address, False, time.monotonic() + self._timeout)
         if not self._connections.enter(address):
             newcomer.drop = lambda: self._evict(newcomer)
             if not self._connections.enter_spare(newcomer.drop):
@@ -151,7 +151,7 @@ class Acceptor:
             self._peek(key.data)
         self._queue.charge_turn(time.thread_time() - began)
 
-    def _peek(self, newcomer: _Newcomer) -> None:
+    def _peek(self, newcomer: _SilentSocket) -> None:
         """Look at the first bytes of a socket; without any it goes to the silent ones."""
         try:
             begin = newcomer.raw.recv(PEEK_BYTES, socket.MSG_PEEK)
@@ -202,7 +202,7 @@ class Acceptor:
             task.add_done_callback(self._made.discard)
         self._schedule()
 
-    async def _connect_socket(self, newcomer: _Newcomer, protocol: DeadlineProtocol) -> None:
+    async def _connect_socket(self, newcomer: _SilentSocket, protocol: DeadlineProtocol) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: protocol, newcomer.raw)
         except OSError:  # the peer is gone, or the process has no descriptors
@@ -210,14 +210,14 @@ class Acceptor:
                 newcomer.drop = protocol.abort
                 self._drop(newcomer)
 
-    def _drop(self, newcomer: _Newcomer) -> None:
+    def _drop(self, newcomer: _SilentSocket) -> None:
         newcomer.raw.close()
         if newcomer.is_spare:
             self._connections.leave_spare(newcomer.drop)
         else:
             self._connections.leave(newcomer.address)
 
-    def _evict(self, newcomer: _Newcomer) -> None:
+    def _evict(self, newcomer: _SilentSocket) -> None:
         """Close a socket above the limit because a newer one needs its place."""
         if self._newcomers.pop(newcomer.raw.fileno(), None) is not None:
             self._silent.unregister(newcomer.raw)
@@ -228,7 +228,7 @@ class Acceptor:
             self._stops.remove(newcomer)
         newcomer.raw.close()
 
-    def _uncount(self, newcomer: _Newcomer) -> None:
+    def _uncount(self, newcomer: _SilentSocket) -> None:
         caller = source_key(newcomer.address)
         self._waiting[caller] -= 1
         if not self._waiting[caller]:

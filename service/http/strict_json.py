@@ -24,7 +24,7 @@ _SEPARATORS = ",[{"
 _MAX_SCANNED = 1 << 17
 
 
-class Repeated(ValueError):
+class RepeatedName(ValueError):
     """A name stands twice in one JSON object."""
 
 
@@ -40,7 +40,7 @@ def reject_repeated_names(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise Repeated("a name stands twice in one object")
+        raise RepeatedName("a name stands twice in one object")
     return found
 
 
@@ -57,17 +57,17 @@ def loads(text: str | bytes, max_values: int, *, counted: str = _SEPARATORS, **h
         RecursionError: it is nested too deep.
     """
     text = decode_text(text)
-    if _count(text, counted) > max_values and (
-        len(text) > _MAX_SCANNED or _count(_unquoted(text), counted) > max_values
+    if _add_values(text, counted) > max_values and (
+        len(text) > _MAX_SCANNED or _add_values(_remove_strings(text), counted) > max_values
     ):
         raise TooManyValues(f"more than {max_values} values")
-    return _decoder(**hooks).decode(text)
+    return _get_decoder(**hooks).decode(text)
 
 
 @lru_cache(maxsize=16)
-def _decoder(**hooks: Any) -> json.JSONDecoder:
+def _get_decoder(**hooks: Any) -> json.JSONDecoder:
     """Return the decoder of these hooks, made once: ``json.loads`` makes one for each text."""
-    return json.JSONDecoder(parse_int=_integer, **hooks)
+    return json.JSONDecoder(parse_int=_parse_integer, **hooks)
 
 
 def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
@@ -76,7 +76,7 @@ def loads_slowly(text: str | bytes, **hooks: Any) -> Any:
     Raises:
         ValueError, RecursionError: as ``loads``.
     """
-    decoder: Any = json.JSONDecoder(parse_int=_integer, **hooks)
+    decoder: Any = json.JSONDecoder(parse_int=_parse_integer, **hooks)
     # As the json package does where it has no C code.
     decoder.parse_object, decoder.parse_array = JSONObject, JSONArray
     decoder.scan_once = py_make_scanner(decoder)
@@ -96,18 +96,18 @@ def decode_text(text: str | bytes) -> str:
 
 def has_many_values(text: str, max_values: int) -> bool:
     """Whether a text may have more values than this; the content of its strings counts, too."""
-    return _count(text, _SEPARATORS) > max_values
+    return _add_values(text, _SEPARATORS) > max_values
 
 
-def _count(text: str, counted: str) -> int:
+def _add_values(text: str, counted: str) -> int:
     return sum(map(text.count, counted))
 
 
-def _unquoted(text: str) -> str:
+def _remove_strings(text: str) -> str:
     return "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of more than {MAX_DIGITS} digits")
     return int(text)

@@ -1,34 +1,34 @@
 """Settings of policies, devices and models."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, model_validator
 
-from service.setting_types import Counts, Group, Names, Seconds, Sources
+from service.setting_types import Common, Counts, Group, Names, Private, Seconds, Sources, conflict
 
 
 class PolicySettings(Group):
     """Policies"""
 
-    device: str | None = Field(
+    device: Common[str | None] = Field(
         default=None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Common[Literal["float32", "bfloat16"]] = Field(
         default="float32", description="Precision; bfloat16 is for accelerators."
     )
-    compile_cache: str | None = Field(
+    compile_cache: Common[Private[str | None]] = Field(
         default=None,
         description="Folder that keeps compiled programs, or off; default: robojax/xla in the user's cache.",
     )
-    policy_cache: str | None = Field(
+    policy_cache: Private[str | None] = Field(
         default=None, description="Folder that keeps policies from the Hub; default: huggingface_hub's own."
     )
-    policy_roots: Names = Field(
+    policy_roots: Common[Private[Names]] = Field(
         default=(),
         description="Folders that policies may be in. Without them, and without policy_owners, every folder may be "
         "used when the server listens on this machine only and wants no key, else none.",
     )
-    policy_owners: Names = Field(
+    policy_owners: Common[Names] = Field(
         default=(), description="Users and organisations of the Hub whose policies may be used; as policy_roots."
     )
     policy_bytes: int = Field(
@@ -50,7 +50,7 @@ class PolicySettings(Group):
         description="How many robots' inferences may run as one, by the sizes that are compiled; larger ones than 1 "
         "are compiled while no robot runs. 1 for one at a time.",
     )
-    devices: Names = Field(
+    devices: Common[Names] = Field(
         default=(),
         description="Devices that policies run on side by side: all, numbers as 0,1, or names as cuda:0,cuda:1; one "
         "that is named twice runs two batches at a time. Default: the one that device names.",
@@ -68,11 +68,17 @@ class PolicySettings(Group):
         "for more is refused, or slowed down where it says degrade.",
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.placement == "shard" and not self.devices:
+            raise conflict({"placement": self.placement}, "devices too, as --devices all", "shard without devices")
+        return self
+
 
 class ModelSettings(Group):
     """Models"""
 
-    models: Sources = Field(
+    models: Common[Private[Sources]] = Field(
         default={},
         description="A diffusers model to load: name=path, or name=repo@revision; POST /models/{name}/forward runs it.",
         json_schema_extra={"flag": "--model", "metavar": "NAME=PATH"},

@@ -244,9 +244,9 @@ def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
     """The sizes of an observation's frames."""
     return frozenset(
         [
-            (name[len(IMAGES) :], value.shape[1:3])
+            (name[len(IMAGES) :], value.shape[-3:-1])
             for name, value in observation.items()
-            if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim == 4
+            if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim in (4, 5)
         ]
     )
 

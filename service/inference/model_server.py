@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
-from service.http.array_formats import Form
+from service.http.array_formats import ArrayFormat
 from service.http.array_limits import ArrayLimits
+from service.inference.config import ModelSettings
 from service.inference.engine import Engine
 from service.stats import Recent
 from service.threads import Result, Worker, call_in_thread
@@ -108,25 +109,6 @@ _NICENESS = 10  # five more than inferences
 
 
 @dataclass(frozen=True)
-class ForwardLimits:
-    """What one pass may take.
-
-    Attributes:
-        arrays: of a body, and of an answer.
-        memory: bytes, by estimate.
-        places: requests at a time, those included that still send their body.
-        seconds: from the whole body to the answer; a pass that is estimated to take longer is refused at once.
-        beside_robots: seconds, by estimate, that one may take while a robot runs.
-    """
-
-    arrays: ArrayLimits = field(default_factory=ArrayLimits)
-    memory: int = 4 << 30
-    places: int = 4
-    seconds: float = 30.0
-    beside_robots: float = 0.1
-
-
-@dataclass(frozen=True)
 class Forwarded:
     """An answer in pieces, and where the time went, in milliseconds."""
 
@@ -139,19 +121,20 @@ class Ask:
     """A body, the form it is in, and the form of the answer."""
 
     body: Sequence[bytes]
-    form: Form
-    answer: Form
+    form: ArrayFormat
+    answer: ArrayFormat
     asked_at: float = field(default_factory=time.monotonic)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Forwards:
-    """The queue of one process."""
+    """The queue of one process; see `Models` for what it is made of."""
 
     def __init__(
-        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+        self, engine: Engine, settings: ModelSettings, answer_deadline: float, has_running_robot: Callable[[], bool]
     ):
-        self.limits = limits or ForwardLimits()
+        self.settings, self.answer_deadline = settings, answer_deadline
+        self._arrays = ArrayLimits(bytes=settings.max_forward_bytes)
         self._engine = engine
         self._has_running_robot = has_running_robot
         self._places = 0
@@ -166,7 +149,7 @@ class Forwards:
         Raises:
             ModelBusy: all are taken.
         """
-        if self._places >= self.limits.places:
+        if self._places >= self.settings.max_forwards:
             raise ModelBusy(f"{self._places} forward passes are asked for already; try again in a moment")
         self._places += 1
         try:
@@ -192,12 +175,12 @@ class Forwards:
         # Looked at here, or it would be reported as lost when nobody waits for it.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(self.answer_deadline):
                 return await asyncio.shield(task)
         except TimeoutError:
             served.errors += 1
             raise ModelBusy(
-                f"the forward pass was not done in {self.limits.seconds:g} s (answer_deadline); robots and requests "
+                f"the forward pass was not done in {self.answer_deadline:g} s (answer_deadline); robots and requests "
                 "before it come first"
             ) from None
         finally:
@@ -226,7 +209,7 @@ class Forwards:
     async def _run(self, served: ServedModel, ask: Ask) -> Forwarded:
         model = served.model
         begun = time.monotonic()
-        inputs = await self._call(lambda: ask.form.decode(b"".join(ask.body), self.limits.arrays, served.dtypes))
+        inputs = await self._call(lambda: ask.form.decode(b"".join(ask.body), self._arrays, served.dtypes))
         cost = await self._call(lambda: model.cost(inputs))
         self._check_cost(cost, ask.answer)
         self._give_way(cost[0])
@@ -263,22 +246,23 @@ class Forwards:
         served.compile_seconds += seconds
         return seconds
 
-    def _check_cost(self, cost: tuple[float, int, int], form: Form) -> None:
+    def _check_cost(self, cost: tuple[float, int, int], form: ArrayFormat) -> None:
         seconds, memory, answer = cost
-        limits = self.limits
-        if seconds > limits.seconds:
+        settings = self.settings
+        if seconds > self.answer_deadline:
             raise TooLarge(
-                f"the forward pass would take about {seconds:.0f} s here, and {limits.seconds:g} s are allowed "
+                f"the forward pass would take about {seconds:.0f} s here, and {self.answer_deadline:g} s are allowed "
                 "(answer_deadline); send a smaller batch or size"
             )
-        if memory > limits.memory:
+        if memory > settings.max_forward_memory:
             raise TooLarge(
-                f"the forward pass would take about {memory >> 20} MB of memory, and {limits.memory >> 20} MB are "
-                "allowed (max_forward_memory); send a smaller batch or size"
+                f"the forward pass would take about {memory >> 20} MB of memory, and "
+                f"{settings.max_forward_memory >> 20} MB are allowed (max_forward_memory); send a smaller batch or size"
             )
-        if answer > limits.arrays.bytes:
+        if answer > settings.max_forward_bytes:
             raise TooLarge(
-                f"the answer would have {answer} bytes, and {limits.arrays.bytes} are allowed (max_forward_bytes)"
+                f"the answer would have {answer} bytes, and {settings.max_forward_bytes} are allowed "
+                "(max_forward_bytes)"
             )
         if form.max_numbers is not None and answer > 4 * form.max_numbers:
             raise TooLarge(
@@ -287,10 +271,10 @@ class Forwards:
             )
 
     def _give_way(self, seconds: float) -> None:
-        if seconds > self.limits.beside_robots and self._has_running_robot():
+        if seconds > self.settings.forward_beside_robots and self._has_running_robot():
             raise ModelBusy(
                 f"a robot is running, and the forward pass would take about {seconds:.2g} s; beside robots it may take "
-                f"{self.limits.beside_robots:g} s (forward_beside_robots); stop the sessions or send less"
+                f"{self.settings.forward_beside_robots:g} s (forward_beside_robots); stop the sessions or send less"
             )
 
     async def _call(self, call: Callable[[], Result]) -> Result:
@@ -325,9 +309,20 @@ class Models:
     """
 
     def __init__(
-        self, engine: Engine, limits: ForwardLimits | None = None, has_running_robot: Callable[[], bool] = lambda: False
+        self,
+        engine: Engine,
+        settings: ModelSettings | None = None,
+        *,
+        answer_deadline: float = 30.0,
+        has_running_robot: Callable[[], bool] = lambda: False,
     ):
-        self.forwards = Forwards(engine, limits, has_running_robot)
+        """Begin without any.
+
+        Args:
+            answer_deadline: seconds from the whole body to the answer; a pass that is estimated to take longer is
+                refused at once.
+        """
+        self.forwards = Forwards(engine, settings or ModelSettings(), answer_deadline, has_running_robot)
         self._engine = engine
         self._models: dict[str, ServedModel] = {}
 

@@ -1,4 +1,4 @@
-"""Steps from and to a LeRobotDataset."""
+"""Reads and writes recorded steps as a LeRobotDataset."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.errors import DatasetError
 from service.control.joints import SO100
-from service.recording.steps import Facts, RecordingError, Step
+from service.recording.steps import RecordingError, SourceInfo, Step
 
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
 
 
-class Frame:
-    """A camera's frame at a row, decoded when somebody looks.
+class DatasetFrame:
+    """A camera's frame at a row of a dataset, decoded when somebody looks.
 
     Raises:
         RecordingError: when it is looked at and cannot be decoded.
@@ -40,12 +40,12 @@ class Frame:
 
 
 class DatasetSource:
-    """The steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
+    """Steps of a dataset: state and action as vectors, cameras as video or pictures; a damaged one is refused."""
 
     damage: str | None = None
 
     def __init__(self, folder: Path):
-        """Read what it is about.
+        """Open the dataset and read its description.
 
         Raises:
             RecordingError: something of it is missing or cannot be read, or it has no state as wide as its actions.
@@ -60,7 +60,7 @@ class DatasetSource:
             raise RecordingError(f"{folder.name}: its state has {states} values and its action {width}; wanted as many")
         names = dataset.joint_names or tuple(f"joint_{number + 1}" for number in range(width))
         joints = [_SO100.get(name) for name in names]
-        self.facts = Facts(
+        self.info = SourceInfo(
             rate=dataset.fps,
             joints=names,
             features=names,
@@ -73,7 +73,7 @@ class DatasetSource:
         )
 
     def steps(self) -> Iterator[Step]:
-        """All steps, episode after episode.
+        """Yield all steps, episode after episode.
 
         Raises:
             RecordingError: a file of it is missing or cannot be read.
@@ -86,18 +86,18 @@ class DatasetSource:
         for number, (start, end) in enumerate(zip(dataset.starts, dataset.ends, strict=True)):
             task = dataset.tasks[dataset.task_index[start]]
             for row in range(start, end):
-                pictures = {name: Frame(dataset, f"{IMAGES}{name}", row) for name in self.facts.cameras}
+                pictures = {name: DatasetFrame(dataset, f"{IMAGES}{name}", row) for name in self.info.cameras}
                 yield Step(number, row - start, states[row], actions[row], pictures, task)
 
 
 # The task of episodes in which nobody said what was to be done.
-UNNAMED = "unnamed"
+UNNAMED_TASK = "unnamed"
 
 
 def write_dataset(
-    folder: Path, facts: Facts, steps: Iterable[Step], on_step: Callable[[], object] = lambda: None
+    folder: Path, info: SourceInfo, steps: Iterable[Step], on_step: Callable[[], object] = lambda: None
 ) -> DatasetWriter:
-    """A new dataset folder of all these steps; what it holds, counted.
+    """Write all these steps as a new dataset folder; returns the writer, which counts what it holds.
 
     Args:
         on_step: told of every step that was written.
@@ -109,12 +109,12 @@ def write_dataset(
     before: Step | None = None
     try:
         with DatasetWriter(
-            folder, fps=facts.rate, joint_names=facts.features, cameras=facts.cameras, robot_type=facts.robot_type
+            folder, fps=info.rate, joint_names=info.features, cameras=info.cameras, robot_type=info.robot_type
         ) as writer:
             for step in steps:
                 if before is not None and before.episode != step.episode:
-                    writer.end_episode(before.task.strip() or UNNAMED)
-                pixels = {f"{IMAGES}{camera}": step.pictures[camera].pixels for camera in facts.cameras}
+                    writer.end_episode(before.task.strip() or UNNAMED_TASK)
+                pixels = {f"{IMAGES}{camera}": step.pictures[camera].pixels for camera in info.cameras}
                 writer.add({STATE: step.state, ACTION: step.action, **pixels})
                 before = step
                 on_step()
@@ -122,7 +122,7 @@ def write_dataset(
                 raise RecordingError(
                     "there is nothing to make a dataset of: the robot was never sent anywhere with all cameras in sight"
                 )
-            writer.end_episode(before.task.strip() or UNNAMED)
+            writer.end_episode(before.task.strip() or UNNAMED_TASK)
     except DatasetError as error:
         raise RecordingError(str(error)) from error
     return writer

@@ -1,4 +1,4 @@
-"""Recordings and datasets by name or path; export process."""
+"""Recordings and datasets of a folder, by name or path; the process that exports one."""
 
 import os
 import re
@@ -11,18 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from service.recording.dataset import DatasetSource, write_dataset
-from service.recording.mcap_files import McapSource, read_outcome, read_subject
-from service.recording.steps import RecordingError, Source
+from service.recording.mcap_files import McapSource, read_header, read_outcome
+from service.recording.steps import RecordingError, StepSource
 
 SUFFIX = ".mcap"
 # A LeRobotDataset has this file; that it is there says enough.
-DATASET = "meta/info.json"
+DATASET_FILE = "meta/info.json"
 _NAME = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.-]{1,110}")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A recording.
+class RecordingEntry:
+    """Description of one recording in a folder.
 
     Attributes:
         session_id: None when the file cannot be read.
@@ -44,47 +44,47 @@ class Entry:
     owner: str | None = None
 
 
-class Library:
+class RecordingLibrary:
     """Recordings in a folder, one file each, and a folder of the same name where a dataset was made of one."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def new_path(self, session_id: str) -> Path:
-        """A file that is not there yet."""
+        """Return the path of a new file."""
         stamp = datetime.fromtimestamp(time.time(), UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         return self.folder / f"{session_id}-{stamp}{SUFFIX}"
 
-    def path(self, name: str) -> Path | None:
-        """The file of this recording; None when there is none, or it is no name."""
+    def find_file(self, name: str) -> Path | None:
+        """Return the file of this recording; None when there is none, or it is no name."""
         if not _NAME.fullmatch(name):
             return None
         path = self.folder / f"{name}{SUFFIX}"
         return path if path.is_file() and not path.is_symlink() else None
 
-    def dataset(self, name: str) -> Path:
-        """Where the dataset of this recording is, or would be."""
+    def dataset_folder(self, name: str) -> Path:
+        """Return where the dataset of this recording is, or would be."""
         return self.folder / name
 
-    def entries(self) -> list[Entry]:
-        """All of them, newest first. Reads the head and the end of each file: not on the event loop."""
-        paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.path(path.stem) is not None]
-        found = [entry for path in paths if (entry := self.entry(path)) is not None]
+    def list_entries(self) -> list[RecordingEntry]:
+        """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
+        paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
+        found = [entry for path in paths if (entry := self.read_entry(path)) is not None]
         return sorted(found, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
 
-    def entry(self, path: Path) -> Entry | None:
-        """One of them; None when it is gone."""
+    def read_entry(self, path: Path) -> RecordingEntry | None:
+        """Describe one recording; None when it is gone."""
         name = path.stem
-        has_dataset = (self.dataset(name) / DATASET).is_file()
+        has_dataset = (self.dataset_folder(name) / DATASET_FILE).is_file()
         try:
             size = path.stat().st_size
         except OSError:
             return None
         try:
-            subject, outcome = read_subject(path), read_outcome(path)
+            subject, outcome = read_header(path), read_outcome(path)
         except RecordingError:
-            return Entry(name, size, has_dataset=has_dataset)
-        return Entry(
+            return RecordingEntry(name, size, has_dataset=has_dataset)
+        return RecordingEntry(
             name=name,
             bytes=size,
             session_id=subject.session_id,
@@ -98,11 +98,11 @@ class Library:
 
     def remove(self, name: str) -> bool:
         """Remove a recording and the dataset made of it; False when there is none."""
-        path = self.path(name)
+        path = self.find_file(name)
         if path is None:
             return False
         path.unlink()
-        folder = self.dataset(name)
+        folder = self.dataset_folder(name)
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         for unfinished in self.folder.glob(f"{name}.*.partial"):
@@ -111,8 +111,8 @@ class Library:
         return True
 
 
-def open_source(path: Path) -> Source:
-    """The steps of a recording (.mcap) or of a LeRobotDataset folder, v3.0 or v2.1.
+def open_source(path: Path) -> StepSource:
+    """Open a recording (.mcap) or a LeRobotDataset folder, v3.0 or v2.1.
 
     Raises:
         RecordingError: it is neither, or cannot be read.
@@ -122,21 +122,21 @@ def open_source(path: Path) -> Source:
     return DatasetSource(path) if path.is_dir() else McapSource(path)
 
 
-def step_back() -> None:
-    """Let everybody else go first."""
+def lower_to_idle() -> None:
+    """Lower this process to idle priority."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
 
 
 def main(file: str, folder: str) -> int:
-    """What ``python -m service.recording.library FILE FOLDER`` does; 0 when the dataset is there."""
+    """Run ``python -m service.recording.library FILE FOLDER``; returns 0 when the dataset is there."""
     # The folder that is not finished is removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    step_back()
+    lower_to_idle()
     try:
         source = open_source(Path(file))
-        write_dataset(Path(folder), source.facts, source.steps())
+        write_dataset(Path(folder), source.info, source.steps())
     except (RecordingError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

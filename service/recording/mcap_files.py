@@ -1,4 +1,4 @@
-"""MCAP writer and reader, tolerant of truncated files.
+"""MCAP files of recordings: writer and reader, tolerant of truncated files.
 
 Files come from strangers, too: whatever one claims to hold, no more memory is taken than the limits below allow.
 """
@@ -34,26 +34,26 @@ from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 
 from service.control.observers import Tick
 from service.recording import mcap_format
-from service.recording.mcap_format import END, HEAD, Subject
-from service.recording.steps import Encoded, Facts, Picture, RecordingError, Step
+from service.recording.mcap_format import END_METADATA, HEADER_METADATA, RecordingHeader
+from service.recording.steps import EncodedImage, LazyImage, RecordingError, SourceInfo, Step
 
 # Bytes of a record, and of a chunk when it is decompressed; ours have 1 MiB and one picture at most.
-LARGEST_RECORD = 32 << 20
-LARGEST_METADATA = 1 << 20
+MAX_RECORD = 32 << 20
+MAX_METADATA = 1 << 20
 # Of the index at the end; one of 20 GiB has 3 MiB.
-LARGEST_SUMMARY = 64 << 20
+MAX_SUMMARY = 64 << 20
 # All chunks together may decompress to so many times the file, and to so much anyway: ticks of a robot that stands
 # still and has no cameras come to 20.
-EXPANSION, EXPANSION_BASE = 100, 64 << 20
+MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
 # Before what a file is about; ours has one.
-_HEAD_RECORDS = 1000
+_MAX_HEADER_RECORDS = 1000
 # Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
-MOST_VALUES = 200_000
+MAX_VALUES = 200_000
 # Steps that stand for ticks that were missed, in a whole file; longer gaps begin another episode.
-MOST_FILLED = 100_000
-MOST_EPISODES = 10_000
+MAX_FILLED = 100_000
+MAX_EPISODES = 10_000
 # What a file that was cut off, or that is none, makes the library raise.
-_BROKEN = (
+_READ_ERRORS = (
     *(McapError, EOFError, ValueError, struct.error, LookupError, TypeError, OverflowError, RecursionError),
     *(MemoryError, RuntimeError, zstandard.ZstdError),
 )
@@ -68,7 +68,7 @@ INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecordingOutcome:
     """How a recording ended.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class McapSource:
-    """The steps of one recording.
+    """Steps of one recording in an MCAP file.
 
     A tick that was skipped is filled with the step before: what was commanded then was in force still.
 
@@ -93,16 +93,16 @@ class McapSource:
     """
 
     def __init__(self, path: Path):
-        """Read what it is about.
+        """Open the file and read its header.
 
         Raises:
             RecordingError: it cannot be read, or is no recording of a session.
         """
         self.path = path
-        self.subject = read_subject(path)
+        self.header = read_header(path)
         self.outcome = read_outcome(path)
-        subject = self.subject
-        self.facts = Facts(
+        subject = self.header
+        self.info = SourceInfo(
             rate=subject.rate,
             joints=subject.joints,
             features=subject.features,
@@ -118,13 +118,13 @@ class McapSource:
         self.damage: str | None = None
 
     def events(self) -> Iterator[tuple[int, str, str]]:
-        """Nanoseconds since 1970, code and text of everything that happened."""
+        """Yield nanoseconds since 1970, code and text of everything that happened."""
         for topic, at, found in self.messages():
             if topic == mcap_format.EVENTS:
                 yield at, str(found.get("name", "")), str(found.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
+        """Yield topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
 
         Raises:
             RecordingError: it cannot be opened, or holds more than is allowed.
@@ -133,63 +133,65 @@ class McapSource:
         self.damage = None
         with open_regular(self.path) as file:
             try:
-                for record in _unpacked(file, self.path.name):
+                for record in _unpack_records(file, self.path.name):
                     if isinstance(record, Channel):
                         topics[record.id] = record.topic
                     elif isinstance(record, Message) and record.channel_id in topics:
-                        found = _content(record.data, self.path.name)
+                        found = _parse_content(record.data, self.path.name)
                         if isinstance(found, dict):
                             yield topics[record.channel_id], record.log_time, found
-            except _Cut:
+            except _Truncated:
                 # Whoever was killed leaves this; a file that has its end has lost something in the middle.
-                self.damage = None if self.outcome.state == INTERRUPTED else self._damaged_at(file, "it ends there")
+                self.damage = (
+                    None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
+                )
             except OSError as error:
-                self.damage = self._damaged_at(file, error.strerror or type(error).__name__)
-            except _BROKEN as error:
-                self.damage = self._damaged_at(file, f"{type(error).__name__}: {error}"[:200])
+                self.damage = self._describe_damage(file, error.strerror or type(error).__name__)
+            except _READ_ERRORS as error:
+                self.damage = self._describe_damage(file, f"{type(error).__name__}: {error}"[:200])
 
-    def _damaged_at(self, file: BinaryIO, what: str) -> str:
+    def _describe_damage(self, file: BinaryIO, what: str) -> str:
         return f"{self.path.name} is damaged before byte {file.tell()} ({what}) and is read as far as there"
 
     def steps(self) -> Iterator[Step]:
-        """All steps; an episode begins at its first command with a frame of every camera before it.
+        """Yield all steps; an episode begins at its first command with a frame of every camera before it.
 
         Another one begins where the robot was told to do something else, so that each has one task.
 
         Raises:
             RecordingError: it cannot be opened, or holds more than is allowed.
         """
-        period = 1e9 / self.subject.rate
-        cameras = set(self.subject.cameras)
-        pictures: dict[str, Picture] = {}
+        period = 1e9 / self.header.rate
+        cameras = set(self.header.cameras)
+        pictures: dict[str, LazyImage] = {}
         pose = command = None
         episode, index, started, is_running, filled = -1, 0, 0, False, 0
         before: Step | None = None
-        task = self.subject.task
+        task = self.header.task
         for topic, at, found in self.messages():
             camera = mcap_format.camera_of(topic)
             if camera is not None:
                 if camera in cameras:
-                    pictures[camera] = self._picture(found)
+                    pictures[camera] = self._read_image(found)
             elif topic == mcap_format.EVENTS and found.get("name") in ("start", "stop"):
                 is_running = found["name"] == "start"
                 command, before = None, None
             elif topic == mcap_format.EVENTS and found.get("name") == mcap_format.TASK:
                 task, before = str(found.get("message", "")), None
             elif topic == mcap_format.JOINTS:
-                pose = self._values(found)
+                pose = self._read_position(found)
             elif topic == mcap_format.COMMANDS:
-                command = self._values(found)
+                command = self._read_position(found)
             elif topic == mcap_format.TICKS and is_running:
                 if pose is None or command is None or not cameras <= set(pictures):
                     continue
                 slot = 0 if before is None else max(round((at - started) / period), index + 1)
-                if before is not None and filled + slot - index - 1 > MOST_FILLED:
+                if before is not None and filled + slot - index - 1 > MAX_FILLED:
                     before = None
                 if before is None:
                     episode, index, started = episode + 1, 0, at
-                    if episode >= MOST_EPISODES:
-                        raise RecordingError(f"{self.path.name} has more episodes than the {MOST_EPISODES} allowed")
+                    if episode >= MAX_EPISODES:
+                        raise RecordingError(f"{self.path.name} has more episodes than the {MAX_EPISODES} allowed")
                 else:
                     for skipped in range(index + 1, slot):
                         yield Step(episode, skipped, before.state, before.action, before.pictures, task)
@@ -198,28 +200,29 @@ class McapSource:
                 before = Step(episode, index, pose, command, dict(pictures), task)
                 yield before
 
-    def _picture(self, found: Mapping[str, Any]) -> Picture:
+    def _read_image(self, found: Mapping[str, Any]) -> LazyImage:
         try:
-            return Encoded(binascii.a2b_base64(str(found.get("data", ""))))
+            return EncodedImage(binascii.a2b_base64(str(found.get("data", ""))))
         except ValueError as error:
             raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
 
-    def _values(self, found: Mapping[str, Any]) -> np.ndarray:
-        """Of the joints, in their order."""
+    def _read_position(self, found: Mapping[str, Any]) -> np.ndarray:
+        """Return the positions of the joints, in their order."""
         try:
-            values = np.array([found["position"][name] for name in self.subject.joints], np.float32)
+            values = np.array([found["position"][name] for name in self.header.joints], np.float32)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise RecordingError(
                 f"{self.path.name}: positions lack or garble a joint ({type(error).__name__}); "
-                f"wanted a number for each of {', '.join(self.subject.joints[:20])}"
+                f"wanted a number for each of {', '.join(self.header.joints[:20])}"
             ) from error
-        if values.shape != (len(self.subject.joints),) or not np.isfinite(values).all():
+        if values.shape != (len(self.header.joints),) or not np.isfinite(values).all():
             raise RecordingError(f"{self.path.name}: a joint is at {values!s:.80}; wanted finite numbers")
         return values
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to be read; what is none (a pipe, a device) is refused, without waiting for somebody to write to it.
+    """Open a file for reading; what is no regular file (a pipe, a device) is refused, without waiting for somebody to
+    write to it.
 
     Raises:
         RecordingError: it is not there, may not be read, or is no regular file.
@@ -230,15 +233,15 @@ def open_regular(path: Path) -> BinaryIO:
         raise RecordingError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RecordingError(f"{path} is no regular file; {_WANTED}")
+        raise RecordingError(f"{path} is no regular file; {_EXPECTED}")
     return os.fdopen(descriptor, "rb")
 
 
-_WANTED = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset v3 folder"
+_EXPECTED = "wanted an .mcap that `robojax serve` recorded, or a LeRobotDataset v3 folder"
 
 
-def read_subject(path: Path) -> Subject:
-    """What a recording is about.
+def read_header(path: Path) -> RecordingHeader:
+    """Read a recording's header: its session, robot and policy.
 
     Raises:
         RecordingError: it cannot be read, or is no recording of a session.
@@ -246,73 +249,75 @@ def read_subject(path: Path) -> Subject:
     with open_regular(path) as file:
         try:
             _check_magic(file)
-            for record in _records(file, path.name, _OF_HEAD, last=_AFTER_HEAD, most=_HEAD_RECORDS):
-                if isinstance(record, Metadata) and record.name == HEAD:
-                    return Subject.from_metadata(record.metadata)
+            for record in _read_records(
+                file, path.name, _HEADER_READERS, before=_AFTER_HEADER, max_records=_MAX_HEADER_RECORDS
+            ):
+                if isinstance(record, Metadata) and record.name == HEADER_METADATA:
+                    return RecordingHeader.from_metadata(record.metadata)
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
-        except _BROKEN as error:
+        except _READ_ERRORS as error:
             raise RecordingError(
-                f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]}); {_WANTED}"
+                f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]}); {_EXPECTED}"
             ) from error
-    raise RecordingError(f"{path.name} does not say what it is about; {_WANTED}")
+    raise RecordingError(f"{path.name} does not say what it is about; {_EXPECTED}")
 
 
-def read_outcome(path: Path) -> Outcome:
-    """How a recording ended, from its end alone.
+def read_outcome(path: Path) -> RecordingOutcome:
+    """Read how a recording ended, from its end alone.
 
     Raises:
         RecordingError: it cannot be opened, or its end holds more than is allowed.
     """
     with open_regular(path) as file:
         try:
-            return _outcome(file, path.name)
+            return _parse_outcome(file, path.name)
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
-        except _BROKEN:
-            return Outcome(INTERRUPTED)
+        except _READ_ERRORS:
+            return RecordingOutcome(INTERRUPTED)
 
 
-def _outcome(file: BinaryIO, name: str) -> Outcome:
+def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     end = _size(file) - _FOOTER - len(MCAP0_MAGIC)
     file.seek(max(end, 0))
-    (footer,) = _records(file, name, _OF_FOOTER)
+    (footer,) = _read_records(file, name, _FOOTER_READERS)
     _check_magic(file)
     if footer.summary_start == 0:
-        return Outcome(INTERRUPTED)
-    if (length := end - footer.summary_start) > LARGEST_SUMMARY:
-        raise RecordingError(f"{name}: its index has {length} bytes; allowed are {LARGEST_SUMMARY}")
+        return RecordingOutcome(INTERRUPTED)
+    if (length := end - footer.summary_start) > MAX_SUMMARY:
+        raise RecordingError(f"{name}: its index has {length} bytes; allowed are {MAX_SUMMARY}")
     file.seek(footer.summary_start)
     tick_channels: set[int] = set()
     statistics, index = None, None
-    for record in _records(file, name, _OF_SUMMARY):
+    for record in _read_records(file, name, _SUMMARY_READERS):
         if isinstance(record, Channel) and record.topic == mcap_format.TICKS:
             tick_channels.add(record.id)
         elif isinstance(record, Statistics):
             statistics = record
-        elif isinstance(record, MetadataIndex) and record.name == END:
+        elif isinstance(record, MetadataIndex) and record.name == END_METADATA:
             index = record
     if statistics is None:
-        return Outcome(INTERRUPTED)
+        return RecordingOutcome(INTERRUPTED)
     ticks = sum(statistics.channel_message_counts.get(channel, 0) for channel in tick_channels)
     if index is None:
-        return Outcome(INTERRUPTED, ticks=ticks)
+        return RecordingOutcome(INTERRUPTED, ticks=ticks)
     file.seek(index.offset)
-    metadata = next(_records(file, name, _OF_HEAD, last=_AFTER_HEAD, most=1), None)
+    metadata = next(_read_records(file, name, _HEADER_READERS, before=_AFTER_HEADER, max_records=1), None)
     if metadata is None:
-        return Outcome(INTERRUPTED, ticks=ticks)
+        return RecordingOutcome(INTERRUPTED, ticks=ticks)
     found = {key: json.loads(value) for key, value in metadata.metadata.items()}
     seconds, episodes, dropped = float(found["seconds"]), int(found["episodes"]), int(found["dropped"])
     if not (math.isfinite(seconds) and isinstance(found["state"], str)):
-        return Outcome(INTERRUPTED, ticks=ticks)
-    return Outcome(found["state"][:40], seconds, episodes, ticks, dropped)
+        return RecordingOutcome(INTERRUPTED, ticks=ticks)
+    return RecordingOutcome(found["state"][:40], seconds, episodes, ticks, dropped)
 
 
 # Records one after the other, none of them taken on trust. The library's own reader reads whatever length a record
 # claims, decompresses a chunk to whatever size its frame claims, and makes a list of all that is in it.
 
 
-class _Cut(EOFError):
+class _Truncated(EOFError):
     """The file ends within a record, or without its end."""
 
 
@@ -326,16 +331,16 @@ def _read_message(data: bytes) -> Message:
 
 
 Readers = Mapping[int, Callable[[bytes], Any]]
-_OF_HEAD: Readers = {Opcode.METADATA: _reader(Metadata)}
-_OF_FOOTER: Readers = {Opcode.FOOTER: _reader(Footer)}
-_OF_SUMMARY: Readers = {
+_HEADER_READERS: Readers = {Opcode.METADATA: _reader(Metadata)}
+_FOOTER_READERS: Readers = {Opcode.FOOTER: _reader(Footer)}
+_SUMMARY_READERS: Readers = {
     Opcode.CHANNEL: _reader(Channel),
     Opcode.STATISTICS: _reader(Statistics),
     Opcode.METADATA_INDEX: _reader(MetadataIndex),
 }
-_OF_CHUNK: Readers = {Opcode.CHANNEL: _reader(Channel), Opcode.MESSAGE: _read_message}
-_OF_DATA: Readers = {**_OF_CHUNK, Opcode.CHUNK: _reader(Chunk)}
-_AFTER_HEAD = frozenset({Opcode.CHUNK, Opcode.MESSAGE, Opcode.DATA_END})
+_CHUNK_READERS: Readers = {Opcode.CHANNEL: _reader(Channel), Opcode.MESSAGE: _read_message}
+_DATA_READERS: Readers = {**_CHUNK_READERS, Opcode.CHUNK: _reader(Chunk)}
+_AFTER_HEADER = frozenset({Opcode.CHUNK, Opcode.MESSAGE, Opcode.DATA_END})
 
 
 def _size(file: BinaryIO) -> int:
@@ -347,38 +352,38 @@ def _check_magic(file: BinaryIO) -> None:
         raise ValueError(f"found {found!r} where an MCAP file has {MCAP0_MAGIC!r}")
 
 
-def _records(
-    file: BinaryIO, name: str, readers: Readers, *, last: Collection[int] = (), most: int | None = None
+def _read_records(
+    file: BinaryIO, name: str, readers: Readers, *, before: Collection[int] = (), max_records: int | None = None
 ) -> Iterator[Any]:
-    """Records of the kinds that there are readers for, until the file's footer; others are passed over unread.
+    """Yield records of the kinds that there are readers for, until the file's footer; others are passed over unread.
 
     Args:
         last: it ends before one of these kinds.
         most: it ends after so many of any kind.
 
     Raises:
-        _Cut: the file ends before that.
+        _Truncated: the file ends before that.
         RecordingError: one is larger than allowed.
     """
     end = _size(file)
-    for _ in itertools.count() if most is None else range(most):
+    for _ in itertools.count() if max_records is None else range(max_records):
         head = file.read(_PREFIX)
         if len(head) < _PREFIX:
-            raise _Cut
+            raise _Truncated
         opcode, length = head[0], int.from_bytes(head[1:], "little")
-        if opcode in last:
+        if opcode in before:
             return
         if length > end - file.tell():
-            raise _Cut
+            raise _Truncated
         if opcode == 0:  # what a disk makes of a hole; there may be gigabytes of it
             raise ValueError("a record of kind 0")
         if opcode in readers:
-            largest = LARGEST_METADATA if opcode == Opcode.METADATA else LARGEST_RECORD
+            largest = MAX_METADATA if opcode == Opcode.METADATA else MAX_RECORD
             if length > largest:
                 at = file.tell() - _PREFIX
                 raise RecordingError(f"{name}: a record of {length} bytes at byte {at}; allowed are {largest}")
             if len(data := file.read(length)) < length:
-                raise _Cut
+                raise _Truncated
             yield readers[opcode](data)
         else:
             file.seek(length, os.SEEK_CUR)
@@ -386,29 +391,29 @@ def _records(
             return
 
 
-def _unpacked(file: BinaryIO, name: str) -> Iterator[Any]:
-    """Channels and messages of a whole file, those in chunks too; raises as `_records`."""
+def _unpack_records(file: BinaryIO, name: str) -> Iterator[Any]:
+    """Yield channels and messages of a whole file, those in chunks too; raises as `_read_records`."""
     _check_magic(file)
-    allowed = EXPANSION_BASE + EXPANSION * _size(file)
-    for record in _records(file, name, _OF_DATA):
+    allowed = MIN_EXPANDED + MAX_EXPANSION * _size(file)
+    for record in _read_records(file, name, _DATA_READERS):
         if not isinstance(record, Chunk):
             yield record
             continue
         allowed -= record.uncompressed_size
-        if record.uncompressed_size > LARGEST_RECORD or allowed < 0:
+        if record.uncompressed_size > MAX_RECORD or allowed < 0:
             raise RecordingError(
                 f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when it is "
-                f"decompressed; allowed are {LARGEST_RECORD}, and {EXPANSION} times the file in all; give a recording "
+                f"decompressed; allowed are {MAX_RECORD}, and {MAX_EXPANSION} times the file in all; give a recording "
                 "as `robojax serve` wrote it"
             )
-        yield from _of_chunk(_decompressed(record))
+        yield from _parse_chunk(_decompress(record))
 
 
-def _decompressed(chunk: Chunk) -> bytes:
-    """What is in a chunk: as many bytes as it claims, or an error."""
+def _decompress(chunk: Chunk) -> bytes:
+    """Decompress a chunk: to as many bytes as it claims, or an error."""
     size = chunk.uncompressed_size
     if chunk.compression == "zstd":
-        limited = zstandard.ZstdDecompressor(max_window_size=LARGEST_RECORD)
+        limited = zstandard.ZstdDecompressor(max_window_size=MAX_RECORD)
         data = limited.stream_reader(chunk.data).read(size + 1)
     elif chunk.compression == "lz4":
         data = lz4.LZ4FrameDecompressor().decompress(chunk.data, max_length=size + 1)
@@ -421,22 +426,22 @@ def _decompressed(chunk: Chunk) -> bytes:
     return data
 
 
-def _of_chunk(data: bytes) -> Iterator[Any]:
+def _parse_chunk(data: bytes) -> Iterator[Any]:
     at = 0
     while at < len(data):
         opcode, start = data[at], at + _PREFIX
         end = start + int.from_bytes(data[at + 1 : start], "little")
         if end > len(data) or opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE):
             raise ValueError(f"a chunk holds a record of kind {opcode} with {end - start} bytes")
-        if opcode in _OF_CHUNK:
-            yield _OF_CHUNK[opcode](data[start:end])
+        if opcode in _CHUNK_READERS:
+            yield _CHUNK_READERS[opcode](data[start:end])
         at = end
 
 
-def _content(data: bytes, name: str) -> Any:
-    """A message's JSON."""
-    if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MOST_VALUES:
-        raise RecordingError(f"{name}: a message of {values} values; allowed are {MOST_VALUES}")
+def _parse_content(data: bytes, name: str) -> Any:
+    """Parse a message's JSON."""
+    if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MAX_VALUES:
+        raise RecordingError(f"{name}: a message of {values} values; allowed are {MAX_VALUES}")
     return json.loads(data)
 
 
@@ -446,7 +451,7 @@ _LAMBDA = 118
 
 
 class JpegEncoder:
-    """Encodes frames of one size."""
+    """JPEG encoder of frames of one size."""
 
     def __init__(self, height: int, width: int, quality: int = QUALITY):
         self.size = (height, width)
@@ -466,7 +471,7 @@ class JpegEncoder:
         self._context, self._reformatter = context, VideoReformatter()
 
     def encode(self, image: np.ndarray) -> bytes:
-        """uint8 (h, w, 3), RGB -> JPEG."""
+        """Encode uint8 (h, w, 3), RGB as a JPEG."""
         # Without a copy: copying would hold the lock for about a millisecond per VGA frame.
         frame = av.VideoFrame.from_numpy_buffer(np.ascontiguousarray(image), "rgb24")
         frame = self._reformatter.reformat(frame, format="yuvj420p")
@@ -478,20 +483,20 @@ LIBRARY = "robojax"
 CHUNK_BYTES = 1 << 20
 
 
-class Sink:
-    """An unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
+class McapSink:
+    """Unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
 
     Attributes:
         position: bytes written.
-        good: how many of them end with a whole record.
+        whole_records: how many of them end with a whole record.
     """
 
     def __init__(self, file: BinaryIO):
-        self.position = self.good = 0
+        self.position = self.whole_records = 0
         self._file = file
 
     def write(self, data: bytes) -> int:
-        """Write all of it.
+        """Write all of the data.
 
         Raises:
             OSError: the disk does not take it.
@@ -504,25 +509,25 @@ class Sink:
             self.position += count
             rest = rest[count:]
         # The library hands over whole records.
-        self.good = self.position
+        self.whole_records = self.position
         return len(data)
 
     def tell(self) -> int:
-        """Where the next byte goes."""
+        """Return where the next byte goes."""
         return self.position
 
     def flush(self) -> None:
-        """Nothing is kept back here."""
+        """Do nothing: no byte is kept back here."""
 
-    def cut(self) -> None:
-        """Take off what is not whole and end the file as a reader wants it, as far as the disk lets us.
+    def truncate(self) -> None:
+        """Cut off an incomplete record and end the file as a reader wants it, as far as the disk lets us.
 
         Raises:
             OSError: the disk does not.
         """
-        self._file.truncate(self.good)
-        self._file.seek(self.good)
-        self.position = self.good
+        self._file.truncate(self.whole_records)
+        self._file.seek(self.whole_records)
+        self.position = self.whole_records
         records = RecordBuilder()
         DataEnd(0).write(records)
         Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(records)
@@ -530,7 +535,7 @@ class Sink:
 
 
 class McapWriter:
-    """Writes what a tap is told; times are those of the control loop's clock, in seconds.
+    """Writer of one recording; times are those of the control loop's clock, in seconds.
 
     Attributes:
         holds: how often the robot came to be held.
@@ -538,16 +543,16 @@ class McapWriter:
         episodes: how many starts there were.
     """
 
-    def __init__(self, file: BinaryIO, subject: Subject):
+    def __init__(self, file: BinaryIO, header: RecordingHeader):
         """Begin the file.
 
         Raises:
             OSError: the disk does not take it.
         """
-        self.sink = Sink(file)
+        self.sink = McapSink(file)
         self.seconds, self.episodes = 0.0, 0
-        self._subject = subject
-        self._offset = subject.wall_ns - subject.monotonic_ns
+        self._header = header
+        self._offset = header.wall_ns - header.monotonic_ns
         self._encoders: dict[str, JpegEncoder] = {}
         self._first_tick: float | None = None
         self._last_tick: float | None = None
@@ -555,7 +560,7 @@ class McapWriter:
         self._writer = Writer(self.sink, chunk_size=CHUNK_BYTES, compression=CompressionType.ZSTD)  # type: ignore[arg-type]
         self._writer.start(profile="", library=LIBRARY)
         # First, so that it can be read whatever happens to the rest.
-        self._writer.add_metadata(HEAD, subject.to_metadata())
+        self._writer.add_metadata(HEADER_METADATA, header.to_metadata())
         self._channels = self._register()
 
     def _register(self) -> Mapping[str, int]:
@@ -565,65 +570,65 @@ class McapWriter:
         }
         topics = [topic for topic in schemas if topic != mcap_format.CAMERAS]
         found = {topic: self._writer.register_channel(topic, "json", schemas[topic]) for topic in topics}
-        for camera in self._subject.cameras:
+        for camera in self._header.cameras:
             topic = mcap_format.camera_topic(camera)
             found[topic] = self._writer.register_channel(topic, "json", schemas[mcap_format.CAMERAS])
         return found
 
     def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        """A picture of a camera: uint8 (h, w, 3), RGB."""
+        """Write a picture of a camera: uint8 (h, w, 3), RGB."""
         size = (image.shape[0], image.shape[1])
         encoder = self._encoders.get(camera)
         if encoder is None or encoder.size != size:
             encoder = self._encoders[camera] = JpegEncoder(*size)
         at = self._nanoseconds(seen_at)
-        self._add(mcap_format.camera_topic(camera), at, mcap_format.picture(at, camera, encoder.encode(image)))
+        self._add(mcap_format.camera_topic(camera), at, mcap_format.build_image(at, camera, encoder.encode(image)))
 
     def chunk(self, actions: np.ndarray, seen_at: float, at: float) -> None:
-        """A chunk (t, a) of the policy."""
+        """Write a chunk (t, a) of the policy."""
         now = self._nanoseconds(at)
-        self._add(mcap_format.CHUNKS, now, mcap_format.chunk(now, self._nanoseconds(seen_at), actions.tolist()))
+        self._add(mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(seen_at), actions.tolist()))
 
     def tick(self, tick: Tick) -> None:
-        """One tick: where the joints are, what was sent, when, and why not."""
-        at, names = self._nanoseconds(tick.at), self._subject.joints
+        """Write one tick: where the joints are, what was sent, when, and why not."""
+        at, names = self._nanoseconds(tick.at), self._header.joints
         if tick.hold != self._hold:
             self._hold = tick.hold
             text = "the robot may move again" if tick.hold is None else tick.hold
             self.event(tick.at, mcap_format.INFO if tick.hold is None else mcap_format.WARNING, "hold", text)
         if tick.pose is not None:
-            self._add(mcap_format.JOINTS, at, mcap_format.position(at, names, tick.pose.tolist()))
+            self._add(mcap_format.JOINTS, at, mcap_format.build_position(at, names, tick.pose.tolist()))
         if tick.command is not None:
-            message = mcap_format.position(at, names, tick.command.tolist(), is_sent=tick.is_sent)
+            message = mcap_format.build_position(at, names, tick.command.tolist(), is_sent=tick.is_sent)
             self._add(mcap_format.COMMANDS, at, message)
         since = 0.0 if self._last_tick is None else tick.at - self._last_tick
         # Last of its tick: whoever reads it has read the joints and the command that belong to it.
-        self._add(mcap_format.TICKS, at, mcap_format.tick(at, since, tick.hold))
+        self._add(mcap_format.TICKS, at, mcap_format.build_tick(at, since, tick.hold))
         self._first_tick = tick.at if self._first_tick is None else self._first_tick
         self._last_tick = tick.at
         self.seconds = tick.at - self._first_tick
 
     def event(self, at: float, level: int, code: str, text: str) -> None:
-        """Something happened; ``start`` and ``stop`` bound an episode."""
+        """Write an event; ``start`` and ``stop`` bound an episode."""
         self.episodes += code == "start"
         now = self._nanoseconds(at)
-        self._add(mcap_format.EVENTS, now, mcap_format.event(now, level, code, text))
+        self._add(mcap_format.EVENTS, now, mcap_format.build_event(now, level, code, text))
 
     def flush(self) -> None:
-        """From here on a reader finds everything until now, whatever happens."""
+        """Flush: a reader finds everything until now, whatever happens."""
         self._writer.flush()
 
     def finish(self, state: str, dropped: int) -> None:
         """End the file with an index and how the recording ended."""
         self._writer.flush()
         end = {"state": state, "dropped": dropped, "seconds": round(self.seconds, 3), "episodes": self.episodes}
-        self._writer.add_metadata(END, {name: json.dumps(value) for name, value in end.items()})
+        self._writer.add_metadata(END_METADATA, {name: json.dumps(value) for name, value in end.items()})
         self._writer.finish()
 
-    def cut(self) -> None:
+    def truncate(self) -> None:
         """End a file that cannot be written to any more as well as can be."""
         with suppress(OSError):
-            self.sink.cut()
+            self.sink.truncate()
 
     def _add(self, topic: str, at: int, data: bytes) -> None:
         self._writer.add_message(self._channels[topic], log_time=at, data=data, publish_time=at)

@@ -15,16 +15,16 @@ from service.control.joints import SO100, Joint
 
 # LeRobot's name of the robot whose joints these are.
 SO100_ROBOT = "so100_follower"
-HEAD, END = "robojax", "robojax.end"
+HEADER_METADATA, END_METADATA = "robojax", "robojax.end"
 FORMAT = "robojax-recording-1"
 # Of steps per second, of joints or cameras, and of letters in the name of one.
-LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
-MOST_NAMES, LONGEST_NAME = 1000, 200
+MIN_RATE, MAX_RATE = 1e-3, 1e5
+MAX_NAMES, MAX_NAME = 1000, 200
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The session, its robot and its policy.
+class RecordingHeader:
+    """Header of a recording: the session, its robot and its policy.
 
     Attributes:
         rate: control ticks per second.
@@ -59,12 +59,12 @@ class Subject:
     limits: Mapping[str, object] | None = None
 
     def to_metadata(self) -> dict[str, str]:
-        """Text for every field, as an MCAP metadata record holds it."""
+        """Return text for every field, as an MCAP metadata record holds it."""
         return {"format": FORMAT, **{name: json.dumps(value) for name, value in asdict(self).items()}}
 
     @classmethod
-    def from_metadata(cls, found: Mapping[str, str]) -> "Subject":
-        """The inverse.
+    def from_metadata(cls, found: Mapping[str, str]) -> "RecordingHeader":
+        """Parse the fields of an MCAP metadata record.
 
         Raises:
             ValueError: another format, or a field is missing or garbled.
@@ -77,7 +77,7 @@ class Subject:
                 raise ValueError(f"{field.name} is missing")
             value = json.loads(found[field.name])
             value = tuple(value) if isinstance(value, list) else value
-            if not _KINDS[field.name](value):
+            if not _FIELD_CHECKS[field.name](value):
                 raise ValueError(f"{field.name} is {str(value)[:40]!r}")
             values[field.name] = value
         subject = cls(**values)
@@ -96,14 +96,14 @@ def _is_text_or_none(value: object) -> bool:
 
 
 def _is_rate(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and LOWEST_RATE <= value <= HIGHEST_RATE
+    return not isinstance(value, bool) and isinstance(value, int | float) and MIN_RATE <= value <= MAX_RATE
 
 
 def _are_names(value: object) -> bool:
     return (
         isinstance(value, tuple)
-        and len(value) <= MOST_NAMES
-        and all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in value)
+        and len(value) <= MAX_NAMES
+        and all(isinstance(name, str) and len(name) <= MAX_NAME for name in value)
         and len(set(value)) == len(value)
     )
 
@@ -119,7 +119,7 @@ def _is_time(value: object) -> bool:
 
 
 # Checked one by one: a file that a stranger wrote is listed beside all others.
-_KINDS: Mapping[str, Callable[[object], bool]] = {
+_FIELD_CHECKS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("session_id", "policy_path", "policy_type", "task", "version"), _is_text),
     **dict.fromkeys(("commit", "robot_type", "owner"), _is_text_or_none),
     **dict.fromkeys(("rate", "action_rate"), _is_rate),
@@ -132,14 +132,14 @@ _KINDS: Mapping[str, Callable[[object], bool]] = {
 
 
 def feature_names(joints: Sequence[Joint]) -> tuple[tuple[str, ...], str | None]:
-    """LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
+    """Return LeRobot's names of these joints, and its name of the robot when it is one that it knows."""
     if tuple(joints) == SO100:
         return tuple(f"{joint.alias}.pos" for joint in joints), SO100_ROBOT
     return tuple(joint.name if "." in joint.name else f"{joint.name}.pos" for joint in joints), None
 
 
-def bounds(values: Sequence[float]) -> tuple[float | None, ...]:
-    """The same, with None for what is infinite: JSON has no such number."""
+def replace_infinite(values: Sequence[float]) -> tuple[float | None, ...]:
+    """Replace infinite values by None: JSON has no such number."""
     return tuple(value if math.isfinite(value) else None for value in values)
 
 
@@ -200,45 +200,45 @@ SCHEMAS: Mapping[str, Json] = {
 
 
 def camera_topic(camera: str) -> str:
-    """Where the pictures of this camera are."""
+    """Return the topic of this camera's pictures."""
     return f"{CAMERAS}{camera}"
 
 
 def camera_of(topic: str) -> str | None:
-    """The inverse; None for the topic of something else."""
+    """Return the camera of a topic; None for the topic of something else."""
     return topic.removeprefix(CAMERAS) if topic.startswith(CAMERAS) else None
 
 
-def picture(at: int, camera: str, jpeg: bytes) -> bytes:
-    """One frame; ``at`` is nanoseconds since 1970, here and below."""
+def build_image(at: int, camera: str, jpeg: bytes) -> bytes:
+    """Build the message of one frame; ``at`` is nanoseconds since 1970, here and below."""
     # Written by hand: encoding its text character by character would take longer than the picture itself.
-    head = json.dumps({"timestamp": _time(at), "frame_id": camera, "format": "jpeg"}, separators=(",", ":"))
+    head = json.dumps({"timestamp": _build_time(at), "frame_id": camera, "format": "jpeg"}, separators=(",", ":"))
     return b"".join((head[:-1].encode(), b',"data":"', binascii.b2a_base64(jpeg, newline=False), b'"}'))
 
 
-def position(at: int, names: Sequence[str], values: Sequence[float], **more: object) -> bytes:
-    """Where joints are, or are sent."""
-    return _json(at, position=dict(zip(names, values, strict=True)), **more)
+def build_position(at: int, names: Sequence[str], values: Sequence[float], **more: object) -> bytes:
+    """Build the message of where joints are, or are sent."""
+    return _build_message(at, position=dict(zip(names, values, strict=True)), **more)
 
 
-def tick(at: int, since_last: float, hold: str | None) -> bytes:
-    """That there was a tick."""
-    return _json(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
+def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
+    """Build the message of a tick."""
+    return _build_message(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
 
 
-def chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
-    """A chunk that was taken."""
-    return _json(at, seen_at=_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
+def build_chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
+    """Build the message of a chunk that was taken."""
+    return _build_message(at, seen_at=_build_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
 
 
-def event(at: int, level: int, code: str, text: str) -> bytes:
-    """Something that happened: a stable code, and a text for people."""
-    return _json(at, level=level, message=text, name=code, file="", line=0)
+def build_event(at: int, level: int, code: str, text: str) -> bytes:
+    """Build the message of an event: a stable code, and a text for people."""
+    return _build_message(at, level=level, message=text, name=code, file="", line=0)
 
 
-def _json(at: int, **fields: object) -> bytes:
-    return json.dumps({"timestamp": _time(at), **fields}, separators=(",", ":"), allow_nan=False).encode()
+def _build_message(at: int, **fields: object) -> bytes:
+    return json.dumps({"timestamp": _build_time(at), **fields}, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _time(at: int) -> dict[str, int]:
+def _build_time(at: int) -> dict[str, int]:
     return {"sec": at // 1_000_000_000, "nsec": at % 1_000_000_000}

@@ -1,4 +1,4 @@
-"""All recordings of a server: start, stop, list, convert, delete."""
+"""Recordings of a server: start, stop, list, convert, delete."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ import numpy as np
 
 from service.errors import InvalidRequest, RecordingRefused, UnknownRecording, UnknownSession
 from service.logging import sanitize_text
-from service.recording.mcap_format import Subject, bounds, feature_names
+from service.recording.mcap_format import RecordingHeader, feature_names, replace_infinite
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
 from service.sessions.session import Session
@@ -30,22 +30,22 @@ from service.threads import call_in_thread
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'robojax[recording]'"
-Tell = Callable[[str, dict[str, object]], None]
-Sees = Callable[[str | None], bool]
-STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
-NOTHING: Mapping[str, object] = {
+Notify = Callable[[str, dict[str, object]], None]
+CanSee = Callable[[str | None], bool]
+DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"
+NOT_RECORDING: Mapping[str, object] = {
     **{"state": OFF, "file": None, "seconds": 0.0, "bytes": 0, "dropped": 0},
     "reason": None,
 }
 # Recordings that have ended and cannot be closed, because the disk hangs: each keeps a thread and what it has not
 # written. As many sessions again may be recorded, and then no more until the disk goes on.
-MOST_UNFINISHED = 8
+MAX_UNFINISHED = 8
 # Seconds that a recording gets to be closed in when the server ends.
-LAST_WORDS = 2.0
+CLOSE_TIMEOUT = 2.0
 
 
 def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | None:
-    """Where recordings go, or None: the server keeps nothing."""
+    """Return the folder of recordings, or None: the server keeps nothing."""
     if settings.recordings is not None:
         return Path(settings.recordings).expanduser()
     folder = state_folder(state)
@@ -55,22 +55,22 @@ def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | 
 class Recordings:
     """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
 
-    def __init__(self, settings: RecordingSettings, state: str | None, session_of: Callable[[str], Listed]):
-        """It begins when it ``hears`` of sessions.
+    def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], Listed]):
+        """Recordings begin with the events that ``wrap_notify`` passes on.
 
         Args:
-            session_of: the session of an id; raises UnknownSession.
+            get_session: the session of an id; raises UnknownSession.
         """
-        self._session_of = session_of
+        self._get_session = get_session
         self._limits = RecorderLimits(free=settings.recording_free, bytes=settings.recording_limit)
         self._makes_datasets = settings.recording_datasets
-        self._wanted: set[str] = set()
+        self._enabled: set[str] = set()
         self._recorders: dict[str, Recorder] = {}
         self._unfinished: dict[str, Recorder] = {}
         self._detach: dict[str, Callable[[], None]] = {}
-        self._making: dict[str, str] = {}
+        self._dataset_states: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Semaphore(1)
+        self._one_export = asyncio.Semaphore(1)
         self._is_closing = False
         folder = recordings_folder(settings, state)
         self._refusal: str | None = None
@@ -81,16 +81,16 @@ class Recordings:
         elif find_spec("mcap") is None or find_spec("pyarrow") is None:
             self._refusal = f"this server cannot record: the packages for it are missing; {INSTALL}, then restart it"
         else:
-            from service.recording.library import Library
+            from service.recording.library import RecordingLibrary
 
             # Now, because importing keeps Python's lock, and later a robot may be moving.
             import_module("service.recording.mcap_files")
 
-            self._library = Library(folder)
+            self._library = RecordingLibrary(folder)
 
     # What is asked.
 
-    def check(self, new: NewSession) -> None:
+    def check_request(self, new: NewSession) -> None:
         """Refuse a session that is to be recorded where that is not possible.
 
         Raises:
@@ -99,7 +99,7 @@ class Recordings:
         if new.record and self._refusal is not None:
             raise InvalidRequest(f"record: {self._refusal}", ("body", "record"))
 
-    def switch(self, session: Listed, is_on: bool) -> Mapping[str, object]:
+    def set_recording(self, session: Listed, is_on: bool) -> Mapping[str, object]:
         """Record a session from now on (from its next start when it does not move), or no more.
 
         Raises:
@@ -110,45 +110,45 @@ class Recordings:
                 f"session {session.id!r} is {session.stage} and cannot be recorded; restart it first"
             )
         if not is_on:
-            self._wanted.discard(session.id)
-            self._close(session.id, "switched off")
+            self._enabled.discard(session.id)
+            self._close_recorder(session.id, "switched off")
         elif self._refusal is not None:
             raise RecordingRefused(self._refusal)
         elif self._is_stuck():
-            raise RecordingRefused(STUCK)
+            raise RecordingRefused(DISK_STUCK)
         else:
-            self._wanted.add(session.id)
-            if session.stage in MOVING and self._running(session.id) is None:
-                self._begin(session).begin("recording was switched on")
-        return self.figures(session.id)
+            self._enabled.add(session.id)
+            if session.stage in MOVING and self._find_recorder(session.id) is None:
+                self._begin_recording(session).begin_episode("recording was switched on")
+        return self.get_stats(session.id)
 
-    def figures(self, session_id: str) -> Mapping[str, object]:
-        """What the stats of a session say of its recording."""
+    def get_stats(self, session_id: str) -> Mapping[str, object]:
+        """Return what the stats of a session say of its recording."""
         recorder = self._recorders.get(session_id)
-        if recorder is not None and (recorder.state != OFF or session_id not in self._wanted):
-            return recorder.figures()
+        if recorder is not None and (recorder.state != OFF or session_id not in self._enabled):
+            return recorder.get_stats()
         # It waits for the first start.
-        return {**NOTHING, "state": ON} if session_id in self._wanted else NOTHING
+        return {**NOT_RECORDING, "state": ON} if session_id in self._enabled else NOT_RECORDING
 
-    async def list(self, sees: Sees) -> "list[dict[str, object]]":
-        """All recordings of those who are seen, newest first; JSON-ready."""
+    async def list(self, can_see: CanSee) -> "list[dict[str, object]]":
+        """List all recordings that the caller may see, newest first; JSON-ready."""
         if self._refusal is not None:
             return []
         running = {recorder.name: recorder for recorder in self._recorders.values() if recorder.state == ON}
         found = []
-        for entry in await asyncio.to_thread(self._library.entries):
-            if not sees(entry.owner):
+        for entry in await asyncio.to_thread(self._library.list_entries):
+            if not can_see(entry.owner):
                 continue
             row = asdict(entry)
             del row["owner"], row["has_dataset"]
             if entry.name in running:
-                now = running[entry.name].figures()
+                now = running[entry.name].get_stats()
                 row |= {"state": ON, "seconds": now["seconds"]}
-            row["dataset"] = self._making.get(entry.name) or ("ready" if entry.has_dataset else "none")
+            row["dataset"] = self._dataset_states.get(entry.name) or ("ready" if entry.has_dataset else "none")
             found.append(row)
         return found
 
-    async def remove(self, name: str, sees: Sees) -> None:
+    async def remove(self, name: str, can_see: CanSee) -> None:
         """Remove a recording and its dataset.
 
         Raises:
@@ -156,71 +156,73 @@ class Recordings:
             RecordingRefused: it is being written, or made into a dataset.
         """
         unknown = UnknownRecording("there is no recording of this name; GET /recordings lists them")
-        path = None if self._refusal is not None else self._library.path(name)
+        path = None if self._refusal is not None else self._library.find_file(name)
         if path is None:
             raise unknown
-        entry = await asyncio.to_thread(self._library.entry, path)
-        if entry is None or not sees(entry.owner):
+        entry = await asyncio.to_thread(self._library.read_entry, path)
+        if entry is None or not can_see(entry.owner):
             raise unknown
         if any(one.name == name and one.is_writing for one in self._recorders.values()):
             raise RecordingRefused(f"{name} is being recorded; switch the recording off or delete its session first")
-        if self._making.get(name) in ("waiting", "making"):
+        if self._dataset_states.get(name) in ("waiting", "making"):
             raise RecordingRefused(f"{name} is being made into a dataset; try again when that is done")
         try:
             if not await asyncio.to_thread(self._library.remove, name):
                 raise unknown
         except OSError as error:
             raise RecordingRefused(f"{name} cannot be removed: {error.strerror}") from error
-        self._making.pop(name, None)
+        self._dataset_states.pop(name, None)
 
     # What happens to sessions.
 
-    def hears(self, tell: Tell) -> Tell:
-        """The same, for somebody else to hear of it too; whatever goes wrong here, the session goes on."""
+    def wrap_notify(self, notify: Notify) -> Notify:
+        """Return a function that follows a session's events here, and then passes them to ``notify``; whatever goes
+        wrong here, the session goes on.
+        """
 
-        def heard(event: str, about: dict[str, object]) -> None:
+        def notify_both(event: str, about: dict[str, object]) -> None:
             try:
-                self._heard(event, str(about["session_id"]), str(about.get("reason") or "by request"))
+                self._on_event(event, str(about["session_id"]), str(about.get("reason") or "by request"))
             except Exception:
                 logger.exception("recording of session %s is out of step", about.get("session_id"))
-            tell(event, about)
+            notify(event, about)
 
-        return heard
+        return notify_both
 
-    def _heard(self, event: str, session_id: str, reason: str) -> None:
-        recorder = self._running(session_id)
+    def _on_event(self, event: str, session_id: str, reason: str) -> None:
+        recorder = self._find_recorder(session_id)
         if event == "session.deleted":
-            self._close(session_id, "the session was deleted")
-            self._wanted.discard(session_id)
+            self._close_recorder(session_id, "the session was deleted")
+            self._enabled.discard(session_id)
             return
-        session = self._living(session_id)
+        session = self._find_session(session_id)
         if session is None:
             return
         if event == "session.created":
             self._recorders.pop(session_id, None)
-            session.figures.append(lambda: {"recording": self.figures(session_id)})
+            session.figures.append(lambda: {"recording": self.get_stats(session_id)})
             if session.new.record and self._refusal is None:
-                self._wanted.add(session_id)
+                self._enabled.add(session_id)
         elif event == "session.started":
-            if recorder is None and session_id in self._wanted:
+            if recorder is None and session_id in self._enabled:
                 if self._is_stuck():
-                    logger.error("session %s is not recorded: %s", session_id, STUCK)
-                    self._wanted.discard(session_id)
+                    logger.error("session %s is not recorded: %s", session_id, DISK_STUCK)
+                    self._enabled.discard(session_id)
                     return
-                recorder = self._begin(session)
+                recorder = self._begin_recording(session)
             if recorder is not None:
-                recorder.begin(reason)
+                recorder.begin_episode(reason)
         elif event == "session.stopped" and recorder is not None:
-            recorder.end(reason)
+            recorder.end_episode(reason)
         elif event == "session.error":
             # It may never be started again, and then nobody would close the file.
-            self._close(session_id, reason)
+            self._close_recorder(session_id, reason)
 
     def _is_stuck(self) -> bool:
-        """Whether too many that have ended are still being written."""
-        return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MOST_UNFINISHED
+        """Whether too many recordings that have ended are still being written."""
+        return sum(recorder.is_closing for recorder in self._unfinished.values()) >= MAX_UNFINISHED
 
-    def _begin(self, session: Session) -> Recorder:
+    def _begin_recording(self, session: Session) -> Recorder:
         policies = session.policies
 
         def commit() -> str | None:
@@ -236,22 +238,22 @@ class Recordings:
 
         def ended(recorder: Recorder) -> None:
             with suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(self._ended, recorder)
+                loop.call_soon_threadsafe(self._on_recorder_closed, recorder)
 
         path = self._library.new_path(session.id)
-        subject = _subject(session, commit())
-        recorder = Recorder(path, subject, self._limits, commit=commit, followed=followed, ended=ended)
+        subject = _create_header(session, commit())
+        recorder = Recorder(path, subject, self._limits, get_commit=commit, get_task=followed, on_closed=ended)
         self._recorders[session.id] = self._unfinished[recorder.name] = recorder
         self._detach[recorder.name] = session.attach(recorder)
         logger.info("session %s is recorded as %s", session.id, recorder.name)
         return recorder
 
-    def _close(self, session_id: str, reason: str) -> None:
-        recorder = self._running(session_id)
+    def _close_recorder(self, session_id: str, reason: str) -> None:
+        recorder = self._find_recorder(session_id)
         if recorder is not None:
             recorder.close(reason)
 
-    def _ended(self, recorder: Recorder) -> None:
+    def _on_recorder_closed(self, recorder: Recorder) -> None:
         self._unfinished.pop(recorder.name, None)
         detach = self._detach.pop(recorder.name, None)
         if detach is not None:
@@ -261,41 +263,41 @@ class Recordings:
             self._makes_datasets
             and not self._is_closing
             and recorder.state in (OFF, LIMIT)
-            and recorder.figures()["bytes"]
+            and recorder.get_stats()["bytes"]
         ):
-            self._making[recorder.name] = "waiting"
+            self._dataset_states[recorder.name] = "waiting"
             task = asyncio.create_task(self._make_dataset(recorder.name), name=f"dataset {recorder.name}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _make_dataset(self, name: str) -> None:
-        async with self._turn:
-            path, folder = self._library.folder / f"{name}.mcap", self._library.dataset(name)
-            self._making[name] = "making"
+        async with self._one_export:
+            path, folder = self._library.folder / f"{name}.mcap", self._library.dataset_folder(name)
+            self._dataset_states[name] = "making"
             command = (sys.executable, "-m", "service.recording.library", str(path), str(folder))
             try:
                 code, said = await run_process(command)
             except OSError as error:
-                self._making[name] = FAILED
+                self._dataset_states[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
                 return
         lines = [sanitize_text(line, 500) for line in said[-4096:].decode(errors="replace").strip().splitlines()]
         if code == 0:
-            self._making.pop(name, None)
+            self._dataset_states.pop(name, None)
             logger.info("recording %s is a dataset now", name)
             if lines:
                 logger.warning("the dataset of recording %s lacks something: %s", name, lines[-1])
         else:
-            self._making[name] = FAILED
+            self._dataset_states[name] = FAILED
             logger.error("no dataset was made of recording %s: %s", name, lines[-1] if lines else f"exit code {code}")
 
-    def _running(self, session_id: str) -> Recorder | None:
+    def _find_recorder(self, session_id: str) -> Recorder | None:
         recorder = self._recorders.get(session_id)
         return recorder if recorder is not None and recorder.state == ON and not recorder.is_closing else None
 
-    def _living(self, session_id: str) -> Session | None:
+    def _find_session(self, session_id: str) -> Session | None:
         try:
-            session = self._session_of(session_id)
+            session = self._get_session(session_id)
         except UnknownSession:
             return None
         return session if isinstance(session, Session) else None
@@ -307,19 +309,19 @@ class Recordings:
             recorder.close("the server was shut down")
         for task in self._tasks:
             task.cancel()
-        ending = [asyncio.to_thread(recorder.join, LAST_WORDS) for recorder in self._recorders.values()]
+        ending = [asyncio.to_thread(recorder.join, CLOSE_TIMEOUT) for recorder in self._recorders.values()]
         for is_over, recorder in zip(await asyncio.gather(*ending), self._recorders.values(), strict=True):
             if not is_over:
-                logger.error("recording %s could not be closed in %g s", recorder.name, LAST_WORDS)
+                logger.error("recording %s could not be closed in %g s", recorder.name, CLOSE_TIMEOUT)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._making:
+        if self._dataset_states:
             logger.warning(
-                "no dataset was made of %s; `robojax recordings export` does", ", ".join(sorted(self._making))
+                "no dataset was made of %s; `robojax recordings export` does", ", ".join(sorted(self._dataset_states))
             )
 
 
 async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
-    """A process's exit code and what it complained of; it is ended when this is cancelled.
+    """Run a process; returns its exit code and standard error. It is ended when this is cancelled.
 
     Begun in a thread: uvloop forks on the event loop, which then stands still for 10 ms and more while the pages of
     this process are marked, and every tick with it.
@@ -331,23 +333,23 @@ async def run_process(command: Sequence[str]) -> tuple[int, bytes]:
     try:
         child = await asyncio.shield(starting)
         talking = call_in_thread(child.communicate, name="a dataset")
-        _, said = await asyncio.shield(talking)
+        _, output = await asyncio.shield(talking)
     except asyncio.CancelledError:
         child = await starting
         child.terminate()
         # To its end, whoever listens: what it writes to is closed by that.
         await (talking or call_in_thread(child.communicate, name="a dataset's end"))
         raise
-    return child.returncode, said
+    return child.returncode, output
 
 
-def _subject(session: Session, commit: str | None) -> Subject:
+def _create_header(session: Session, commit: str | None) -> RecordingHeader:
     robot_io, new = session.robot_io, session.new
     assert robot_io is not None, "only loaded sessions start"
     joints, config, limits = robot_io.table.joints, robot_io.controller.config, robot_io.controller.guard.limits
     low, high = np.array([(joint.low, joint.high) for joint in joints], float).T
     features, robot = feature_names(joints)
-    return Subject(
+    return RecordingHeader(
         session_id=session.id,
         policy_path=new.policy_path,
         policy_type=new.policy_type,
@@ -357,8 +359,8 @@ def _subject(session: Session, commit: str | None) -> Subject:
         joints=robot_io.table.names,
         features=features,
         # What the joint can; where nobody knows, what this session may.
-        low=bounds(np.where(np.isfinite(low), low, limits.low).tolist()),
-        high=bounds(np.where(np.isfinite(high), high, limits.high).tolist()),
+        low=replace_infinite(np.where(np.isfinite(low), low, limits.low).tolist()),
+        high=replace_infinite(np.where(np.isfinite(high), high, limits.high).tolist()),
         cameras=tuple(new.camera_names),
         task=new.language_instruction or "",
         is_dry_run=new.dry_run,

@@ -1,20 +1,22 @@
 """Open-loop comparison of a recording with a policy; plots."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxmodels.types import TASK
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
-from service.recording.steps import Facts, RecordingError, Source, Step
+from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
 
 
-class Needs(Protocol):
-    """What is asked of a policy's requirements."""
+class PolicyRequirements(Protocol):
+    """Requirements of a policy, as far as a replay needs them."""
 
     @property
     def cameras(self) -> Mapping[str, tuple[int, int]]: ...
@@ -26,38 +28,42 @@ class Needs(Protocol):
     def action_steps(self) -> int: ...
     @property
     def language(self) -> bool: ...
+    @property
+    def rate(self) -> float | None: ...
+    @property
+    def observation_steps(self) -> int: ...
 
 
-class Acting(Protocol):
-    """A policy that answers a chunk (1, t, a) to an observation."""
+class ReplayPolicy(Protocol):
+    """Policy that answers a chunk (1, t, a) to an observation."""
 
     @property
     def requirements(self) -> Any: ...
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray: ...
 
 
-class Misfit(Exception):
+class PolicyMismatch(Exception):
     """The policy needs what the recording does not have; the text lists all of it."""
 
 
 @dataclass
-class Episode:
+class ReplayEpisode:
     """One episode, with what the policy would have done.
 
     Attributes:
         recorded: (n, a) what was done.
         predicted: (n, a) what the policy answered for the same tick, NaN where it was not asked.
-        asked: the ticks at which it was asked.
+        queried: the ticks at which it was asked.
     """
 
     recorded: np.ndarray
     predicted: np.ndarray
-    asked: list[int]
+    queried: list[int]
 
 
 @dataclass(frozen=True)
 class JointError:
-    """How far off one joint is, in its own units and in % of its range (None where nobody knows the range)."""
+    """Error of one joint, in its own units and in % of its range (None where nobody knows the range)."""
 
     name: str
     mean: float
@@ -67,33 +73,33 @@ class JointError:
 
 
 @dataclass
-class Report:
-    """What was found.
+class ReplayReport:
+    """Comparison of a recording with a policy.
 
     Attributes:
         seconds: of each inference.
     """
 
-    facts: Facts
-    episodes: list[Episode] = field(default_factory=list)
+    info: SourceInfo
+    episodes: list[ReplayEpisode] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """Ticks that were compared."""
+        """Number of ticks that were compared."""
         return sum(int(np.isfinite(episode.predicted).all(1).sum()) for episode in self.episodes)
 
-    def joints(self) -> list[JointError]:
-        """The error of each joint over all episodes."""
+    def joint_errors(self) -> list[JointError]:
+        """Return the error of each joint over all episodes."""
         errors = np.concatenate([np.abs(episode.predicted - episode.recorded) for episode in self.episodes])
         mean, largest = np.nanmean(errors, 0), np.nanmax(errors, 0)
-        span = np.asarray(self.facts.high, float) - np.asarray(self.facts.low, float)
+        span = np.asarray(self.info.high, float) - np.asarray(self.info.low, float)
         if not np.isfinite(span).all():
             done = np.concatenate([episode.recorded for episode in self.episodes])
             # The next best: as far as the joint went in this recording.
             span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
         found = []
-        for name, one, most, width in zip(self.facts.joints, mean, largest, span, strict=True):
+        for name, one, most, width in zip(self.info.joints, mean, largest, span, strict=True):
             share = 100 / width if width > 0 else None
             found.append(
                 JointError(
@@ -108,39 +114,39 @@ class Report:
 
     @property
     def mean_percent(self) -> float | None:
-        """The mean over all joints that have a range."""
-        known = [joint.mean_percent for joint in self.joints() if joint.mean_percent is not None]
+        """Mean error over all joints that have a range, in % of it."""
+        known = [joint.mean_percent for joint in self.joint_errors() if joint.mean_percent is not None]
         return sum(known) / len(known) if known else None
 
 
-def check(facts: Facts, needs: Needs) -> None:
-    """Whether the policy can be asked about this recording at all.
+def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
+    """Check that the policy can be asked about this recording.
 
     Raises:
         Misfit: it cannot; lists every reason.
     """
-    wrong = []
-    if needs.action != len(facts.joints):
-        wrong.append(f"its actions have {needs.action} values, the recording's {len(facts.joints)}")
-    if needs.state not in (None, len(facts.joints)):
-        wrong.append(f"it reads a state of {needs.state} values, the recording has {len(facts.joints)}")
-    if missing := sorted(set(needs.cameras) - set(facts.cameras)):
-        have = ", ".join(facts.cameras) or "none"
-        wrong.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
-    if needs.language and not facts.task.strip():
-        wrong.append("it does what it is told, and the recording does not say what that was")
-    if wrong:
-        raise Misfit("; ".join(wrong))
+    problems = []
+    if requirements.action != len(info.joints):
+        problems.append(f"its actions have {requirements.action} values, the recording's {len(info.joints)}")
+    if requirements.state not in (None, len(info.joints)):
+        problems.append(f"it reads a state of {requirements.state} values, the recording has {len(info.joints)}")
+    if missing := sorted(set(requirements.cameras) - set(info.cameras)):
+        have = ", ".join(info.cameras) or "none"
+        problems.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
+    if requirements.language and not info.task.strip():
+        problems.append("it does what it is told, and the recording does not say what that was")
+    if problems:
+        raise PolicyMismatch("; ".join(problems))
 
 
-def play(
-    source: Source,
-    policy: Acting,
+def replay_recording(
+    source: StepSource,
+    policy: ReplayPolicy,
     *,
     every: int | None = None,
     on_step: Callable[[Step, np.ndarray | None], None] = lambda step, chunk: None,
-) -> Report:
-    """Ask the policy every so many ticks, and hold its chunk against what was done in the ticks that follow.
+) -> ReplayReport:
+    """Ask the policy every so many ticks, and compare its chunk with what was done in the ticks that follow.
 
     Args:
         every: ticks from one question to the next; as many as the policy wants to be executed when None.
@@ -150,32 +156,40 @@ def play(
         Misfit: the policy does not fit the recording.
         RecordingError: the recording cannot be read, or there is nothing in it.
     """
-    needs = policy.requirements
-    check(source.facts, needs)
-    stride = every or needs.action_steps
-    report = Report(source.facts)
+    requirements = policy.requirements
+    check_policy(source.info, requirements)
+    stride = every or requirements.action_steps
+    report = ReplayReport(source.info)
     actions: list[np.ndarray] = []
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
+    # What was seen at the policy's own steps before; a recording may have more ticks than those.
+    apart = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
+    seen: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * apart + 1)
     for step in source.steps():
         if step.episode != episode:
-            _close(report, actions, chunks, stride)
+            _finish_episode(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
+            seen.clear()
         chunk = None
+        if requirements.observation_steps > 1 or len(actions) % stride == 0:
+            seen.append(_build_observation(step, requirements))
         if len(actions) % stride == 0:
             began = time.perf_counter()
-            chunk = policy.act(_observation(step, needs))[0]
+            chunk = policy.act(_with_history(seen, requirements, apart))[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
         on_step(step, chunk)
-    _close(report, actions, chunks, stride)
+    _finish_episode(report, actions, chunks, stride)
     if not report.episodes:
         raise RecordingError("there is nothing to play: the robot was never sent anywhere with all cameras in sight")
     return report
 
 
-def _close(report: Report, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int) -> None:
+def _finish_episode(
+    report: ReplayReport, actions: list[np.ndarray], chunks: Mapping[int, np.ndarray], stride: int
+) -> None:
     if not actions:
         return
     recorded = np.stack(actions).astype(np.float64)
@@ -183,21 +197,37 @@ def _close(report: Report, actions: list[np.ndarray], chunks: Mapping[int, np.nd
     for start, chunk in chunks.items():
         part = chunk[: min(stride, len(actions) - start)]
         predicted[start : start + len(part)] = part
-    report.episodes.append(Episode(recorded, predicted, sorted(chunks)))
+    report.episodes.append(ReplayEpisode(recorded, predicted, sorted(chunks)))
 
 
-def _observation(step: Step, needs: Needs) -> dict[str, np.ndarray]:
-    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in needs.cameras}
-    if needs.state is not None:
+def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str, np.ndarray]:
+    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in requirements.cameras}
+    if requirements.state is not None:
         found[STATE] = step.state[None].astype(np.float32)
-    return found | task_input(step.task) if needs.language else found
+    return found | task_input(step.task) if requirements.language else found
 
 
-WIDTH, ROW = 11.0, 1.7  # inches
+def _with_history(
+    seen: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, apart: int
+) -> dict[str, np.ndarray]:
+    """The newest observation, and for a policy that looks at several those before it, on an axis of time.
+
+    Before an episode's first one there are copies of it, as LeRobot has it.
+    """
+    if requirements.observation_steps == 1:
+        return seen[-1]
+    moments = [seen[max(len(seen) - 1 - back * apart, 0)] for back in reversed(range(requirements.observation_steps))]
+    return {
+        name: value if name == TASK else np.stack([moment[name] for moment in moments], axis=1)
+        for name, value in seen[-1].items()
+    }
 
 
-def save_plot(path: Path, report: Report, title: str) -> None:
-    """Draw it; the file's ending says the format.
+WIDTH, ROW_HEIGHT = 11.0, 1.7  # inches
+
+
+def save_plot(path: Path, report: ReplayReport, title: str) -> None:
+    """Plot recorded and predicted actions; the file's ending says the format.
 
     Raises:
         OSError: it cannot be written.
@@ -207,8 +237,8 @@ def save_plot(path: Path, report: Report, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    joints, rate = report.joints(), report.facts.rate
-    figure = Figure(figsize=(WIDTH, ROW * len(joints) + 1), layout="constrained")
+    joints, rate = report.joint_errors(), report.info.rate
+    figure = Figure(figsize=(WIDTH, ROW_HEIGHT * len(joints) + 1), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(joints), 1, sharex=True, squeeze=False)[:, 0]
     ends = np.cumsum([len(episode.recorded) for episode in report.episodes])
@@ -219,7 +249,7 @@ def save_plot(path: Path, report: Report, title: str) -> None:
             is_first = start == 0
             axis.plot(seconds, episode.recorded[:, number], color="C0", label="recorded" if is_first else None)
             axis.plot(seconds, episode.predicted[:, number], color="C1", lw=1, label="policy" if is_first else None)
-            axis.plot(seconds[episode.asked], episode.predicted[episode.asked, number], ".", color="C1", ms=3)
+            axis.plot(seconds[episode.queried], episode.predicted[episode.queried, number], ".", color="C1", ms=3)
             if end != ends[-1]:
                 axis.axvline(end / rate, color="0.7", lw=0.8, ls="--")
             start = int(end)
@@ -236,10 +266,10 @@ def save_plot(path: Path, report: Report, title: str) -> None:
 INSTALL = "pip install 'robojax[rerun]'"
 
 
-class Viewer:
-    """Shows steps as they are played."""
+class RerunViewer:
+    """Rerun viewer that shows steps as they are replayed."""
 
-    def __init__(self, facts: Facts, save: Path | None):
+    def __init__(self, info: SourceInfo, save: Path | None):
         """Open a viewer, or write a file that it opens.
 
         Raises:
@@ -249,24 +279,24 @@ class Viewer:
         import rerun  # pyright: ignore[reportMissingImports] - an extra
 
         self._rerun: Any = rerun
-        self._facts = facts
+        self._info = info
         self._step = 0
         rerun.init("robojax replay", spawn=save is None)
         if save is not None:
             rerun.save(save)
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
-        """One step, and the policy's answer where it was asked."""
-        rerun, rate = self._rerun, self._facts.rate
+        """Show one step, and the policy's answer where it was asked."""
+        rerun, rate = self._rerun, self._info.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():
             rerun.log(f"cameras/{camera}", rerun.Image(picture.pixels).compress(jpeg_quality=85))
-        for number, joint in enumerate(self._facts.joints):
+        for number, joint in enumerate(self._info.joints):
             rerun.log(f"joints/{joint}/measured", rerun.Scalars(float(step.state[number])))
             rerun.log(f"joints/{joint}/recorded", rerun.Scalars(float(step.action[number])))
         if chunk is not None:
             for ahead, action in enumerate(chunk):
                 rerun.set_time("tick", duration=(self._step + ahead) / rate)
-                for number, joint in enumerate(self._facts.joints):
+                for number, joint in enumerate(self._info.joints):
                     rerun.log(f"joints/{joint}/policy", rerun.Scalars(float(action[number])))
         self._step += 1

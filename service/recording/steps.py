@@ -9,14 +9,14 @@ import numpy as np
 from PIL import Image
 
 # Larger ones are not read: whoever made the file may want to fill the memory.
-MOST_PIXELS = 1920 * 1200
+MAX_PIXELS = 1920 * 1200
 
 
 class RecordingError(Exception):
     """A recording or dataset that cannot be used; the text says which, what is wrong and what to do."""
 
 
-class Picture(Protocol):
+class LazyImage(Protocol):
     """A frame that is decoded when somebody looks; the same object in two steps is the same frame."""
 
     @property
@@ -25,8 +25,8 @@ class Picture(Protocol):
         ...
 
 
-class Encoded:
-    """A JPEG or PNG of a file.
+class EncodedImage:
+    """JPEG or PNG of a file, decoded when somebody looks.
 
     Raises:
         RecordingError: when it is looked at and is none, or too large.
@@ -46,9 +46,9 @@ class Encoded:
     def _decode(self) -> np.ndarray:
         try:
             with Image.open(io.BytesIO(self._data), formats=("JPEG", "PNG")) as image:
-                if image.width * image.height > MOST_PIXELS:
+                if image.width * image.height > MAX_PIXELS:
                     raise RecordingError(
-                        f"a frame has {image.width}x{image.height} pixels; wanted {MOST_PIXELS} at most"
+                        f"a frame has {image.width}x{image.height} pixels; wanted {MAX_PIXELS} at most"
                     )
                 return np.asarray(image.convert("RGB"))
         except (OSError, ValueError) as error:
@@ -57,7 +57,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Step:
-    """One tick.
+    """Observation and action of one tick.
 
     Attributes:
         episode, index: counted from 0; the index starts anew in each episode.
@@ -71,13 +71,13 @@ class Step:
     index: int
     state: np.ndarray
     action: np.ndarray
-    pictures: Mapping[str, Picture]
+    pictures: Mapping[str, LazyImage]
     task: str = ""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of all steps.
+class SourceInfo:
+    """Description that all steps of a source share.
 
     Attributes:
         rate: steps per second.
@@ -104,16 +104,16 @@ class Facts:
     is_whole: bool = True
 
 
-class Source(Protocol):
-    """Where steps come from.
+class StepSource(Protocol):
+    """Source of recorded steps: a recording or a dataset.
 
     Attributes:
         damage: where and why reading ended before the end of a damaged file; known when all was read.
     """
 
-    facts: Facts
+    info: SourceInfo
     damage: str | None
 
     def steps(self) -> Iterator[Step]:
-        """All steps, episode after episode."""
+        """Yield all steps, episode after episode."""
         ...

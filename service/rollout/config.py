@@ -1,10 +1,11 @@
 """Settings of rollouts and webhooks."""
 
 from dataclasses import dataclass
+from typing import Self
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, model_validator
 
-from service.setting_types import Group, Names, Seconds
+from service.setting_types import Common, Group, Names, Private, Seconds, conflict
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class UpdateSettings(Group):
         default=20.0, description="Seconds without another push after which a push is looked at; a publish is several."
     )
     update_latest: Seconds = Field(default=300.0, description="Seconds after which it is looked at anyway.")
-    update_poll: FiniteFloat = Field(
+    update_poll: Common[FiniteFloat] = Field(
         default=300.0, ge=0, description="Seconds between looks at the Hub for pushes nobody told of; 0 for never."
     )
     update_probation: Seconds = Field(
@@ -89,22 +90,31 @@ class UpdateSettings(Group):
         default=20 << 30, ge=1 << 20, description="Bytes that one revision of a policy may have."
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.update_quiet > self.update_latest:
+            values = {"update_quiet": self.update_quiet, "update_latest": self.update_latest}
+            raise conflict(values, "update_quiet <= update_latest")
+        return self
+
 
 class WebhookSettings(Group):
     """Webhooks"""
 
-    state: str | None = Field(
+    state: Common[Private[str | None]] = Field(
         default=None,
         description="Folder that keeps sessions, webhooks and policy updates over restarts, or off; default: "
         "robojax/PORT in the user's state folder.",
     )
-    webhook_secret_file: str | None = Field(
+    webhook_secret_file: Common[Private[str | None]] = Field(
         default=None,
         description="File with the secrets that deliveries may carry, one per line; default: WEBHOOK_SECRET of the "
         "environment. Without one only this machine may deliver.",
     )
-    registry: bool = Field(default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks.")
-    registry_token_file: str | None = Field(
+    registry: Common[bool] = Field(
+        default=False, description="Keep webhooks of this server's own, at /api/settings/webhooks."
+    )
+    registry_token_file: Private[str | None] = Field(
         default=None,
         description="File with the tokens that may manage them, one per line; default: one made in the state folder.",
     )
@@ -112,7 +122,9 @@ class WebhookSettings(Group):
         default=(),
         description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
     )
-    registry_watch: Names = Field(
+    registry_watch: Private[Names] = Field(
         default=(), description="Policy folders whose changes are events, as owner/name=path."
     )
-    registry_jobs: str | None = Field(default=None, description="TOML file with the jobs that webhooks may start.")
+    registry_jobs: Private[str | None] = Field(
+        default=None, description="TOML file with the jobs that webhooks may start."
+    )

@@ -246,7 +246,7 @@ class Probation:
                     return None
                 if (found := self._of_session() or self._of_figures()) is not None:
                     return found
-                if session.stage is Stage.RUNNING and robot_io.controller.stands_for_policy:
+                if session.stage is Stage.RUNNING and robot_io.controller.is_waiting_for_policy:
                     stood, still_since = stood + since, looked_at
                     if stood > settings.standing:
                         text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"

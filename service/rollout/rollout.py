@@ -155,7 +155,7 @@ class Rollout:
                 chunks.append(chunk[0])
         # A chunk is done from where its answer finds it, and some of it while the next one takes over.
         late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
-        executed = min(config.action_steps + late + config.overlap.lasting, config.chunk)
+        executed = min(config.action_steps + late + config.overlap.lasting_actions, config.chunk)
         trial = Trial(
             chunks=chunks,
             references=[None if old is None else old[0] for _, old in seen],
@@ -291,12 +291,14 @@ def _grey(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
     if needs.state is not None:
         middle = np.array([[(joint.low + joint.high) / 2 for joint in robot_io.table.joints]], np.float32)
         observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
+    if needs.observation_steps > 1:
+        observation = {name: np.stack([array] * needs.observation_steps, axis=1) for name, array in observation.items()}
     return select_features(needs, observation | task_input(robot_io.runner.instruction))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
     images = {name.removeprefix(IMAGES): array for name, array in observation.items() if name.startswith(IMAGES)}
-    return {camera: (image.shape[1], image.shape[2]) for camera, image in images.items()}
+    return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}
 
 
 async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 from service.control.robot_io import RobotIO
 from service.inference.progress import Progress
 from service.sessions.policy_slots import PolicySlots
@@ -100,9 +100,9 @@ def _stops(session: About, robot_io: RobotIO | None, now: float) -> dict[str, ob
         "stop_code": None if latch is None else found[1] if found else "asked",
         "dry_run": session.new.dry_run,
         "commands_withheld": robot_io.commands_withheld if robot_io else 0,
-        "shadow": robot_io.runner.shadow.figures() if robot_io and robot_io.runner.shadow else None,
-        "watch": robot_io.watch(now) if robot_io else None,
-        "warnings": robot_io.warnings(now) if robot_io else {},
+        "shadow": robot_io.runner.shadow.get_stats() if robot_io and robot_io.runner.shadow else None,
+        "watch": robot_io.get_watchdog_stats(now) if robot_io else None,
+        "warnings": robot_io.get_warnings(now) if robot_io else {},
     }
 
 
@@ -179,7 +179,7 @@ def _stats(session: About, robot_io: RobotIO, now: float) -> dict[str, object]:
         "late_actions_dropped": controller.queue.late,
         "starvations": controller.starvations,
         **joining_of(robot_io),
-        **controller.scheduler.figures(controller.queue.period),
+        **controller.scheduler.get_stats(controller.queue.period),
         "ticks": controller.ticks,
         "missed_ticks": controller.missed_ticks,
         "tick_lateness_ms": controller.lateness.percentiles_ms(50, 99, 99.9),
@@ -191,7 +191,9 @@ def joining_of(robot_io: RobotIO) -> dict[str, object]:
     config = robot_io.controller.config
     return {
         "overlap": config.overlap.name,
-        "temporal_ensemble_coeff": config.overlap.coefficient if isinstance(config.overlap, Ensembled) else None,
+        "temporal_ensemble_coeff": config.overlap.coefficient
+        if isinstance(config.overlap, EnsembleAggregation)
+        else None,
         "ask_ahead": config.ask_ahead,
         "action_steps": config.action_steps,
     }

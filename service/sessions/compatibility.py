@@ -6,10 +6,10 @@ from functools import partial
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
-from service.control.aggregation import ENSEMBLE, Aggregation, overlap_of
+from service.control.aggregation import ENSEMBLE, Aggregation, choose_aggregation
 from service.control.config import ControlConfig
-from service.control.joints import JointTable, table_for
-from service.control.limits import MotionLimits, motion_limits
+from service.control.joints import JointTable, create_joint_table
+from service.control.limits import MotionLimits, create_motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import FrameSizes
 from service.inference.engine import Engine, LoadedPolicy
@@ -34,13 +34,13 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
-    table = table_for(
+    table = create_joint_table(
         requirements.action,
         checkpoint=requirements.joint_names,
         requested=new.joint_names,
-        ranges=settings.joint_ranges,
+        ranges=settings.control.joint_ranges,
     )
-    rate = min(new.rate or requirements.rate or settings.rate, settings.max_rate)
+    rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
     overlap = _overlap(requirements, new, action_rate)
     config = ControlConfig(
@@ -51,18 +51,16 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         width=requirements.action,
         overlap=overlap,
         ask_ahead=new.ask_ahead,
-        hold_repeats=settings.hold_repeats,
-        on_hold=settings.on_hold,
-        starved_after=settings.starved_after,
-        failures_allowed=settings.failures_allowed,
         samples=settings.samples,
+        control=settings.control,
+        safety=settings.safety,
     )
     return table, config
 
 
 def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
     try:
-        return overlap_of(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
+        return choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
     except ValueError as error:
         name = "overlap" if new.temporal_ensemble_coeff is None else "temporal_ensemble_coeff"
         raise InvalidRequest(str(error), ("body", name)) from None
@@ -88,13 +86,23 @@ def limits_of(
     Raises:
         InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
     """
-    asked = replace(settings.motion, requested=new.max_relative_target)
-    return motion_limits(table, asked, requirements.action_range)
+    return create_motion_limits(
+        table,
+        settings.safety,
+        file=settings.limits_file,
+        requested=new.max_relative_target,
+        action_range=requirements.action_range,
+    )
 
 
 def misfits(requirements: Requirements, new: NewSession) -> list[str]:
     """Everything of a request that this policy cannot do with; names of joints are for ``fit``."""
-    return [*_type_misfits(requirements, new), *_camera_misfits(requirements, new), *_width_misfits(requirements)]
+    return [
+        *_type_misfits(requirements, new),
+        *_camera_misfits(requirements, new),
+        *_width_misfits(requirements),
+        *_history_misfits(requirements, new),
+    ]
 
 
 def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
@@ -103,6 +111,15 @@ def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
     return [
         f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
         f"send policy_type {requirements.policy_type!r}"
+    ]
+
+
+def _history_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+    if requirements.observation_steps == 1 or not new.is_direct:
+        return []
+    return [
+        f"it looks at {requirements.observation_steps} observations at once, and a client without rooms sends one; "
+        "use a transport server"
     ]
 
 

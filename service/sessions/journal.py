@@ -322,7 +322,7 @@ class Orphans:
         where = f"rooms {', '.join(orphan.rooms)} in workspace {orphan.workspace_id}"
         try:
             async with self._places, asyncio.timeout(REMOVAL_TIMEOUT):
-                left = await self._transport.clear(
+                left = await self._transport.remove_empty_rooms(
                     orphan.url,
                     workspace_id=orphan.workspace_id,
                     rooms=orphan.rooms,

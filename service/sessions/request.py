@@ -3,7 +3,7 @@
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
@@ -11,13 +11,15 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, GetPydanticSchema
 from pydantic_core import PydanticCustomError, core_schema
 
-from service.control.aggregation import LARGEST_COEFFICIENT, OVERLAP, OVERLAPS
-from service.control.limits import Asked
-from service.control.watchdog import WatchdogTimeouts
+from service.control.aggregation import AGGREGATIONS, AGGREGATIONS_TEXT, MAX_COEFFICIENT
+from service.control.config import ControlSettings, SafetySettings
+from service.control.limits import LimitsFile
 from service.errors import InvalidRequest
+from service.http.config import LimitSettings
 from service.inference.policy_sources import PolicyPlaces
+from service.setting_types import NAME, NAME_PATTERN
 from service.transport.address import Destinations
-from service.transport.protocol import NAME, NAME_PATTERN, rooms_of
+from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
 LONGEST_AHEAD = 10
@@ -83,7 +85,7 @@ CameraNames = Annotated[
 JointNames = Annotated[tuple[JointName, ...], _LIST, Field(max_length=256), AfterValidator(tuple)]
 Rate = Annotated[float, Field(ge=0.1, le=1000)]
 # Exactly the names of the table.
-Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(OVERLAPS)))]
+Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.literal_schema(list(AGGREGATIONS)))]
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,12 @@ class SessionRequest:
     overlap: Annotated[
         Overlap | None,
         Field(
-            description=f"How a new chunk joins what is left of the plan: {OVERLAP}. "
+            description=f"How a new chunk joins what is left of the plan: {AGGREGATIONS_TEXT}. "
             "Null: ensemble where the checkpoint says so, else the default."
         ),
     ] = None
     temporal_ensemble_coeff: Annotated[
-        Annotated[float, Field(ge=-LARGEST_COEFFICIENT, le=LARGEST_COEFFICIENT)] | None,
+        Annotated[float, Field(ge=-MAX_COEFFICIENT, le=MAX_COEFFICIENT)] | None,
         Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
     ] = None
     ask_ahead: Annotated[
@@ -214,49 +216,24 @@ class NewSession(SessionRequest):
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Limits and patience of all sessions; times in seconds.
+    """What holds for all sessions: groups of the server's settings, and what nobody sets; times in seconds.
 
     Attributes:
+        limits_file: what is in the file of ``safety.limits``.
         failed_kept: failed sessions that stay listed; the oldest go first.
-        rate: control ticks per second when neither request nor policy says.
-        frame_age_limit: a frame older than this holds the robot.
-        starved_after: waiting for an action longer than this in the middle of a motion holds the robot.
-        hold_repeats: how often a hold sends the measured pose, one per tick.
-        failures_allowed: failed inferences in a row that end the session in an error.
-        input_timeout: without any frame or joints for this long, a session times out.
+        max_frame_pixels: of a camera.
         close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
-        joint_ranges: ranges by name of joints that are not an SO-100's.
         samples: how many of the newest samples percentiles are taken of.
-        motion: what the settings say of how robots may move; ``max_relative_target`` of a request joins it.
-        on_hold: whether a moving robot is held at once, or slowed down before.
-        patience: of the watchdogs; ``frame_age_limit`` stands in for its ``frame_age``.
     """
 
-    max_sessions: int = 64
-    max_cameras: int = 8
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    control: ControlSettings = field(default_factory=ControlSettings)
+    safety: SafetySettings = field(default_factory=SafetySettings)
+    limits_file: LimitsFile | None = None
     failed_kept: int = 16
-    rate: float = 20.0
-    max_rate: float = 200.0
-    frame_age_limit: float = 0.3
     max_frame_pixels: int = 1920 * 1200
-    starved_after: float = 0.3
-    hold_repeats: int = 4
-    failures_allowed: int = 3
-    input_timeout: float = 600.0
     close_within: float = 3.0
-    joint_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     samples: int = 2048
-    motion: Asked = field(default_factory=Asked)
-    on_hold: Literal["hold", "ramp"] = "hold"
-    patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate <= self.max_rate <= 1000:
-            raise ValueError(f"rate {self.rate:g} and max_rate {self.max_rate:g}: wanted 0 < rate <= max_rate <= 1000")
-        if min(self.frame_age_limit, self.starved_after, self.input_timeout, self.close_within) <= 0:
-            raise ValueError("frame_age_limit, starved_after, input_timeout and close_within must be above 0")
-        if min(self.hold_repeats, self.failures_allowed, self.max_sessions, self.max_cameras, self.samples) < 1:
-            raise ValueError("hold_repeats, failures_allowed, max_sessions, max_cameras and samples must be at least 1")
 
     def check(self, new: NewSession) -> None:
         """Refuse what can be refused without loading anything.
@@ -276,8 +253,10 @@ class SessionSettings:
                 ("body", "auto_update"),
             )
         cameras = ("body", "camera_names")
-        if len(new.camera_names) > self.max_cameras:
-            raise InvalidRequest(f"{len(new.camera_names)} cameras; at most {self.max_cameras} are taken", cameras)
+        if len(new.camera_names) > self.limits.max_cameras:
+            raise InvalidRequest(
+                f"{len(new.camera_names)} cameras; at most {self.limits.max_cameras} are taken", cameras
+            )
         for position, name in enumerate(new.camera_names):
             _check_name(name, "camera_names", position)
         if len(set(new.camera_names)) != len(new.camera_names):
@@ -287,9 +266,10 @@ class SessionSettings:
         ahead = new.ask_ahead
         if ahead is not None and not 0 <= ahead <= LONGEST_AHEAD:
             raise InvalidRequest(f"ask_ahead is {ahead}; wanted 0 to {LONGEST_AHEAD:g} seconds", ("body", "ask_ahead"))
-        if new.rate is not None and not (math.isfinite(new.rate) and 0 < new.rate <= self.max_rate):
+        if new.rate is not None and not (math.isfinite(new.rate) and 0 < new.rate <= self.control.max_rate):
             raise InvalidRequest(
-                f"rate is {new.rate}; wanted more than 0 and at most {self.max_rate:g} per second", ("body", "rate")
+                f"rate is {new.rate}; wanted more than 0 and at most {self.control.max_rate:g} per second",
+                ("body", "rate"),
             )
 
 
@@ -326,4 +306,4 @@ class Allowance:
             shadow, revision = new.shadow_policy_path, new.shadow_revision
             await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
         if self._destinations is not None and not new.is_direct:
-            await self._destinations.addresses(new.transport_server_url)
+            await self._destinations.resolve_addresses(new.transport_server_url)

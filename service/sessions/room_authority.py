@@ -16,7 +16,7 @@ from service.sessions.request import NewSession
 from service.stage import MOVING, Stage
 from service.stats import Tally
 from service.transport.protocol import Json, session_of
-from service.transport.server.rooms import Commander, CommandRefused, Place, is_same
+from service.transport.server.rooms import Commander, CommandRefused, RoomPath, matches_secret
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Authority:
         self._sessions = sessions
         self._said: dict[tuple[str, str], float] = {}
 
-    def __call__(self, place: Place, owner: str | None) -> Commander | None:
+    def __call__(self, place: RoomPath, owner: str | None) -> Commander | None:
         """Whose robot takes its commands from there; ``owner`` is the room's."""
         session_id = session_of(place.room)
         sessions = None if session_id is None else self._sessions()
@@ -117,16 +117,16 @@ class SessionCommander:
 
     def is_own(self, claim: str | None) -> bool:
         """Whether it came with the session's secret."""
-        return is_same(claim, self._session.claim)
+        return matches_secret(claim, self._session.claim)
 
-    def stranger(self) -> CommandRefused:
+    def refuse_stranger(self) -> CommandRefused:
         """What others are told."""
         session = self._session
         latched = ", and an emergency stop of it is latched" if session.latch is not None else ""
         self._count(STRANGER, "somebody else wanted to command its robot, and was refused")
         return CommandRefused(STRANGER, f"only session {session.id!r} may command the robot of this room{latched}")
 
-    def refusal(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
+    def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
         """Why a command of the session itself must not leave: its room lets out what is finite and in range while it
         moves, and else only that the robot stays where it was measured."""
         if not self.is_moving:
@@ -206,7 +206,7 @@ class Latched:
         """It is gone."""
         return False
 
-    def stranger(self) -> CommandRefused:
+    def refuse_stranger(self) -> CommandRefused:
         """What everybody is told."""
         return CommandRefused(
             "latched",
@@ -214,9 +214,9 @@ class Latched:
             f"robot is safe, then POST /debug/sessions/{self._id}/reset",
         )
 
-    def refusal(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
+    def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
         """Nobody gets so far."""
-        return self.stranger()
+        return self.refuse_stranger()
 
 
 def _is_of_another(room: str | None, session: str | None) -> bool:

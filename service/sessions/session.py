@@ -13,12 +13,12 @@ from service.control.aggregation import ENSEMBLE
 from service.control.config import ControlConfig
 from service.control.controller import ControlEvent, Controller
 from service.control.joints import JointTable
-from service.control.lease import Leases, robot_of
-from service.control.observation_buffer import ObservationBuffer
+from service.control.lease import Leases, find_robot
+from service.control.observation_buffer import ObservationBuffer, ObservationHistory
 from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
-from service.control.shadow import Shadow, shadow_of
+from service.control.shadow import Shadow, load_shadow
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
 from service.inference.progress import Progress
@@ -29,7 +29,7 @@ from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
 from service.threads import call_in_thread
-from service.transport.link import Link, Made, Rooms, Transport
+from service.transport.link import CreatedRooms, Link, Rooms, Transport
 from service.transport.protocol import rooms_of
 
 EVENTS = {
@@ -85,7 +85,7 @@ class Session(BaseSession):
         settings: SessionSettings,
         tell: Tell = lambda event, about: None,
         leases: Leases | None = None,
-        made: Made | None = None,
+        made: CreatedRooms | None = None,
         latch: str | None = None,
         claim: str | None = None,
     ):
@@ -323,7 +323,7 @@ class Session(BaseSession):
     async def _live(self) -> None:
         new = self.new
         room = rooms_of(self.id, new.camera_names, new.workspace_id).joint_output
-        robot = robot_of(new.transport_server_url, new.workspace_id or "", room)
+        robot = find_robot(new.transport_server_url, new.workspace_id or "", room)
         try:
             self._leases.take(robot, self)
             loaded = await self.policies.begin(self.progress.tell)
@@ -335,10 +335,10 @@ class Session(BaseSession):
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
-                    frame_age_limit=self._settings.frame_age_limit,
+                    frame_age_limit=self._settings.control.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
+                    history=ObservationHistory(loaded.requirements.observation_steps, 1 / config.action_rate),
                 )
-                timeouts = self._settings.patience.for_frames(self._settings.frame_age_limit)
                 runner = PolicyRunner(
                     loaded,
                     engine=self._engine,
@@ -348,7 +348,7 @@ class Session(BaseSession):
                 )
                 robot_io = RobotIO(
                     table,
-                    Controller(buffer, config, limits, timeouts),
+                    Controller(buffer, config, limits),
                     runner,
                     observers=self._observers,
                     is_dry=new.dry_run,
@@ -362,7 +362,7 @@ class Session(BaseSession):
                     cameras=new.camera_names,
                     workspace_id=new.workspace_id,
                     inbox=robot_io,
-                    made=self._made,
+                    created_rooms=self._made,
                 ) as link:
                     self.rooms = link.rooms
                     self.robot_io = robot_io
@@ -385,14 +385,14 @@ class Session(BaseSession):
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
     def _shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
-        return shadow_of(
+        return load_shadow(
             self.new.shadow_policy_path,
             self.new.shadow_revision,
             loaded.requirements,
             table.names,
             engine=self._engine,
             load=self._load,
-            tell=lambda stage: self.progress.tell("loading the shadow policy"),
+            notify=lambda stage: self.progress.tell("loading the shadow policy"),
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
@@ -413,7 +413,7 @@ class Session(BaseSession):
             if ending in done:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
-                        await robot_io.idle()
+                        await robot_io.wait_idle()
         finally:
             if not robot_io.controller.is_idle:
                 # Its control broke, or was cancelled: the robot is held before its rooms are left.
@@ -428,7 +428,7 @@ class Session(BaseSession):
                 raise result
 
     async def _watch_input(self, robot_io: RobotIO) -> None:
-        patience = self._settings.input_timeout
+        patience = self._settings.control.input_timeout
         while True:
             last = max(self._active_since, robot_io.buffer.last_input_at or self._active_since)
             left = last + patience - time.monotonic()

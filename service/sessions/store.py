@@ -70,7 +70,7 @@ class Sessions:
         self._leaving: list[Session] = []
         self._orphans = Orphans(transport, records)
         self._orphans.clean(records.orphans)
-        for record in self._ledger.left(INTERRUPTED_KEPT * self.settings.max_sessions):
+        for record in self._ledger.left(INTERRUPTED_KEPT * self.settings.limits.max_sessions):
             self._sessions[record.new.session_id] = self._interrupted(record)
 
     def _interrupted(self, record: SessionRecord, failure: str = "") -> Interrupted:
@@ -125,7 +125,7 @@ class Sessions:
         if self._is_closing:
             raise MoveRefused("the server is shutting down; no session can be made")
         living = sum(not _has_failed(session) for session in self._living())
-        if living >= self.settings.max_sessions:
+        if living >= self.settings.limits.max_sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
 
     async def _begin(self, record: SessionRecord, before: Interrupted | None) -> Session:

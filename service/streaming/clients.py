@@ -1,4 +1,4 @@
-"""Who may stream to which session, and shared limits."""
+"""Clients that stream to sessions without rooms: who may, and how many."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from service.streaming.websocket import SocketLimits
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Of all doors; times in seconds.
+    """Settings of all streams; times in seconds.
 
     Attributes:
         sockets: at a time, of everybody.
@@ -33,7 +33,7 @@ class StreamSettings:
 
 
 class StreamClients:
-    """Of one server.
+    """Streaming clients of one server.
 
     Attributes:
         direct: the links of its sessions without rooms.
@@ -44,42 +44,42 @@ class StreamClients:
         self.settings = settings or StreamSettings()
         self.direct = DirectTransport()
         self._sessions = sessions
-        self._acting: dict[tuple[str, str], DirectInference] = {}
-        self._open: list[str | None] = []
+        self._inferences: dict[tuple[str, str], DirectInference] = {}
+        self._socket_owners: list[str | None] = []
 
-    def consult(self, session: Listed) -> DirectInference:
-        """For a client that just came, with a socket."""
-        return self._consult(session, self.settings.compile_patience)
+    def create_inference(self, session: Listed) -> DirectInference:
+        """Create the inference of a client that just connected a socket."""
+        return self._create_inference(session, self.settings.compile_patience)
 
-    def _consult(self, session: Listed, patience: float) -> DirectInference:
+    def _create_inference(self, session: Listed, patience: float) -> DirectInference:
         sessions = self._sessions()
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
-    def acting(self, session: Listed, caller: Caller) -> DirectInference:
-        """For a caller who acts by single requests: the same one each time."""
+    def get_inference(self, session: Listed, caller: Caller) -> DirectInference:
+        """Return the inference of a caller who acts by single requests: the same one each time."""
         key = (session.id, caller.name)
-        known = self._acting.get(key)
+        known = self._inferences.get(key)
         if known is None or known.session is not session:
             ids = {listed.id for listed in self._sessions().list()}
-            self._acting = {pair: one for pair, one in self._acting.items() if pair[0] in ids}
-            known = self._acting[key] = self._consult(session, self.settings.act_patience)
+            self._inferences = {pair: one for pair, one in self._inferences.items() if pair[0] in ids}
+            known = self._inferences[key] = self._create_inference(session, self.settings.act_patience)
         return known
 
-    def enter(self, caller: Caller) -> Callable[[], None]:
-        """Count a socket; what is returned is called when it ends.
+    def count_socket(self, caller: Caller) -> Callable[[], None]:
+        """Count a socket; the returned function uncounts it.
 
         Raises:
             TooManyRequests: there are too many.
         """
         settings, owner = self.settings, caller.owner
-        is_one_too_many = owner is not None and self._open.count(owner) >= settings.sockets_of_one
-        if len(self._open) >= settings.sockets or is_one_too_many:
+        is_one_too_many = owner is not None and self._socket_owners.count(owner) >= settings.sockets_of_one
+        if len(self._socket_owners) >= settings.sockets or is_one_too_many:
             raise TooManyRequests("too many sockets are open at the doors; close some")
-        self._open.append(owner)
-        return lambda: self._open.remove(owner)
+        self._socket_owners.append(owner)
+        return lambda: self._socket_owners.remove(owner)
 
-    def only_one(self, caller: Caller) -> Listed:
-        """The direct session of a client that can name none.
+    def find_only_session(self, caller: Caller) -> Listed:
+        """Return the direct session of a client that can name none.
 
         Raises:
             MoveRefused: the caller has none, or several.

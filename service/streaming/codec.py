@@ -15,23 +15,23 @@ import numpy as np
 
 from service.errors import InvalidRequest, TooLarge
 from service.http.array_limits import DTYPES, MAX_RANK
-from service.http.msgpack_arrays import Reader
-from service.http.strict_json import Repeated, decode_text, has_many_values, loads, reject_repeated_names
+from service.http.msgpack_arrays import MsgpackReader
+from service.http.strict_json import RepeatedName, decode_text, has_many_values, loads, reject_repeated_names
 from service.threads import call_in_thread
 
 # Pictures in base64 are only taken apart, not parsed; but a megabyte of small values would keep the loop for 40 ms.
-LARGEST_JSON = 4 << 20
-_JSON_VALUES = 4096
+MAX_JSON = 4 << 20
+_MAX_JSON_VALUES = 4096
 # Characters that are read on the loop; more are read in a thread, which keeps Python's lock for 5 ms at a time.
-_AT_ONCE = 1 << 17
+_MAX_ON_LOOP = 1 << 17
 # Backslashes, which base64 has none of (some write \\/ for its /), and characters that are in no string: a long text
 # of either takes five times as long to read.
-_ESCAPES = 1 << 17
-_BARE = 1 << 17
+_MAX_ESCAPES = 1 << 17
+_MAX_BARE = 1 << 17
 _NICENESS = 5
 # An observation has fewer than a hundred; as many as this take half a millisecond to read.
-_VALUES = 512
-_MOST = 1 << 32  # numbers of an array, those of empty axes not counted
+_MAX_VALUES = 512
+_MAX_NUMBERS = 1 << 32  # numbers of an array, those of empty axes not counted
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
 # As numpy's `dtype.str` has them, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
@@ -40,20 +40,20 @@ _BY_CODE: Mapping[object, np.dtype] = {
     for code in ({kind.str} if kind.itemsize == 1 else {f"<{kind.str[1:]}", f">{kind.str[1:]}"})
 }
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
-_OURS = {"dtype", "shape", "data"}
-_OPENPIS = {b"__ndarray__", b"data", b"dtype", b"shape"}
-_SCALAR = {b"__npgeneric__", b"data", b"dtype"}
+_ARRAY_KEYS = {"dtype", "shape", "data"}
+_OPENPI_ARRAY_KEYS = {b"__ndarray__", b"data", b"dtype", b"shape"}
+_OPENPI_SCALAR_KEYS = {b"__npgeneric__", b"data", b"dtype"}
 
 
 def unpack(body: bytes | memoryview) -> Any:
-    """What msgpack holds; arrays are read-only views of ``body`` in this machine's byte order.
+    """Unpack msgpack; arrays are read-only views of ``body`` in this machine's byte order.
 
     Raises:
         InvalidRequest: it is malformed, or an array of it is.
         TooLarge: it has too many values.
     """
-    reader = Reader(body, made=_made, most=_VALUES)
-    found = reader.value()
+    reader = MsgpackReader(body, convert_map=_convert_map, max_values=_MAX_VALUES)
+    found = reader.read_value()
     if not reader.is_at_end:
         raise InvalidRequest("the msgpack goes on after its end", ("body",))
     return found
@@ -66,125 +66,129 @@ class Unpacker:
     and only the arrays are looked at anew: a tenth of the time.
 
     Attributes:
-        layout: what the newest message holds, with an ``ArrayPlace`` for each array; None when another one cannot be
+        layout: what the newest message holds, with an ``ArrayLocation`` for each array; None when another one cannot be
             like it.
     """
 
     def __init__(self) -> None:
         self.layout: Any = None
         self._length = -1
-        self._same: list[tuple[int, int, bytes]] = []
+        self._unchanged: list[tuple[int, int, bytes]] = []
 
-    def is_alike(self, body: memoryview) -> bool:
+    def has_same_layout(self, body: memoryview) -> bool:
         """Whether a message has the layout of the newest one that was unpacked."""
         # As bytes, since a view is compared letter by letter: 2 MiB of text would take 9 ms.
-        return len(body) == self._length and all(bytes(body[start:end]) == same for start, end, same in self._same)
+        return len(body) == self._length and all(bytes(body[start:end]) == same for start, end, same in self._unchanged)
 
     def unpack(self, body: memoryview) -> Any:
-        """As ``unpack``."""
-        if self.is_alike(body):
-            return _laid(self.layout, body)
+        """Unpack a message as ``unpack`` does."""
+        if self.has_same_layout(body):
+            return _fill_layout(self.layout, body)
         self._length, self.layout = -1, None
         found = unpack(body)
         spans: list[tuple[int, int]] = []
         base = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
-        layout = _layout(found, base, len(body), spans)
+        layout = _find_layout(found, base, len(body), spans)
         if layout is not None:
             ends = [0, *(place for span in sorted(spans) for place in span), len(body)]
             between = zip(ends[::2], ends[1::2], strict=True)
-            self._same = [(start, end, bytes(body[start:end])) for start, end in between]
+            self._unchanged = [(start, end, bytes(body[start:end])) for start, end in between]
             self._length, self.layout = len(body), layout
         return found
 
 
-class ArrayPlace(NamedTuple):
-    """Where an array's data lies in a message."""
+class ArrayLocation(NamedTuple):
+    """Location of an array's data in a message."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int
 
     def array(self, body: memoryview) -> np.ndarray:
-        """A view of it in this message."""
+        """Return a view of the array in this message."""
         return np.ndarray(self.shape, self.dtype, body, self.offset)
 
 
-def _layout(found: Any, base: int, length: int, spans: list[tuple[int, int]]) -> Any:
-    """What was found, with places for arrays; None when something of it is neither plain nor a view of the message."""
+def _find_layout(found: Any, base: int, length: int, spans: list[tuple[int, int]]) -> Any:
+    """Return the message with a location for each array; None when something of it is neither plain nor a view of
+    the message.
+    """
     if isinstance(found, np.ndarray):
         offset = found.__array_interface__["data"][0] - base
         if not 0 <= offset <= length - found.nbytes or not found.nbytes:
             return None
         spans.append((offset, offset + found.nbytes))
-        return ArrayPlace(found.shape, found.dtype, offset)
+        return ArrayLocation(found.shape, found.dtype, offset)
     if isinstance(found, dict):
-        parts = {key: _layout(value, base, length, spans) for key, value in found.items()}
+        parts = {key: _find_layout(value, base, length, spans) for key, value in found.items()}
         return None if any(part is None for part in parts.values()) else parts
     return found if isinstance(found, str | int | float) else None
 
 
-def _laid(layout: Any, body: memoryview) -> Any:
-    if isinstance(layout, ArrayPlace):
+def _fill_layout(layout: Any, body: memoryview) -> Any:
+    if isinstance(layout, ArrayLocation):
         return layout.array(body)
-    return {key: _laid(part, body) for key, part in layout.items()} if isinstance(layout, dict) else layout
+    return {key: _fill_layout(part, body) for key, part in layout.items()} if isinstance(layout, dict) else layout
 
 
 def unpack_json(text: str | bytes) -> Any:
-    """What JSON holds.
+    """Unpack JSON.
 
     Raises:
         InvalidRequest: it is malformed, holds NaN or Infinity, or a name twice in one object.
         TooLarge: it is too long.
     """
-    if len(text) > LARGEST_JSON:
-        raise TooLarge(f"JSON of more than {LARGEST_JSON} bytes; send msgpack")
+    if len(text) > MAX_JSON:
+        raise TooLarge(f"JSON of more than {MAX_JSON} bytes; send msgpack")
     try:
         text = decode_text(text)
         # Base64 has none of what stands between values.
-        if has_many_values(text, _JSON_VALUES):
+        if has_many_values(text, _MAX_JSON_VALUES):
             raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
-        if len(text) > _AT_ONCE:
+        if len(text) > _MAX_ON_LOOP:
             _check_cost(text)
-        return loads(text, _JSON_VALUES, parse_constant=_no_number, object_pairs_hook=reject_repeated_names)
-    except Repeated as error:
+        return loads(text, _MAX_JSON_VALUES, parse_constant=_refuse_constant, object_pairs_hook=reject_repeated_names)
+    except RepeatedName as error:
         raise InvalidRequest(f"{error} of the JSON", ("body",)) from None
     except (ValueError, RecursionError):
         raise InvalidRequest("the body is no JSON, or holds NaN or Infinity", ("body",)) from None
 
 
 async def read_json(text: str | bytes) -> Any:
-    """As ``unpack_json``, without keeping the loop: a text of pictures is read in a thread."""
-    if len(text) <= _AT_ONCE:
+    """Unpack JSON without blocking the loop: a text of pictures is read in a thread."""
+    if len(text) <= _MAX_ON_LOOP:
         return unpack_json(text)
     return await call_in_thread(partial(unpack_json, text), "json", _NICENESS)
 
 
 def _check_cost(text: str) -> None:
-    """Whether a long text is one of pictures.
+    """Check that a long text is one of pictures.
 
     Raises:
         TooLarge: it would take too long to read.
     """
-    if text.count("\\") > _ESCAPES:
-        raise TooLarge(f"JSON with more than {_ESCAPES} backslashes; send pictures in base64, or msgpack")
+    if text.count("\\") > _MAX_ESCAPES:
+        raise TooLarge(f"JSON with more than {_MAX_ESCAPES} backslashes; send pictures in base64, or msgpack")
     # Of each string two quotes are left, and it has no more strings than values and names.
     plain = text.replace("\\\\", "").replace('\\"', "")
-    if plain.count('"') > 4 * _JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _BARE:
-        raise TooLarge(f"JSON with more than {_BARE} characters beside its strings; send shorter numbers, or msgpack")
+    if plain.count('"') > 4 * _MAX_JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _MAX_BARE:
+        raise TooLarge(
+            f"JSON with more than {_MAX_BARE} characters beside its strings; send shorter numbers, or msgpack"
+        )
 
 
 def pack(message: Mapping[Any, Any]) -> bytes:
-    """As msgpack, arrays in our form."""
-    return bytes(msgpack.packb(message, default=_ours) or b"")
+    """Pack a message as msgpack, arrays in our form."""
+    return bytes(msgpack.packb(message, default=_encode_array) or b"")
 
 
 def pack_openpi(message: Mapping[Any, Any]) -> bytes:
-    """As msgpack, arrays in openpi's form."""
-    return bytes(msgpack.packb(message, default=_openpis) or b"")
+    """Pack a message as msgpack, arrays in openpi's form."""
+    return bytes(msgpack.packb(message, default=_encode_openpi_array) or b"")
 
 
 def pack_json(message: Mapping[Any, Any]) -> str:
-    """As JSON, arrays as nested lists.
+    """Pack a message as JSON, arrays as nested lists.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON does not have.
@@ -192,63 +196,67 @@ def pack_json(message: Mapping[Any, Any]) -> str:
     return _ENCODER.encode(message)
 
 
-def _made(key: object, found: dict[Any, Any]) -> Any:
+def _convert_map(key: object, found: dict[Any, Any]) -> Any:
     if b"__ndarray__" in found:
-        return _array(key, found, _OPENPIS, _BY_CODE, lambda name: found[name.encode()])
+        return _read_array(key, found, _OPENPI_ARRAY_KEYS, _BY_CODE, lambda name: found[name.encode()])
     if b"__npgeneric__" in found:
-        return _scalar(key, found)
+        return _read_scalar(key, found)
     # Only whole arrays: a map that has one of these names may be something else.
-    return _array(key, found, _OURS, _BY_NAME, found.__getitem__) if found.keys() == _OURS else found
+    return _read_array(key, found, _ARRAY_KEYS, _BY_NAME, found.__getitem__) if found.keys() == _ARRAY_KEYS else found
 
 
-def _array(
-    key: object, found: dict[Any, Any], keys: set[Any], dtypes: Mapping[object, np.dtype], part: Callable[[str], Any]
+def _read_array(
+    key: object,
+    found: dict[Any, Any],
+    keys: set[Any],
+    dtypes: Mapping[object, np.dtype],
+    get_part: Callable[[str], Any],
 ) -> np.ndarray:
     if found.keys() != keys:
-        raise _refusal(key, "is no array; wanted dtype, shape and data, each once")
-    said, shape, data = part("dtype"), part("shape"), part("data")
-    dtype = dtypes.get(said) if isinstance(said, str) else None
+        raise _array_error(key, "is no array; wanted dtype, shape and data, each once")
+    dtype_name, shape, data = get_part("dtype"), get_part("shape"), get_part("data")
+    dtype = dtypes.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise _refusal(key, "has a dtype that is not allowed; wanted plain numbers or bool")
+        raise _array_error(key, "has a dtype that is not allowed; wanted plain numbers or bool")
     if not isinstance(shape, list) or len(shape) > MAX_RANK or any(type(one) is not int or one < 0 for one in shape):
-        raise _refusal(key, f"has no shape; wanted a list of at most {MAX_RANK} integers")
+        raise _array_error(key, f"has no shape; wanted a list of at most {MAX_RANK} integers")
     size = math.prod(shape) * dtype.itemsize
-    if math.prod(one or 1 for one in shape) > _MOST:
-        raise _refusal(key, "has a shape of too many numbers")
+    if math.prod(one or 1 for one in shape) > _MAX_NUMBERS:
+        raise _array_error(key, "has a shape of too many numbers")
     if not isinstance(data, memoryview) or len(data) != size:
         there = len(data) if isinstance(data, memoryview) else "no"
-        raise _refusal(key, f"has shape {shape} of {dtype.name}, {size} bytes, but {there} bytes of data")
+        raise _array_error(key, f"has shape {shape} of {dtype.name}, {size} bytes, but {there} bytes of data")
     if dtype.kind == "b":
         return np.frombuffer(data, np.uint8).reshape(shape) != 0
     array = np.frombuffer(data, dtype).reshape(shape)
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
-def _scalar(key: object, found: dict[Any, Any]) -> Any:
+def _read_scalar(key: object, found: dict[Any, Any]) -> Any:
     value, code = found.get(b"data"), found.get(b"dtype")
     is_known = isinstance(code, str) and code in _BY_CODE
-    if found.keys() != _SCALAR or not is_known or not isinstance(value, bool | int | float):
-        raise _refusal(key, "is no number of an allowed dtype")
+    if found.keys() != _OPENPI_SCALAR_KEYS or not is_known or not isinstance(value, bool | int | float):
+        raise _array_error(key, "is no number of an allowed dtype")
     return value
 
 
-def _ours(value: object) -> Any:
+def _encode_array(value: object) -> Any:
     if isinstance(value, np.ndarray):
-        plain = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
-        return {"dtype": value.dtype.name, "shape": list(value.shape), "data": plain.tobytes()}
+        little_endian = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+        return {"dtype": value.dtype.name, "shape": list(value.shape), "data": little_endian.tobytes()}
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-def _openpis(value: object) -> Any:
+def _encode_openpi_array(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-def _no_number(literal: str) -> NoReturn:
+def _refuse_constant(literal: str) -> NoReturn:
     raise ValueError(literal)
 
 
-def _refusal(key: object, what: str) -> InvalidRequest:
+def _array_error(key: object, what: str) -> InvalidRequest:
     called = key if isinstance(key, str) and key.isprintable() and len(key) <= 64 else "an array"
     return InvalidRequest(f"{called!r} {what}" if called is key else f"{called} {what}", ("body",))

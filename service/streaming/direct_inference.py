@@ -1,4 +1,4 @@
-"""Observation in, judged chunk or action out, without rooms."""
+"""Inference for clients without rooms: observation in, judged chunk or action out."""
 
 import asyncio
 import math
@@ -20,80 +20,82 @@ from service.sessions.store import Listed, Session
 from service.stage import Stage
 from service.streaming import observation
 from service.streaming.direct_transport import DirectLink, DirectTransport
-from service.streaming.observation import Observation, Wanted
+from service.streaming.observation import Observation, ObservationSpec
 
 # Stages in which the session's own control loop stands still, and clients may control by themselves.
-ASKABLE = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
-_SHOWN = 0.01  # seconds
+IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
+_PUBLISH_INTERVAL = 0.01  # seconds
 # Of one session, at a time.
-MOST = 32
+MAX_PENDING_ACTS = 32
 # Seconds after the last single action from which the arm is where it is measured, not where that action led.
-_PAUSE = 2.0
-_NONE = np.zeros((0, 0), np.float32)
+_MOTION_TIMEOUT = 2.0
+_NO_ACTIONS = np.zeros((0, 0), np.float32)
 
 
 class InferenceTrace(NamedTuple):
-    """A chunk that may be done.
+    """Result of one inference: a chunk that may be done, and what it took.
 
     Attributes:
         actions: (t, a) float32, inside the limits.
         clamped: why the guard changed something.
         inference: what it took.
-        decode: seconds that pictures took.
-        odd: joints whose measured values are far outside of their ranges.
+        decode_seconds: seconds that pictures took.
+        out_of_range: joints whose measured values are far outside of their ranges.
     """
 
     actions: np.ndarray
     clamped: tuple[str, ...]
     inference: InferenceResult
-    decode: float
-    odd: list[str]
+    decode_seconds: float
+    out_of_range: list[str]
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds by stage."""
+        """Return milliseconds by stage."""
         stages = {stage: getattr(self.inference, stage) for stage in STAGES}
-        return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode} | stages).items()}
+        return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode_seconds} | stages).items()}
 
 
 class DirectInference:
-    """One client's, with what it was told last.
+    """Inference of one client, with the plan and the actions that the client got last.
 
     Args:
-        pixels: of one picture, at most.
-        patience: seconds that a compile for pictures of a new size is waited for.
+        max_pixels: of one picture, at most.
+        compile_timeout: seconds that a compile for pictures of a new size is waited for.
     """
 
-    def __init__(self, session: Listed, transport: DirectTransport, engine: Engine, pixels: int, patience: float):
+    def __init__(
+        self, session: Listed, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float
+    ):
         self.session = session
         self._transport = transport
         self._engine = engine
-        self._pixels = pixels
-        self._patience = patience
+        self._max_pixels = max_pixels
+        self._compile_timeout = compile_timeout
         self._plan: np.ndarray | None = None
-        self._given = 0
-        self._given_at = -math.inf
+        self._next_action = 0
+        self._action_at = -math.inf
         self._ticks = -1  # of the session's own loop when the plan was made
-        self._wanted: Wanted | None = None
-        self._stops = _stops(session)
+        self._spec: ObservationSpec | None = None
+        self._stop_count = _count_stops(session)
         # The newest actions that were done before the plan, as the client says.
-        self._trail = _NONE
+        self._executed = _NO_ACTIONS
 
-    def wanted(self) -> Wanted:
-        """What its observations hold.
+    def observation_spec(self) -> ObservationSpec:
+        """Return what the client's observations have to hold.
 
         Raises:
             MoveRefused: the session cannot be asked.
         """
-        return self._wanted_by(self.link()[1])
+        return self._spec_for(self.get_link()[1])
 
-    def _wanted_by(self, robot_io: RobotIO) -> Wanted:
-        known, cameras = self._wanted, self.session.new.camera_names
-        if known is None or known.joints is not robot_io.table or known.cameras is not cameras:
-            known = self._wanted = Wanted(cameras, robot_io.table, self._pixels)
-        return known
+    def _spec_for(self, robot_io: RobotIO) -> ObservationSpec:
+        spec, cameras = self._spec, self.session.new.camera_names
+        if spec is None or spec.joints is not robot_io.table or spec.cameras is not cameras:
+            spec = self._spec = ObservationSpec(cameras, robot_io.table, self._max_pixels)
+        return spec
 
-    def link(self) -> tuple[DirectLink, RobotIO]:
-        """The session's link and live parts.
+    def get_link(self) -> tuple[DirectLink, RobotIO]:
+        """Return the session's link and its robot.
 
         Raises:
             MoveRefused: it has none.
@@ -111,13 +113,13 @@ class DirectInference:
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
         return link, session.robot_io
 
-    def open(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse where no client may control by itself now.
+    def check_available(self) -> tuple[DirectLink, RobotIO]:
+        """Refuse when no client may control by itself now.
 
         Raises:
             MoveRefused: says why, and what to do.
         """
-        link, robot_io = self.link()
+        link, robot_io = self.get_link()
         session = self.session
         assert isinstance(session, Session)
         if session.latch is not None:
@@ -125,7 +127,7 @@ class DirectInference:
                 f"session {session.id!r} is under an emergency stop ({session.latch}); "
                 f"POST /debug/sessions/{session.id}/reset takes it off"
             )
-        if session.stage not in ASKABLE:
+        if session.stage not in IDLE_STAGES:
             raise MoveRefused(
                 f"session {session.id!r} is {session.stage}: its own control loop drives the robot; stop it first, "
                 "or take its commands from the stream"
@@ -134,35 +136,35 @@ class DirectInference:
             raise MoveRefused(f"session {session.id!r} is a dry run, and gives out no actions")
         return link, robot_io
 
-    def check(self) -> tuple[DirectLink, RobotIO]:
-        """Refuse where this client may not control by itself now: a stop is for whoever controlled until then.
+    def check_not_stopped(self) -> tuple[DirectLink, RobotIO]:
+        """Refuse when this client may not control by itself now: a stop is for whoever controlled until then.
 
         Raises:
             MoveRefused: says why, and what to do.
         """
-        found = self.open()
-        if self._stops != _stops(self.session):
+        found = self.check_available()
+        if self._stop_count != _count_stops(self.session):
             raise MoveRefused(
                 f'session {self.session.id!r} was stopped; when it may go on, say "reset": true in the next act, or '
                 "connect anew"
             )
         return found
 
-    def begin_anew(self) -> None:
-        """This client takes the robot up, again after a stop; nothing of before counts.
+    def reset(self) -> None:
+        """Let this client control the robot, again after a stop; its plan and history are dropped.
 
         Raises:
             MoveRefused: nobody may now.
         """
-        self.open()
-        self._stops = _stops(self.session)
-        self._forget()
+        self.check_available()
+        self._stop_count = _count_stops(self.session)
+        self._forget_plan()
 
-    def _forget(self) -> None:
-        self._plan, self._given, self._trail = None, 0, _NONE
+    def _forget_plan(self) -> None:
+        self._plan, self._next_action, self._executed = None, 0, _NO_ACTIONS
 
-    async def think(self, seen: Observation, executed: int | None = None) -> InferenceTrace:
-        """What to do about this observation (with every camera and joint).
+    async def infer(self, observed: Observation, executed: int | None = None) -> InferenceTrace:
+        """Run the policy on a complete observation.
 
         Args:
             executed: how many actions of the last chunk will have been done.
@@ -174,168 +176,175 @@ class DirectInference:
             Compiling: for pictures of a new size.
             TooManyRequests: the session has enough to think about.
         """
-        link, robot_io = self.check()
-        if link.acts_under_way >= MOST:
-            raise TooManyRequests(f"session {self.session.id!r} has {MOST} acts under way; ask again when one is done")
-        trail = self._done(executed, robot_io)
-        link.acts_under_way += 1
+        link, robot_io = self.check_not_stopped()
+        if link.pending_acts >= MAX_PENDING_ACTS:
+            raise TooManyRequests(
+                f"session {self.session.id!r} has {MAX_PENDING_ACTS} acts under way; ask again when one is done"
+            )
+        executed_actions = self._list_executed(executed, robot_io)
+        link.pending_acts += 1
         try:
-            thought = await self._think(link, robot_io, seen, trail)
+            trace = await self._infer(link, robot_io, observed, executed_actions)
         finally:
-            link.acts_under_way -= 1
-        self.check()
-        link.acts += 1
-        self._plan, self._trail, self._ticks = thought.actions, trail, robot_io.controller.ticks
-        return thought
+            link.pending_acts -= 1
+        self.check_not_stopped()
+        link.answered_acts += 1
+        self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
+        return trace
 
-    async def _think(self, link: DirectLink, robot_io: RobotIO, seen: Observation, trail: np.ndarray) -> InferenceTrace:
+    async def _infer(
+        self, link: DirectLink, robot_io: RobotIO, observed: Observation, executed_actions: np.ndarray
+    ) -> InferenceTrace:
         began = time.monotonic()
-        instruction = await self.prompted(seen, robot_io)
-        wanted = self._wanted_by(robot_io)
-        pose, odd = seen.pose(wanted)
-        frames = await seen.decoded(wanted) if seen.files else seen.frames
+        instruction = await self.resolve_instruction(observed, robot_io)
+        spec = self._spec_for(robot_io)
+        pose, out_of_range = observed.clip_pose(spec)
+        frames = await observed.decode_images(spec) if observed.files else observed.frames
         now = time.monotonic()
-        is_shown = now - link.shown_at >= _SHOWN
-        if is_shown:
-            link.shown_at = now
-            self._show(robot_io, frames, seen, now)
+        is_published = now - link.published_at >= _PUBLISH_INTERVAL
+        if is_published:
+            link.published_at = now
+            self._publish_observation(robot_io, frames, observed, now)
         runner = robot_io.runner
         loaded = runner.loaded
-        whole = {feature: frames[camera][None] for camera, feature in wanted.features}
-        whole[STATE] = pose[None]
-        whole |= task_input(instruction)
-        observation = select_features(loaded.requirements, whole)
+        all_features = {feature: frames[camera][None] for camera, feature in spec.features}
+        all_features[STATE] = pose[None]
+        all_features |= task_input(instruction)
+        inputs = select_features(loaded.requirements, all_features)
         sizes = {camera: image.shape[:2] for camera, image in frames.items()}
         if not loaded.is_compiled(sizes):
             await self._compile(robot_io, sizes)
         try:
-            inference = await self._engine.infer(loaded, observation, caller=self)
-            motion = _motion(pose, trail, robot_io.controller.config.action_rate)
-            chunk, clamped = self._judged(robot_io, inference.chunk, motion)
+            inference = await self._engine.infer(loaded, inputs, caller=self)
+            motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
+            chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
             raise
         # What nobody waits for is done when the answer is on its way.
         asyncio.get_running_loop().call_soon(
-            self._note, robot_io, observation, whole, inference, now, time.monotonic(), is_shown
+            self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
         )
-        return InferenceTrace(chunk, clamped, inference, now - began, odd)
+        return InferenceTrace(chunk, clamped, inference, now - began, out_of_range)
 
-    def _note(
+    def _record_inference(
         self,
         robot_io: RobotIO,
-        asked: Mapping[str, np.ndarray],
-        whole: Mapping[str, np.ndarray],
+        inputs: Mapping[str, np.ndarray],
+        all_features: Mapping[str, np.ndarray],
         inference: InferenceResult,
         seen_at: float,
         at: float,
-        is_shown: bool,
+        is_published: bool,
     ) -> None:
-        """What came of an inference: for the figures, a policy that is tried out, a shadow, a recording."""
+        """Record an inference: in the figures, for a policy on probation, a shadow and a recording."""
         runner = robot_io.runner
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
-        if runner.recent and not is_shown:
+        if runner.recent and not is_published:
             # Of whoever asks as fast as it can, not eight that are nearly the same: their 2.4 MB pushed all else out of
             # the processor's cache, and a request took a tenth longer for it.
             runner.recent.pop()
-        runner.recent.append((asked, inference.chunk))
+        runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
-            runner.shadow.offer(whole, inference.chunk)
-        robot_io.observers.planned(inference.chunk[0], seen_at, at)
+            runner.shadow.compare(all_features, inference.chunk)
+        robot_io.observers.notify_chunk(inference.chunk[0], seen_at, at)
 
-    def _show(self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], seen: Observation, now: float) -> None:
-        """For whoever looks on: the page, a recording, the figures. Not more often than anybody looks (``_SHOWN``)."""
+    def _publish_observation(
+        self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: Observation, now: float
+    ) -> None:
+        """Show the observation to the dashboard, a recording and the figures, at most once in ``_PUBLISH_INTERVAL``."""
         for camera, image in frames.items():
             if robot_io.buffer.put_frame(camera, image, now):
-                robot_io.observers.saw(camera, image, now)
-        robot_io.buffer.put_joints(seen.joints, now)
+                robot_io.observers.notify_frame(camera, image, now)
+        robot_io.buffer.put_joints(observed.joints, now)
 
     async def _compile(self, robot_io: RobotIO, sizes: Sizes) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._compile_timeout):
                 await self._engine.compile(robot_io.runner.loaded, sizes)
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
 
-    def _judged(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _check_chunk(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
         guard = robot_io.controller.guard
-        wrong = guard.check_shape(answer)
-        if wrong is None:
+        problem = guard.check_shape(answer)
+        if problem is None:
             assert isinstance(answer, np.ndarray)
-            judged = guard.judge(answer[0].astype(np.float32), motion)
-            if judged.actions is not None:
-                return judged.actions, judged.clamped
-            wrong = judged.reason or "", judged.text
+            verdict = guard.judge(answer[0].astype(np.float32), motion)
+            if verdict.actions is not None:
+                return verdict.actions, verdict.clamped
+            problem = verdict.reason or "", verdict.text
         robot_io.controller.rejected += 1
-        raise PolicyFailed(wrong[1])
+        raise PolicyFailed(problem[1])
 
-    def _done(self, executed: int | None, robot_io: RobotIO) -> np.ndarray:
-        """The newest actions (n, a) that the next chunk follows; none of them when the arm is at rest."""
+    def _list_executed(self, executed: int | None, robot_io: RobotIO) -> np.ndarray:
+        """Return the newest actions (n, a) that the next chunk follows; none when the arm is at rest."""
         if robot_io.controller.ticks != self._ticks:
-            self._forget()  # the session's own loop drove the robot meanwhile
+            self._forget_plan()  # the session's own loop drove the robot meanwhile
         if executed is None:
-            return _NONE
-        plan = _NONE if self._plan is None else self._plan
+            return _NO_ACTIONS
+        plan = _NO_ACTIONS if self._plan is None else self._plan
         if not 0 <= executed <= len(plan):
             raise InvalidRequest(
                 f"executed is {executed}, but the last chunk that this client got has {len(plan)} actions",
                 ("body", "executed"),
             )
-        parts = [part for part in (self._trail, plan[:executed]) if len(part)]
-        return np.concatenate(parts)[-3:] if parts else _NONE
+        parts = [part for part in (self._executed, plan[:executed]) if len(part)]
+        return np.concatenate(parts)[-3:] if parts else _NO_ACTIONS
 
-    async def next(self, seen: Observation) -> tuple[np.ndarray, int, InferenceTrace | None]:
-        """One action (a,), how many are left before the policy is asked again, and what it thought if it was.
+    async def next_action(self, observed: Observation) -> tuple[np.ndarray, int, InferenceTrace | None]:
+        """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
+        one.
 
         Raises:
-            As ``think``.
+            As ``infer``.
         """
-        robot_io = self.check()[1]
-        now, thought = time.monotonic(), None
-        if robot_io.controller.ticks != self._ticks or now - self._given_at > _PAUSE:
-            self._forget()
+        robot_io = self.check_not_stopped()[1]
+        now, trace = time.monotonic(), None
+        if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
+            self._forget_plan()
         steps = robot_io.controller.config.action_steps
-        if self._plan is None or self._given >= min(steps, len(self._plan)):
-            executed = None if self._plan is None else self._given
+        if self._plan is None or self._next_action >= min(steps, len(self._plan)):
+            executed = None if self._plan is None else self._next_action
             try:
-                thought = await self.think(seen, executed)
+                trace = await self.infer(observed, executed)
             except ServiceError:
-                self._forget()  # the client got nothing: it does not go on
+                self._forget_plan()  # the client got nothing: it does not go on
                 raise
-            self._given = 0
+            self._next_action = 0
         assert self._plan is not None
-        action = self._plan[self._given]
-        self._given += 1
-        self._given_at = time.monotonic()
-        return action, min(steps, len(self._plan)) - self._given, thought
+        action = self._plan[self._next_action]
+        self._next_action += 1
+        self._action_at = time.monotonic()
+        return action, min(steps, len(self._plan)) - self._next_action, trace
 
-    async def prompted(self, seen: Observation, robot_io: RobotIO) -> str | None:
-        """What is to be done about this: what the client says, else what it or somebody else said last.
+    async def resolve_instruction(self, observed: Observation, robot_io: RobotIO) -> str | None:
+        """Return the instruction: what the client says, else what was said last.
 
         It is the session's instruction from now on, and what recordings call it.
 
         Raises:
             InvalidRequest: the policy cannot read it, or wants one and there is none.
         """
-        said, session = seen.prompt, self.session
-        if said is None or not said.strip():
-            said = session.new.language_instruction
-        elif said != session.new.language_instruction and isinstance(session, Session):
-            await session.tell(said)
-        if (why := check_instruction(robot_io.runner.loaded.requirements, said)) is not None:
+        prompt, session = observed.prompt, self.session
+        if prompt is None or not prompt.strip():
+            prompt = session.new.language_instruction
+        elif prompt != session.new.language_instruction and isinstance(session, Session):
+            await session.tell(prompt)
+        if (why := check_instruction(robot_io.runner.loaded.requirements, prompt)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))
-        return said
+        return prompt
 
-    def about(self) -> Mapping[str, object]:
-        """What a client has to know of the session: shapes, names, rates.
+    def describe(self) -> Mapping[str, object]:
+        """Describe the session for a client: shapes, names, rates.
 
         Raises:
             MoveRefused: it has no live parts.
         """
-        robot_io = self.link()[1]
-        needs, config = robot_io.runner.loaded.requirements, robot_io.controller.config
-        ends = {
+        robot_io = self.get_link()[1]
+        requirements, config = robot_io.runner.loaded.requirements, robot_io.controller.config
+        ranges = {
             joint.name: [end if np.isfinite(end) else None for end in (joint.low, joint.high)]
             for joint in robot_io.table.joints
         }
@@ -343,85 +352,85 @@ class DirectInference:
             "session_id": self.session.id,
             "status": str(self.session.stage),
             "policy_path": self.session.new.policy_path,
-            "policy_type": needs.policy_type,
-            "cameras": {camera: list(needs.cameras[camera]) for camera in self.session.new.camera_names},
+            "policy_type": requirements.policy_type,
+            "cameras": {camera: list(requirements.cameras[camera]) for camera in self.session.new.camera_names},
             "joint_names": list(robot_io.table.names),
-            "joint_ranges": ends,
+            "joint_ranges": ranges,
             "rate": config.rate,
             "action_rate": config.action_rate,
             "chunk": config.chunk,
             "action_steps": config.action_steps,
-            "reads_prompt": needs.language,
+            "reads_prompt": requirements.language,
         }
 
 
-def _motion(pose: np.ndarray, trail: np.ndarray, rate: float) -> Motion:
-    """What a chunk follows: these actions, or a pose at rest."""
-    if not len(trail):
+def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motion:
+    """Create the motion that a chunk follows: of these actions, or of a pose at rest."""
+    if not len(executed):
         rest = np.zeros(len(pose))
         return Motion(pose, rest, rest)
-    newest, older, oldest = trail[-1], trail[max(len(trail) - 2, 0)], trail[0]
+    newest, older, oldest = executed[-1], executed[max(len(executed) - 2, 0)], executed[0]
     velocity = (newest - older).astype(np.float64) * rate
-    bend = (newest - 2 * older + oldest).astype(np.float64) * rate**2
-    return Motion(newest, velocity, bend if len(trail) > 2 else None, is_at_rest=False)
+    acceleration = (newest - 2 * older + oldest).astype(np.float64) * rate**2
+    return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False)
 
 
-def _stops(session: Listed) -> int:
+def _count_stops(session: Listed) -> int:
     return session.stops if isinstance(session, Session) else 0
 
 
-_WHOLE = 1 << 63
+_INTEGER_LIMIT = 1 << 63
 
 
-async def act(consultation: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to an act; ``docs/robots/direct.md`` has the fields.
+async def answer_act(inference: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer an act; ``docs/robots/direct.md`` has the fields.
 
     Raises:
         InvalidRequest: something of it cannot be used.
-        ServiceError: as ``DirectInference.think``.
+        ServiceError: as ``DirectInference.infer``.
     """
     is_new = message.get("reset", False)
     if not isinstance(is_new, bool):
         raise InvalidRequest("reset: wanted true or false", ("body", "reset"))
-    robot_io = consultation.open()[1] if is_new else consultation.check()[1]
+    robot_io = inference.check_available()[1] if is_new else inference.check_not_stopped()[1]
     want = message.get("want", "chunk")
     if not isinstance(want, str) or want not in ("chunk", "action"):
         raise InvalidRequest("want: wanted chunk or action", ("body", "want"))
-    executed, number = (whole_number(message, name) for name in ("executed", "number"))
-    seen = observation.read(message, consultation.wanted(), is_whole=True)
-    told: dict[str, Any] = {} if number is None else {"number": number}
-    thought: InferenceTrace | None
+    executed, number = (read_integer(message, name) for name in ("executed", "number"))
+    observed = observation.read_observation(message, inference.observation_spec(), is_complete=True)
+    answer: dict[str, Any] = {} if number is None else {"number": number}
+    trace: InferenceTrace | None
     if is_new:
-        consultation.begin_anew()
+        inference.reset()
     if want == "action":
-        action, left, thought = await consultation.next(seen)
-        told |= {"action": action, "left": left}
+        action, left, trace = await inference.next_action(observed)
+        answer |= {"action": action, "left": left}
     else:
-        thought = await consultation.think(seen, executed)
-        told |= {"actions": thought.actions}
+        trace = await inference.infer(observed, executed)
+        answer |= {"actions": trace.actions}
     config = robot_io.controller.config
-    told |= {
+    answer |= {
         "joint_names": list(robot_io.table.names),
         "action_rate": config.action_rate,
         "action_steps": config.action_steps,
-        "clamped": list(thought.clamped) if thought else [],
+        "clamped": list(trace.clamped) if trace else [],
     }
-    if thought is not None:
-        told["timings_ms"] = thought.timings()
-        if thought.odd:
-            told["warnings"] = [
-                f"far outside of its range: {name}; is it told in another unit?" for name in thought.odd
+    if trace is not None:
+        answer["timings_ms"] = trace.timings()
+        if trace.out_of_range:
+            answer["warnings"] = [
+                f"far outside of its range: {name}; is it told in another unit?" for name in trace.out_of_range
             ]
-    return told
+    return answer
 
 
-def whole_number(message: Mapping[str, Any], name: str) -> int | None:
-    """An integer of a message, if it has one of this name.
+def read_integer(message: Mapping[str, Any], name: str) -> int | None:
+    """Read an integer of a message; None when it has none of this name.
 
     Raises:
         InvalidRequest: it is something else.
     """
     value = message.get(name)
-    if value is not None and (type(value) is not int or not -_WHOLE <= value < _WHOLE):
+    if value is not None and (type(value) is not int or not -_INTEGER_LIMIT <= value < _INTEGER_LIMIT):
         raise InvalidRequest(f"{name}: wanted an integer", ("body", name))
     return value

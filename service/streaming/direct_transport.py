@@ -7,74 +7,74 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from service.sessions.request import DIRECT
-from service.transport.link import Inbox, JointValue, Link, LinkDown, LinkUp, Made, RobotLeft, Rooms, Transport
+from service.transport.link import CreatedRooms, Inbox, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
 
 # What the link is called when it is lost.
-STREAM = "stream"
+STREAM_ROOM = "stream"
 
 
 class Driver(Protocol):
     """The client whose robot a session's control loop commands."""
 
     @property
-    def heard_at(self) -> float:
-        """Monotonic time at which it was last heard of."""
+    def last_message_at(self) -> float:
+        """Monotonic time of the client's newest message."""
         ...
 
-    def command(self, joints: Sequence[JointValue]) -> bool:
-        """Send it a command without waiting; False when it is not taken."""
+    def send_command(self, joints: Sequence[JointValue]) -> bool:
+        """Send a command without waiting; False when it is not taken."""
         ...
 
-    def told(self, event: str, about: Mapping[str, object]) -> None:
+    def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
         """Something happened to the session (``service.sessions.session.EVENTS``)."""
         ...
 
 
 class DirectLink:
-    """A ``Link`` whose other end is whoever is at the doors.
+    """``Link`` to the clients that stream to a session.
 
     Attributes:
         inbox: where what they show goes.
         driver: who is commanded, or None.
-        watchers: all who are told what happens, the driver among them.
-        acts_under_way: acts that are not answered yet.
-        acts: those that were answered.
-        shown_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
+        listeners: all who are told what happens, the driver among them.
+        pending_acts: acts that are not answered yet.
+        answered_acts: those that were answered.
+        published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
     """
 
     def __init__(self, rooms: Rooms, inbox: Inbox):
         self.rooms = rooms
         self.inbox = inbox
         self.driver: Driver | None = None
-        self.watchers: set[Driver] = set()
-        self.acts_under_way = 0
-        self.acts = 0
-        self.shown_at = -math.inf
+        self.listeners: set[Driver] = set()
+        self.pending_acts = 0
+        self.answered_acts = 0
+        self.published_at = -math.inf
         self._connected = self._sent = self._refused = 0
 
     def send(self, joints: Sequence[JointValue]) -> bool:
-        """Command whoever is connected."""
-        is_taken = self.driver is not None and self.driver.command(joints)
+        """Send a command to the client in control."""
+        is_taken = self.driver is not None and self.driver.send_command(joints)
         self._sent += is_taken
         self._refused += not is_taken
         return is_taken
 
     def latch(self, reason: str | None) -> None:
-        """Nothing to do: whoever is at a door is told of stops as of all that happens to the session."""
+        """Do nothing: clients are told of stops as of all that happens to the session."""
 
     def health(self) -> Mapping[str, object]:
-        """Plain counters."""
+        """Return plain counters."""
         return {
             "connected": self.driver is not None,
             "reconnects": max(self._connected - 1, 0),
             "commands_sent": self._sent,
             "commands_refused": self._refused,
-            "acts": self.acts,
-            "acts_under_way": self.acts_under_way,
+            "acts": self.answered_acts,
+            "acts_under_way": self.pending_acts,
         }
 
-    def drive(self, driver: Driver, silence: float) -> bool:
-        """Let a client be the one that is commanded; False while another one is, and is heard of.
+    def take_control(self, driver: Driver, silence_timeout: float) -> bool:
+        """Let a client be commanded; False while another one is, and sends messages.
 
         Args:
             silence: seconds after which one that is not heard of is gone.
@@ -82,24 +82,24 @@ class DirectLink:
         if self.driver is driver:
             return True
         if self.driver is not None:
-            if time.monotonic() - self.driver.heard_at < silence:
+            if time.monotonic() - self.driver.last_message_at < silence_timeout:
                 return False
-            self.part(self.driver, "it was silent, and another client came")
+            self.release_control(self.driver, "it was silent, and another client came")
         self.driver = driver
         self._connected += 1
-        self.inbox.event(LinkUp(STREAM))
+        self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
-    def part(self, driver: Driver, why: str) -> None:
-        """A client is gone; of one that is not commanded nothing changes."""
+    def release_control(self, driver: Driver, reason: str) -> None:
+        """Take control from a client that is gone; nothing changes for one without control."""
         if self.driver is driver:
             self.driver = None
-            self.inbox.event(LinkDown(STREAM, why))
-            self.inbox.event(RobotLeft(STREAM, is_replaced=True))
+            self.inbox.on_event(LinkDown(STREAM_ROOM, reason))
+            self.inbox.on_event(RobotLeft(STREAM_ROOM, is_replaced=True))
 
 
 class DirectTransport:
-    """Makes ``DirectLink``s.
+    """``Transport`` of sessions whose clients stream to the server.
 
     Attributes:
         links: session id to its link, while it lasts.
@@ -117,39 +117,39 @@ class DirectTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator[DirectLink]:
-        """A link that is down until a client comes."""
+        """Open a link that is down until a client connects."""
         link = self.links[session_id] = DirectLink(Rooms(workspace_id or ""), inbox)
-        inbox.event(LinkDown(STREAM, "no client is connected to the session's stream"))
+        inbox.on_event(LinkDown(STREAM_ROOM, "no client is connected to the session's stream"))
         try:
             yield link
         finally:
             if self.links.get(session_id) is link:
                 del self.links[session_id]
-            for watcher in tuple(link.watchers):
-                watcher.told("session.deleted", {"session_id": session_id})
+            for watcher in tuple(link.listeners):
+                watcher.on_session_event("session.deleted", {"session_id": session_id})
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """There is nothing to remove."""
+        """Do nothing: there are no rooms."""
         return ()
 
-    def hears(self, tell: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
-        """``tell``, and those at the doors hear it too."""
+    def wrap_notify(self, notify: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
+        """Return a function that passes events to the clients of a session, and then to ``notify``."""
 
-        def told(event: str, about: dict[str, object]) -> None:
+        def notify_all(event: str, about: dict[str, object]) -> None:
             link = self.links.get(str(about.get("session_id")))
-            for watcher in tuple(link.watchers) if link is not None else ():
-                watcher.told(event, about)
-            tell(event, about)
+            for watcher in tuple(link.listeners) if link is not None else ():
+                watcher.on_session_event(event, about)
+            notify(event, about)
 
-        return told
+        return notify_all
 
 
-class ByAddress:
-    """A ``Transport``: direct for sessions that say so, another one for the rest."""
+class TransportByUrl:
+    """``Transport`` that chooses by the URL: direct for sessions that say so, rooms for the rest."""
 
     def __init__(self, direct: DirectTransport, rooms: Transport):
         self._direct = direct
@@ -163,18 +163,25 @@ class ByAddress:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AbstractAsyncContextManager[Link]:
-        """Of the one that the URL asks for."""
-        return self._of(url).connect(
-            url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox, made=made
+        """Connect with the transport that the URL asks for."""
+        return self._choose(url).connect(
+            url,
+            session_id=session_id,
+            cameras=cameras,
+            workspace_id=workspace_id,
+            inbox=inbox,
+            created_rooms=created_rooms,
         )
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
-        """Likewise."""
-        return await self._of(url).clear(url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim)
+        """Remove rooms with the transport that the URL asks for."""
+        return await self._choose(url).remove_empty_rooms(
+            url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim
+        )
 
-    def _of(self, url: str) -> Transport:
+    def _choose(self, url: str) -> Transport:
         return self._direct if url == DIRECT else self._rooms

@@ -1,4 +1,4 @@
-"""Observations parsed from messages; all mistakes reported together."""
+"""Observations of messages: parsing, decoding and checks; all mistakes are reported together."""
 
 import asyncio
 import base64
@@ -16,46 +16,46 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from service.control.joints import ODD, JointTable
+from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.inference.loaded_policy import IMAGES
 from service.logging import sanitize_text
 from service.threads import lower_priority
 
 FORMATS = ("JPEG", "PNG")
-_PARTS = 256  # segments, chunks or scans
-_LEAST = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
+_MAX_PARTS = 256  # segments, chunks or scans
+_MIN_CHUNK = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
 _SHORT, _CHUNK = struct.Struct(">H"), struct.Struct(">I4s")
-_AT_ONCE = 1 << 18  # characters of base64, a multiple of 4: Python's lock is kept for half a millisecond
+_BASE64_PIECE = 1 << 18  # characters of base64, a multiple of 4: Python's lock is kept for half a millisecond
 
 
-def raw_image(camera: str, picture: np.ndarray, most: int) -> np.ndarray:
-    """A picture (h, w, 3) uint8 that came as an array.
+def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
+    """Check a picture (h, w, 3) uint8 that came as an array.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or has more than ``most`` pixels.
+        InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
     """
-    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or picture.size == 0:
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
         raise InvalidRequest(
-            f"camera {camera!r}: the array is {picture.dtype} {list(picture.shape)}; wanted uint8 [height, width, 3]",
+            f"camera {camera!r}: the array is {image.dtype} {list(image.shape)}; wanted uint8 [height, width, 3]",
             ("body", "images", camera),
         )
-    _check(camera, picture.shape[0], picture.shape[1], most)
-    return picture
+    _check_size(camera, image.shape[0], image.shape[1], max_pixels)
+    return image
 
 
-def decode_image(camera: str, file: bytes | memoryview | str, most: int) -> np.ndarray:
-    """A JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
+def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -> np.ndarray:
+    """Decode a JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or says to have more than ``most`` pixels (before any is decoded).
+        InvalidRequest, TooLarge: it is none, or says to have more than ``max_pixels`` pixels (before any is decoded).
     """
     if isinstance(file, str):
-        file = image_from_base64(camera, file)
+        file = decode_base64(camera, file)
     try:
         _check_parts(file)
         with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
-            _check(camera, opened.height, opened.width, most)
+            _check_size(camera, opened.height, opened.width, max_pixels)
             return np.asarray(opened if opened.mode == "RGB" else opened.convert("RGB"))
     except TooLarge:
         raise
@@ -68,15 +68,15 @@ def decode_image(camera: str, file: bytes | memoryview | str, most: int) -> np.n
         ) from None
 
 
-def image_from_base64(camera: str, text: str) -> bytes:
-    """The file that stands in JSON.
+def decode_base64(camera: str, text: str) -> bytes:
+    """Decode a file that stands in JSON.
 
     Raises:
         InvalidRequest: it is no base64.
     """
     try:
         text = text.partition(",")[2] if text.startswith("data:") else text
-        parts = [text[start : start + _AT_ONCE] for start in range(0, len(text), _AT_ONCE)]
+        parts = [text[start : start + _BASE64_PIECE] for start in range(0, len(text), _BASE64_PIECE)]
         if any("=" in part for part in parts[:-1]):
             raise ValueError("it goes on after its end")
         return b"".join(base64.b64decode(part, validate=True) for part in parts)
@@ -85,7 +85,7 @@ def image_from_base64(camera: str, text: str) -> bytes:
 
 
 def _check_parts(file: bytes | memoryview) -> None:
-    """Whether a file is made of as few parts as cameras make it of.
+    """Check that a file has as few parts as cameras make.
 
     Pillow looks for them byte by byte in Python: 3 MB of markers take it 4 s. And each scan of a JPEG, of which 16 MB
     may have a million, is a walk over the whole picture.
@@ -102,8 +102,8 @@ def _check_parts(file: bytes | memoryview) -> None:
 
 def _walk_jpeg(view: memoryview) -> None:
     at = 2
-    for _ in range(_PARTS):
-        while view[at : at + 2] == b"\xff\xff" and at < 2 * _PARTS:
+    for _ in range(_MAX_PARTS):
+        while view[at : at + 2] == b"\xff\xff" and at < 2 * _MAX_PARTS:
             at += 1  # padding
         if len(view) < at + 4 or view[at] != 0xFF:
             raise ValueError("no marker where one should be")
@@ -114,9 +114,9 @@ def _walk_jpeg(view: memoryview) -> None:
         raise ValueError("too many parts")
     # Before it there are no others; in it, a marker is no data.
     scans = 0
-    for start in range(at, len(view), _AT_ONCE):
-        scans += bytes(view[start : start + _AT_ONCE + 1]).count(b"\xff\xda")
-        if scans > _PARTS:
+    for start in range(at, len(view), _BASE64_PIECE):
+        scans += bytes(view[start : start + _BASE64_PIECE + 1]).count(b"\xff\xda")
+        if scans > _MAX_PARTS:
             raise ValueError("too many scans")
 
 
@@ -126,53 +126,53 @@ def _walk_png(view: memoryview) -> None:
         size, kind = _CHUNK.unpack_from(view, at)
         at += 12 + size
         parts, data = parts + (kind != b"IDAT"), data + 1
-        if parts > _PARTS or data > _PARTS + len(view) // _LEAST:
+        if parts > _MAX_PARTS or data > _MAX_PARTS + len(view) // _MIN_CHUNK:
             raise ValueError("too many parts")
         if kind == b"IEND":
             break
 
 
-def _check(camera: str, height: int, width: int, most: int) -> None:
-    if height * width > most:
-        raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {most} pixels; send smaller pictures")
+def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
 
 
 # As few as leave a core to the ticks, and below them: whoever floods a door with pictures waits, robots do not.
 _DECODERS = ThreadPoolExecutor(
     max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=lower_priority, initargs=(5,)
 )
-_LARGEST = float(np.finfo(np.float32).max)
-_PROMPT = 2048
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_MAX_PROMPT = 2048
 _NOT_FINITE = "state holds NaN, infinity or what is as good as that"
 # What the instruction may be called: openpi's name, this service's, LeRobot's.
-_PROMPTS = ("prompt", "language_instruction", "task")
+_PROMPT_KEYS = ("prompt", "language_instruction", "task")
 # In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
-_UNUSUAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a session's observations hold.
+class ObservationSpec:
+    """What a session's observations have to hold.
 
     Attributes:
         cameras: names.
         joints: in order.
-        pixels: of one picture, at most.
+        max_pixels: of one picture, at most.
     """
 
     cameras: Sequence[str]
     joints: JointTable
-    pixels: int
+    max_pixels: int
 
     @cached_property
     def features(self) -> Sequence[tuple[str, str]]:
-        """Each camera, and what its picture is called in an observation of the policy."""
+        """Each camera, and the name of its picture in an observation of the policy."""
         return [(camera, f"{IMAGES}{camera}") for camera in self.cameras]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Of one moment.
+    """Observation of one moment, as a client sent it.
 
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
@@ -186,8 +186,8 @@ class Observation:
     joints: Mapping[str, float] = field(default_factory=dict)
     prompt: str | None = None
 
-    async def decoded(self, wanted: Wanted) -> Mapping[str, np.ndarray]:
-        """All pictures; files are decoded in threads meanwhile.
+    async def decode_images(self, spec: ObservationSpec) -> Mapping[str, np.ndarray]:
+        """Return all pictures; files are decoded in threads.
 
         Raises:
             InvalidRequest, TooLarge: one of them cannot be.
@@ -197,26 +197,26 @@ class Observation:
         loop = asyncio.get_running_loop()
         images = await asyncio.gather(
             *(
-                loop.run_in_executor(_DECODERS, decode_image, name, file, wanted.pixels)
+                loop.run_in_executor(_DECODERS, decode_image, name, file, spec.max_pixels)
                 for name, file in self.files.items()
             )
         )
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
-    def pose(self, wanted: Wanted) -> tuple[np.ndarray, list[str]]:
-        """(a,) float32 in the order of the joints, inside their ranges; and which came far outside of them."""
-        names = wanted.joints.names
-        came = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
-        low, high = wanted.joints.ends
-        pose = np.minimum(np.maximum(came, low), high)
-        if pose.tobytes() == came.tobytes():
+    def clip_pose(self, spec: ObservationSpec) -> tuple[np.ndarray, list[str]]:
+        """Return the pose (a,) float32 inside the joints' ranges; and which joints came far outside of theirs."""
+        names = spec.joints.names
+        measured = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
+        low, high = spec.joints.ranges
+        pose = np.minimum(np.maximum(measured, low), high)
+        if pose.tobytes() == measured.tobytes():
             return pose, []
-        far = np.abs(came - pose) > ODD * (high - low)
-        return pose, [name for name, is_odd in zip(wanted.joints.names, far, strict=True) if is_odd]
+        far = np.abs(measured - pose) > OUT_OF_RANGE_SHARE * (high - low)
+        return pose, [name for name, is_odd in zip(spec.joints.names, far, strict=True) if is_odd]
 
 
-def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Observation:
-    """The observation of a message.
+def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> Observation:
+    """Read the observation of a message.
 
     Args:
         is_whole: whether every camera and every joint has to be there.
@@ -225,48 +225,48 @@ def read(message: Mapping[str, Any], wanted: Wanted, *, is_whole: bool) -> Obser
         InvalidRequest: what is missing, unknown, misshaped or not finite; all of it.
         TooLarge: a picture is.
     """
-    wrong: list[str] = []
+    problems: list[str] = []
     images = message.get("images", {})
     if not isinstance(images, Mapping):
         raise InvalidRequest("images: wanted a map from camera to picture", ("body", "images"))
-    frames, files, known = {}, {}, set(wanted.cameras)
+    frames, files, known = {}, {}, set(spec.cameras)
     for name, picture in images.items():
         if name not in known:
-            wrong.append(f"camera {sanitize_text(str(name)[:64])!r} is unknown")
+            problems.append(f"camera {sanitize_text(str(name)[:64])!r} is unknown")
         elif isinstance(picture, np.ndarray):
-            frames[name] = raw_image(name, picture, wanted.pixels)
+            frames[name] = check_image(name, picture, spec.max_pixels)
         elif isinstance(picture, str | memoryview):
             files[name] = picture
         else:
-            wrong.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
-    missing = [name for name in wanted.cameras if name not in images]
-    if is_whole and missing:
-        wrong.append(f"cameras {', '.join(missing)} are missing")
-    joints = _joints(message.get("state"), wanted.joints, is_whole, wrong)
-    prompt = _prompt(message, wrong)
-    if wrong:
-        raise _refusal(wrong, wanted)
+            problems.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
+    missing = [name for name in spec.cameras if name not in images]
+    if is_complete and missing:
+        problems.append(f"cameras {', '.join(missing)} are missing")
+    joints = _read_joints(message.get("state"), spec.joints, is_complete, problems)
+    prompt = _read_prompt(message, problems)
+    if problems:
+        raise _observation_error(problems, spec)
     return Observation(frames, files, joints, prompt)
 
 
-def _prompt(message: Mapping[str, Any], wrong: list[str]) -> str | None:
-    said = {name: message[name] for name in _PROMPTS if message.get(name) is not None}
-    for name, prompt in said.items():
-        if not isinstance(prompt, str) or len(prompt) > _PROMPT or _UNUSUAL.search(prompt):
-            wrong.append(f"{name}: wanted text of at most {_PROMPT} characters, without control characters")
+def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
+    prompts = {name: message[name] for name in _PROMPT_KEYS if message.get(name) is not None}
+    for name, prompt in prompts.items():
+        if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or _CONTROL_CHARACTERS.search(prompt):
+            problems.append(f"{name}: wanted text of at most {_MAX_PROMPT} characters, without control characters")
             return None
-    if len(set(said.values())) > 1:
-        wrong.append(f"{' and '.join(said)} say different things; wanted one of them")
-    return next(iter(said.values()), None)
+    if len(set(prompts.values())) > 1:
+        problems.append(f"{' and '.join(prompts)} say different things; wanted one of them")
+    return next(iter(prompts.values()), None)
 
 
-def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
+def _read_joints(state: object, table: JointTable, is_complete: bool, problems: list[str]) -> Mapping[str, float]:
     if state is None:
-        if is_whole:
-            wrong.append("state is missing: the measured joints, which motion is checked against")
+        if is_complete:
+            problems.append("state is missing: the measured joints, which motion is checked against")
         return {}
     if isinstance(state, Mapping):
-        return _named(state, table, is_whole, wrong)
+        return _read_named_joints(state, table, is_complete, problems)
     try:
         values = np.asarray(state if isinstance(state, list | np.ndarray) else None)
     except ValueError:
@@ -274,53 +274,57 @@ def _joints(state: object, table: JointTable, is_whole: bool, wrong: list[str]) 
     if values.ndim == 2 and len(values) == 1:
         values = values[0]
     if values.dtype.kind not in "iuf" or values.shape != (len(table),):
-        wrong.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
+        problems.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
         return {}
-    found = _finite(values, table)
+    found = _to_finite(values, table)
     if found is None:
-        wrong.append(_NOT_FINITE)
+        problems.append(_NOT_FINITE)
         return {}
     return found
 
 
-def _finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | None:
-    """Joint to value, of (a,) numbers; None when one is not finite."""
+def _to_finite(values: np.ndarray, table: JointTable) -> Mapping[str, float] | None:
+    """Return joint to value, of (a,) numbers; None when one is not finite."""
     found = list(map(float, values.tolist()))
     for value in found:
-        if not -_LARGEST <= value <= _LARGEST:  # false of NaN
+        if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:  # false of NaN
             return None
     return dict(zip(table.names, found, strict=True))
 
 
-def joints_of(state: np.ndarray, wanted: Wanted) -> Mapping[str, float]:
-    """Joint to value, of an array (a,) whose shape and dtype were accepted before.
+def read_joint_array(state: np.ndarray, spec: ObservationSpec) -> Mapping[str, float]:
+    """Return joint to value, of an array (a,) whose shape and dtype were accepted before.
 
     Raises:
         InvalidRequest: a value is not finite.
     """
-    found = _finite(state, wanted.joints)
+    found = _to_finite(state, spec.joints)
     if found is None:
-        raise _refusal([_NOT_FINITE], wanted)
+        raise _observation_error([_NOT_FINITE], spec)
     return found
 
 
-def _refusal(wrong: Sequence[str], wanted: Wanted) -> InvalidRequest:
+def _observation_error(problems: Sequence[str], spec: ObservationSpec) -> InvalidRequest:
     return InvalidRequest(
-        f"{'; '.join(wrong[:16])}; wanted cameras {list(wanted.cameras)} and joints {list(wanted.joints.names)}",
+        f"{'; '.join(problems[:16])}; wanted cameras {list(spec.cameras)} and joints {list(spec.joints.names)}",
         ("body",),
     )
 
 
-def _named(state: Mapping[Any, Any], table: JointTable, is_whole: bool, wrong: list[str]) -> Mapping[str, float]:
-    update = table.read(state)
+def _read_named_joints(
+    state: Mapping[Any, Any], table: JointTable, is_complete: bool, problems: list[str]
+) -> Mapping[str, float]:
+    update = table.read_update(state)
     if update.dropped:
         # A set: 4096 names against a list of 256 joints take 20 ms.
         strange = sorted(str(name)[:40] for name in state.keys() - set(table.names))[:4]
         known = f"; {', '.join(map(sanitize_text, strange))} is none of {', '.join(table.names)}" if strange else ""
-        wrong.append("state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known)
+        problems.append(
+            "state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known
+        )
         return {}
     missing = [name for place, name in enumerate(table.names) if place not in update.values]
-    if is_whole and missing:
-        wrong.append(f"state lacks {', '.join(missing)}")
+    if is_complete and missing:
+        problems.append(f"state lacks {', '.join(missing)}")
     # As they came: whoever looks for values in another unit has to see them.
-    return {table.names[place]: update.odd.get(place, value) for place, value in update.values.items()}
+    return {table.names[place]: update.out_of_range.get(place, value) for place, value in update.values.items()}

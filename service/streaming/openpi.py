@@ -18,15 +18,15 @@ from service.http.fair_queue import measure_steps
 from service.logging import sanitize_text
 from service.streaming import codec, observation
 from service.streaming.direct_inference import DirectInference
-from service.streaming.observation import Observation, Wanted
+from service.streaming.observation import Observation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 
-_STATES = ("observation.state", "observation/state", "state", "observation/joint_position")
-_PROMPTS = ("prompt", "task")
+_STATE_KEYS = ("observation.state", "observation/state", "state", "observation/joint_position")
+_PROMPT_KEYS = ("prompt", "task")
 # What openpi's own examples send of one camera; a policy of one camera has no other to mean.
-_IMAGES = ("observation/image", "image", "observation/exterior_image_1_left")
+_IMAGE_KEYS = ("observation/image", "image", "observation/exterior_image_1_left")
 # How the policy's camera may be written, the exact name first.
-_CAMERAS = (
+_CAMERA_KEYS = (
     "observation.images.{}",
     "observation/images/{}",
     "observation/{}",
@@ -41,14 +41,14 @@ _Keys = tuple[Sequence[tuple[str, str]], str, str | None]
 
 
 class OpenpiKeys:
-    """What one client calls things; that is the same each time, so it is found once and then looked up."""
+    """Key names of one openpi client, found in its first observation and then looked up."""
 
     def __init__(self) -> None:
-        self._known: tuple[tuple[Any, ...], Sequence[str]] | None = None
+        self._known_names: tuple[tuple[Any, ...], Sequence[str]] | None = None
         self._keys: _Keys = ((), "", None)
 
-    def renamed(self, message: Mapping[Any, Any], wanted: Wanted) -> dict[str, Any]:
-        """An observation as openpi's clients send it, in our names.
+    def rename(self, message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
+        """Rename the keys of an observation from openpi's names to ours.
 
         Each camera is found by its exact feature name first, then by the ways in which that is usually written; and
         where the policy has one camera and the client sent one picture under openpi's usual name, it is that. Nothing
@@ -57,47 +57,47 @@ class OpenpiKeys:
         Raises:
             InvalidRequest: something is missing, or could be two things; says what came.
         """
-        flat, now = message, (tuple(message), wanted.cameras)
-        if now != self._known or dict in map(type, message.values()):
-            flat = _flat(message)
-            self._keys = _keys(flat, wanted)
-            self._known = now if len(flat) == len(message) and flat.keys() == message.keys() else None
+        flat, now = message, (tuple(message), spec.cameras)
+        if now != self._known_names or dict in map(type, message.values()):
+            flat = _flatten(message)
+            self._keys = _find_keys(flat, spec)
+            self._known_names = now if len(flat) == len(message) and flat.keys() == message.keys() else None
         cameras, state, prompt = self._keys
-        images = {camera: _picture(camera, flat[key]) for camera, key in cameras}
-        told = {"images": images, "state": flat[state]}
+        images = {camera: _check_picture(camera, flat[key]) for camera, key in cameras}
+        renamed = {"images": images, "state": flat[state]}
         if prompt is not None:
-            told["prompt"] = flat[prompt]
-        return told
+            renamed["prompt"] = flat[prompt]
+        return renamed
 
 
-def _keys(flat: Mapping[str, Any], wanted: Wanted) -> _Keys:
-    """Where cameras, state and prompt are.
+def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
+    """Find the keys of the cameras, the state and the prompt.
 
     Raises:
-        As ``OpenpiKeys.renamed``.
+        As ``OpenpiKeys.rename``.
     """
     cameras: list[tuple[str, str]] = []
-    wrong: list[str] = []
-    for camera in wanted.cameras:
-        found = [key for key in (form.format(camera) for form in _CAMERAS) if key in flat]
-        if not found and len(wanted.cameras) == 1:
-            found = [key for key in _IMAGES if key in flat]
+    problems: list[str] = []
+    for camera in spec.cameras:
+        found = [key for key in (form.format(camera) for form in _CAMERA_KEYS) if key in flat]
+        if not found and len(spec.cameras) == 1:
+            found = [key for key in _IMAGE_KEYS if key in flat]
         if not found:
-            wrong.append(f"no picture of camera {camera!r} (send it as 'observation.images.{camera}')")
+            problems.append(f"no picture of camera {camera!r} (send it as 'observation.images.{camera}')")
             continue
         cameras.append((camera, found[0]))
-    states = [key for key in _STATES if key in flat]
+    states = [key for key in _STATE_KEYS if key in flat]
     if not states:
-        wrong.append("no state (send it as 'observation.state')")
-    prompts = [key for key in _PROMPTS if key in flat]
-    if wrong:
-        came = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"
-        raise InvalidRequest(f"{'; '.join(wrong)}. What came: {came}")
+        problems.append("no state (send it as 'observation.state')")
+    prompts = [key for key in _PROMPT_KEYS if key in flat]
+    if problems:
+        received = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"
+        raise InvalidRequest(f"{'; '.join(problems)}. What came: {received}")
     return (cameras, states[0], prompts[0] if prompts else None)
 
 
-def _flat(message: Mapping[Any, Any]) -> dict[str, Any]:
-    """Nested maps ({"images": {"front": ...}}) as ``images/front``; their keys are text."""
+def _flatten(message: Mapping[Any, Any]) -> dict[str, Any]:
+    """Flatten nested maps ({"images": {"front": ...}}) to ``images/front``; their keys are text."""
     flat: dict[str, Any] = {}
     for key, value in message.items():
         if not isinstance(key, str):
@@ -109,7 +109,7 @@ def _flat(message: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def _picture(camera: str, picture: Any) -> Any:
+def _check_picture(camera: str, picture: Any) -> Any:
     if not isinstance(picture, np.ndarray):
         raise InvalidRequest(f"camera {camera!r}: wanted an array")
     if picture.ndim == 4 and len(picture) == 1:
@@ -122,16 +122,16 @@ def _picture(camera: str, picture: Any) -> Any:
 
 log = logging.getLogger(__name__)
 
-_LOOK = 2.0  # seconds between looks at whether the client's key still counts
+_KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether the client's key still counts
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _MessageLayout:
     """What messages of one layout have in common: all but the pixels, and the values of the joints."""
 
-    wanted: Wanted
-    frames: Sequence[tuple[str, codec.ArrayPlace]]
-    state: codec.ArrayPlace
+    spec: ObservationSpec
+    frames: Sequence[tuple[str, codec.ArrayLocation]]
+    state: codec.ArrayLocation
     prompt: str | None
 
 
@@ -144,102 +144,106 @@ class ObservationReader:
 
     def __init__(self) -> None:
         self._unpacker = codec.Unpacker()
-        self._naming = OpenpiKeys()
-        self._alike: _Alike | None = None
+        self._keys = OpenpiKeys()
+        self._layout: _MessageLayout | None = None
 
-    def read(self, body: memoryview, wanted: Wanted) -> Observation:
-        """The observation of a message.
+    def read(self, body: memoryview, spec: ObservationSpec) -> Observation:
+        """Read the observation of a message.
 
         Raises:
-            InvalidRequest, TooLarge: as ``packing.unpack``, ``OpenpiKeys.renamed`` and ``observation.read``.
+            InvalidRequest, TooLarge: as ``codec.unpack``, ``OpenpiKeys.rename`` and ``observation.read_observation``.
         """
-        alike = self._alike
-        if alike is not None and alike.wanted is wanted and self._unpacker.is_alike(body):
-            joints = observation.joints_of(alike.state.array(body), wanted)
-            frames = {camera: place.array(body) for camera, place in alike.frames}
-            return Observation(frames, {}, joints, alike.prompt)
-        self._alike = None
+        layout = self._layout
+        if layout is not None and layout.spec is spec and self._unpacker.has_same_layout(body):
+            joints = observation.read_joint_array(layout.state.array(body), spec)
+            frames = {camera: place.array(body) for camera, place in layout.frames}
+            return Observation(frames, {}, joints, layout.prompt)
+        self._layout = None
         message = self._unpacker.unpack(body)
         if not isinstance(message, Mapping):
             raise InvalidRequest("an observation is a map")
-        named = self._naming.renamed(message, wanted)
-        seen = observation.read(named, wanted, is_whole=True)
-        self._alike = self._in_common(message, named["state"], seen, wanted)
-        return seen
+        renamed = self._keys.rename(message, spec)
+        observed = observation.read_observation(renamed, spec, is_complete=True)
+        self._layout = self._find_layout(message, renamed["state"], observed, spec)
+        return observed
 
-    def _in_common(self, message: Mapping[Any, Any], state: Any, seen: Observation, wanted: Wanted) -> _Alike | None:
-        """What the next message has in common with this one; None where more than its arrays has to be looked at."""
+    def _find_layout(
+        self, message: Mapping[Any, Any], state: Any, observed: Observation, spec: ObservationSpec
+    ) -> _MessageLayout | None:
+        """Return what the next message may have in common with this one; None where more than its arrays has to be
+        looked at.
+        """
         layout = self._unpacker.layout
         if layout is None or not isinstance(state, np.ndarray) or state.ndim != 1:
             return None
         # An array that was turned or is not of the message itself is none of these.
-        places = {id(value): layout[key] for key, value in message.items() if isinstance(value, np.ndarray)}
-        frames = [(camera, places[id(frame)]) for camera, frame in seen.frames.items() if id(frame) in places]
-        if len(frames) < len(seen.frames) or seen.files or id(state) not in places:
+        locations = {id(value): layout[key] for key, value in message.items() if isinstance(value, np.ndarray)}
+        frames = [(camera, locations[id(frame)]) for camera, frame in observed.frames.items() if id(frame) in locations]
+        if len(frames) < len(observed.frames) or observed.files or id(state) not in locations:
             return None
-        return _Alike(wanted, frames, places[id(state)], seen.prompt)
+        return _MessageLayout(spec, frames, locations[id(state)], observed.prompt)
 
 
 class OpenpiProtocol:
-    """One client."""
+    """openpi's protocol with one client."""
 
-    def __init__(self, socket: StreamSocket, consultation: DirectInference, is_still_authorized: Callable[[], bool]):
+    def __init__(self, socket: StreamSocket, inference: DirectInference, is_still_authorized: Callable[[], bool]):
         self._socket = socket
-        self._consultation = consultation
+        self._inference = inference
         self._is_still_authorized = is_still_authorized
-        self._looked_at = time.monotonic()
-        self._before: float | None = None
+        self._key_checked_at = time.monotonic()
+        self._previous_seconds: float | None = None
         self._reader = ObservationReader()
 
-    async def attend(self) -> None:
-        """Serve it until its socket ends, or something goes wrong."""
-        self._socket.spent = 0.0
-        await measure_steps(self._serve(), self._count)
+    async def serve(self) -> None:
+        """Serve the client until its socket ends, or something goes wrong."""
+        self._socket.handler_seconds = 0.0
+        await measure_steps(self._serve_messages(), self._add_seconds)
 
-    def _count(self, seconds: float) -> None:
-        assert self._socket.spent is not None
-        self._socket.spent += seconds
+    def _add_seconds(self, seconds: float) -> None:
+        assert self._socket.handler_seconds is not None
+        self._socket.handler_seconds += seconds
 
-    async def _serve(self) -> None:
+    async def _serve_messages(self) -> None:
         try:
-            self._socket.send(codec.pack_openpi(dict(self._consultation.about())))
+            self._socket.send(codec.pack_openpi(dict(self._inference.describe())))
             while True:
                 raw = await self._socket.receive()
                 began = time.monotonic()
                 self._check_key(began)
-                told = await self._answer(raw, began)
-                self._socket.send(codec.pack_openpi(told))
-                self._before = time.monotonic() - began
+                answer = await self._answer(raw, began)
+                self._socket.send(codec.pack_openpi(answer))
+                self._previous_seconds = time.monotonic() - began
         except SocketClosed:
             return
         except ServiceError as error:
-            self._end(f"{error.code}: {error}")
+            self._close_with_error(f"{error.code}: {error}")
         except Exception:
-            log.exception("an observation of session %s failed", self._consultation.session.id)
-            self._end("internal: the server's log says more")
+            log.exception("an observation of session %s failed", self._inference.session.id)
+            self._close_with_error("internal: the server's log says more")
 
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):
             raise InvalidRequest("observations are binary; this is text")
-        thought = await self._consultation.think(self._reader.read(raw, self._consultation.wanted()))
+        trace = await self._inference.infer(self._reader.read(raw, self._inference.observation_spec()))
         timing = {"infer_ms": (time.monotonic() - began) * 1e3}
-        if self._before is not None:
-            timing["prev_total_ms"] = self._before * 1e3
-        inference = thought.inference
+        if self._previous_seconds is not None:
+            timing["prev_total_ms"] = self._previous_seconds * 1e3
+        inference = trace.inference
         return {
-            "actions": thought.actions,
-            "clamped": list(thought.clamped),
+            "actions": trace.actions,
+            "clamped": list(trace.clamped),
             "policy_timing": {"infer_ms": (inference.to_device + inference.compute + inference.to_host) * 1e3},
             "server_timing": timing,
         }
 
     def _check_key(self, now: float) -> None:
-        if now - self._looked_at > _LOOK:
-            self._looked_at = now
+        if now - self._key_checked_at > _KEY_CHECK_INTERVAL:
+            self._key_checked_at = now
             if not self._is_still_authorized():
                 self._socket.close(1008, "the key does not count any more")
                 raise SocketClosed
 
-    def _end(self, text: str) -> None:
+    def _close_with_error(self, text: str) -> None:
         self._socket.send(text.encode(), is_text=True)
         self._socket.close(1011, "the text before says why")

@@ -27,7 +27,7 @@ from service.http.limits import source_key
 from service.http.protocol import DeadlineProtocol
 
 TEXT, BINARY, CLOSE, PING, PONG = 0x1, 0x2, 0x8, 0x9, 0xA
-_CONTROL = 0x8
+_CONTROL_BIT = 0x8
 _TWO, _EIGHT = struct.Struct(">H"), struct.Struct(">Q")
 _HEAD_2, _HEAD_4, _HEAD_10 = struct.Struct(">BB"), struct.Struct(">BBH"), struct.Struct(">BBQ")
 
@@ -40,8 +40,8 @@ class BadFrame(Exception):
         self.code = code
 
 
-class Head(NamedTuple):
-    """Of one frame.
+class FrameHeader(NamedTuple):
+    """Header of one WebSocket frame.
 
     Attributes:
         size: bytes of the head itself.
@@ -57,12 +57,12 @@ class Head(NamedTuple):
 
     @property
     def is_control(self) -> bool:
-        """Whether it is a close, a ping or a pong."""
-        return bool(self.opcode & _CONTROL)
+        """Whether the frame is a close, a ping or a pong."""
+        return bool(self.opcode & _CONTROL_BIT)
 
 
-def read_head(data: memoryview) -> Head | None:
-    """The head that these bytes begin with; None when there are too few of them.
+def read_header(data: memoryview) -> FrameHeader | None:
+    """Read the header that these bytes begin with; None when there are too few of them.
 
     Raises:
         BadFrame: it is none that a client may send.
@@ -75,7 +75,7 @@ def read_head(data: memoryview) -> Head | None:
         raise BadFrame(1002, "a frame of an extension that was not agreed on")
     if not second & 0x80:
         raise BadFrame(1002, "a frame without a mask")
-    if opcode & _CONTROL and (length > 125 or not first & 0x80):
+    if opcode & _CONTROL_BIT and (length > 125 or not first & 0x80):
         raise BadFrame(1002, "a control frame that is long or in parts")
     size = 2
     if length == 126:
@@ -90,11 +90,11 @@ def read_head(data: memoryview) -> Head | None:
         (length,) = _EIGHT.unpack_from(data, 2)
     if len(data) < size + 4:
         return None
-    return Head(opcode, bool(first & 0x80), size + 4, length, bytes(data[size : size + 4]))
+    return FrameHeader(opcode, bool(first & 0x80), size + 4, length, bytes(data[size : size + 4]))
 
 
-def read_close(data: bytes) -> bytes:
-    """What a close with this data is answered with: its code, if it has one.
+def parse_close(data: bytes) -> bytes:
+    """Return the answer to a close with this data: its code, if it has one.
 
     Raises:
         BadFrame: the code is none that may be sent, or its reason no text.
@@ -112,7 +112,7 @@ def read_close(data: bytes) -> bytes:
 
 
 def unmask(data: np.ndarray, mask: bytes) -> None:
-    """Take the mask off (n,) uint8, in place and eight bytes at a time."""
+    """Unmask (n,) uint8, in place and eight bytes at a time."""
     even = len(data) & ~7
     if even:
         words = data[:even].view(np.uint64)
@@ -122,8 +122,8 @@ def unmask(data: np.ndarray, mask: bytes) -> None:
         np.bitwise_xor(rest, np.frombuffer((mask * 2)[: len(rest)], np.uint8), out=rest)
 
 
-def build_head(opcode: int, length: int) -> bytes:
-    """The head of a whole frame of a server, which has no mask."""
+def build_header(opcode: int, length: int) -> bytes:
+    """Build the header of a whole frame of a server, which has no mask."""
     first = 0x80 | opcode
     if length < 126:
         return _HEAD_2.pack(first, length)
@@ -132,12 +132,12 @@ def build_head(opcode: int, length: int) -> bytes:
     return _HEAD_10.pack(first, 127, length)
 
 
-_SCRATCH = 2048  # bytes that heads and short messages are read into
-_PARTS = 64  # that a message may come in
+_SCRATCH_BYTES = 2048  # bytes that heads and short messages are read into
+_MAX_FRAGMENTS = 64  # that a message may come in
 
 
-class Incoming:
-    """Frames put together; it knows neither clock nor connection.
+class FrameReader:
+    """Assembles messages from frames; it knows neither clock nor connection.
 
     Attributes:
         messages: those that nobody took yet.
@@ -145,7 +145,7 @@ class Incoming:
         is_over: nothing that still comes is looked at: it is the end, or cannot be understood any more.
     """
 
-    def __init__(self, most: int, most_text: int, control: Callable[[int, bytes], None]):
+    def __init__(self, max_bytes: int, max_text: int, on_control: Callable[[int, bytes], None]):
         """It begins with a head.
 
         Args:
@@ -156,54 +156,54 @@ class Incoming:
         self.messages: deque[memoryview | str] = deque()
         self.begun_at = 0.0
         self.is_over = False
-        self._most = most
-        self._most_text = most_text
-        self._control = control
-        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._max_bytes = max_bytes
+        self._max_text = max_text
+        self._on_control = on_control
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._start = self._end = 0
-        self._head: Head | None = None
+        self._header: FrameHeader | None = None
         self._data = np.empty(0, np.uint8)
         self._target = memoryview(b"")
         self._filled = 0
-        self._parts: list[np.ndarray] = []
-        self._kind = 0
-        self._is_refusing = False
+        self._fragments: list[np.ndarray] = []
+        self._opcode = 0
+        self._is_discarding = False
 
     @property
     def is_in_frame(self) -> bool:
-        """Whether the rest of a frame is missing, which has a place of its own."""
-        return self._head is not None
+        """Whether the rest of a frame is missing, which has a buffer of its own."""
+        return self._header is not None
 
     @property
     def is_in_message(self) -> bool:
         """Whether the rest of a message is missing."""
-        return bool(self._parts) or self._head is not None
+        return bool(self._fragments) or self._header is not None
 
-    def place(self) -> memoryview:
-        """Where the next bytes go: what is missing of a frame, else a place for heads."""
-        if self._head is not None and len(self._target) > self._filled:
+    def get_buffer(self) -> memoryview:
+        """Return where the next bytes go: the rest of a frame, else a buffer for headers."""
+        if self._header is not None and len(self._target) > self._filled:
             return self._target[self._filled :]
         return self._scratch[self._end :]
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that came waits to be read."""
+        """Whether no received bytes wait to be read."""
         return self._start == self._end
 
-    def fill(self, count: int) -> bool:
-        """So many came, if they do not complete the frame that is coming; else nothing is done, and it is False."""
-        if self._head is None or self._filled + count >= len(self._target):
+    def add_partial(self, count: int) -> bool:
+        """Count received bytes that do not complete the frame; False, and nothing counted, when they do."""
+        if self._header is None or self._filled + count >= len(self._target):
             return False
         self._filled += count
         return True
 
-    def put(self, count: int) -> bool:
-        """So many came; False as long as a frame that was begun is not whole.
+    def add(self, count: int) -> bool:
+        """Count received bytes; False as long as a frame that was begun is not whole.
 
         Raises:
             BadFrame: it makes no sense; ``end`` it.
         """
-        if self._head is not None and len(self._target) > self._filled:
+        if self._header is not None and len(self._target) > self._filled:
             self._filled += count
             if self._filled < len(self._target):
                 return False
@@ -213,18 +213,18 @@ class Incoming:
         return True
 
     def next_frame(self, now: float) -> bool:
-        """Begin the next one; False when not even its head is there.
+        """Begin the next frame; False when not even its header is there.
 
         Raises:
             BadFrame: it makes no sense; ``end`` it.
         """
-        head = read_head(self._scratch[self._start : self._end])
+        head = read_header(self._scratch[self._start : self._end])
         if head is not None:
             self._begin_frame(head, now)
         return head is not None
 
-    def tidy(self) -> None:
-        """What is left of the scratch moves to its beginning, so that there is room behind it."""
+    def compact(self) -> None:
+        """Move what is left of the buffer to its beginning, so that there is room behind it."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -232,55 +232,55 @@ class Incoming:
             self._scratch[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
 
-    def refuse(self) -> None:
-        """Nobody takes messages any more: they are read and thrown away."""
-        self._is_refusing = True
+    def discard_messages(self) -> None:
+        """Read and throw away all further messages."""
+        self._is_discarding = True
         self.messages.clear()
 
     def end(self) -> None:
-        """Nothing more is looked at; whole messages can still be taken."""
+        """Look at nothing more; whole messages can still be taken."""
         self.is_over = True
-        self._start = self._end = self._kind = 0
-        self._head, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
-        self._parts.clear()
+        self._start = self._end = self._opcode = 0
+        self._header, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
+        self._fragments.clear()
 
-    def _begin_frame(self, head: Head, now: float) -> None:
+    def _begin_frame(self, head: FrameHeader, now: float) -> None:
         if not head.is_control:
-            if not self._kind:
+            if not self._opcode:
                 self.begun_at = now
-            if (head.opcode == 0) != bool(self._kind):
+            if (head.opcode == 0) != bool(self._opcode):
                 raise BadFrame(1002, "a part of a message out of turn")
-            held = sum(len(part) for part in self._parts)
-            most = self._most_text if TEXT in (self._kind, head.opcode) else self._most
+            held = sum(len(part) for part in self._fragments)
+            most = self._max_text if TEXT in (self._opcode, head.opcode) else self._max_bytes
             if head.length + held > most:
                 raise BadFrame(1009, f"a message of more than {most} bytes")
-        self._head = head
+        self._header = head
         self._data = np.empty(head.length, np.uint8)
         self._target = self._data.data
         self._start += head.size
-        there = min(self._end - self._start, head.length)
-        self._target[:there] = self._scratch[self._start : self._start + there]
-        self._start += there
-        self._filled = there
-        if there == head.length:
+        available = min(self._end - self._start, head.length)
+        self._target[:available] = self._scratch[self._start : self._start + available]
+        self._start += available
+        self._filled = available
+        if available == head.length:
             self._finish_frame()
 
     def _finish_frame(self) -> None:
-        head, data = self._head, self._data
+        head, data = self._header, self._data
         assert head is not None
-        self._head, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
+        self._header, self._target, self._data = None, memoryview(b""), np.empty(0, np.uint8)
         unmask(data, head.mask)
         if head.is_control:
-            self._control(head.opcode, data.tobytes())
+            self._on_control(head.opcode, data.tobytes())
             return
-        self._kind = self._kind or head.opcode
-        self._parts.append(data)
-        if len(self._parts) > _PARTS:
-            raise BadFrame(1009, f"a message in more than {_PARTS} parts")
+        self._opcode = self._opcode or head.opcode
+        self._fragments.append(data)
+        if len(self._fragments) > _MAX_FRAGMENTS:
+            raise BadFrame(1009, f"a message in more than {_MAX_FRAGMENTS} parts")
         if head.is_final:
-            kind, parts = self._kind, self._parts
-            self._kind, self._parts = 0, []
-            if not self._is_refusing:
+            kind, parts = self._opcode, self._fragments
+            self._opcode, self._fragments = 0, []
+            if not self._is_discarding:
                 self._finish_message(kind, parts)
 
     def _finish_message(self, kind: int, parts: list[np.ndarray]) -> None:
@@ -296,10 +296,10 @@ class Incoming:
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # frames read at a stretch
-_FRAMES, _FRAMES_PER_SECOND = 2000.0, 1000.0  # all at once, and as many in the long run
-_WAITING = 2  # messages that may wait to be taken before nothing more is read
-_FAREWELL = 1.0  # seconds in which the peer may answer a close
+_MAX_FRAMES_PER_TURN = 8  # frames read at a stretch
+_FRAME_BURST, _FRAME_RATE = 2000.0, 1000.0  # all at once, and as many in the long run
+_MAX_WAITING = 2  # messages that may wait to be taken before nothing more is read
+_CLOSE_TIMEOUT = 1.0  # seconds in which the peer may answer a close
 
 
 class SocketClosed(Exception):
@@ -308,7 +308,7 @@ class SocketClosed(Exception):
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """Of one socket; times in seconds.
+    """Limits of one socket; times in seconds.
 
     Attributes:
         bytes: of one message.
@@ -328,192 +328,199 @@ class SocketLimits:
 
 
 class StreamSocket(asyncio.BufferedProtocol):
-    """Messages in as memory that nobody else writes to, messages out without waiting.
+    """WebSocket whose messages are received in memory that nobody else writes to, and sent without waiting.
 
     Attributes:
-        heard_at: monotonic time of the newest bytes.
+        received_at: monotonic time of the newest bytes.
         refused: messages that were not taken because the peer does not read.
-        spent: seconds of the loop's time since the newest message was taken, if whoever takes them counts them
-            (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
+        handler_seconds: seconds of the loop's time since the newest message was taken, if whoever takes them counts
+            them (``service.http.fair_queue.measure_steps``); else the queue goes by what it reckons for one.
     """
 
-    def __init__(self, limits: SocketLimits, gone: Callable[[Exception | None], None] = lambda error: None):
-        """``gone`` is called when the connection is."""
-        self.heard_at = time.monotonic()
+    def __init__(self, limits: SocketLimits, on_lost: Callable[[Exception | None], None] = lambda error: None):
+        """``on_lost`` is called when the connection is."""
+        self.received_at = time.monotonic()
         self.refused = 0
-        self.spent: float | None = None
-        self._reckoned = 0.0  # for the newest message, if it was beyond the budget
+        self.handler_seconds: float | None = None
+        self._charged = 0.0  # for the newest message, if it was beyond the budget
         self._limits = limits
-        self._gone = gone
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._incoming = Incoming(limits.bytes, limits.text, self._control)
+        self._reader = FrameReader(limits.bytes, limits.text, self._handle_control)
         self._early = memoryview(b"")
         self._waiter: asyncio.Future[None] | None = None
         self._is_closing = self._is_lost = self._is_waiting = self._is_pausing = False
-        self._frames, self._frames_at = _FRAMES, self.heard_at
+        self._frame_budget, self._frame_budget_at = _FRAME_BURST, self.received_at
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._queue = FairQueue.of_running_loop()
-        self._flow, self._taking = self._queue.create_flow("", self._step), self._queue.create_flow("")
+        self._read_flow, self._receive_flow = self._queue.create_flow("", self._step), self._queue.create_flow("")
         self.lost: asyncio.Future[None] = self._loop.create_future()
 
     @classmethod
-    def take(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "StreamSocket":
-        """The connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read nothing of it."""
+    def take_over(cls, socket: WebsocketImplProtocol, limits: SocketLimits) -> "StreamSocket":
+        """Take over the connection of an upgraded socket of a route with ``ctx_is_handed_over``: Sanic has read
+        nothing of it.
+        """
         before = cast(DeadlineProtocol, socket.io_proto)
         if before.transport is None or before.transport.is_closing():
             raise SocketClosed
         transport = cast(asyncio.Transport, before.transport)
-        door = cls(limits, before.connection_lost)
+        taken = cls(limits, before.connection_lost)
         if socket.keepalive_ping_task is not None:
             socket.keepalive_ping_task.cancel()
             socket.keepalive_ping_task = None
         transport.pause_reading()
-        transport.set_protocol(door)
-        door.connection_made(transport)
-        door._early = memoryview(before.take_early_bytes())
-        door._enter()
-        return door
+        transport.set_protocol(taken)
+        taken.connection_made(transport)
+        taken._early = memoryview(before.take_early_bytes())
+        taken._queue_reading()
+        return taken
 
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It may be read from."""
+        """Prepare the connection, which may be read from."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.unsent // 2)
         peer = transport.get_extra_info("peername")
         caller = source_key(str(peer[0]) if isinstance(peer, tuple) and peer else "")
-        self._flow, self._taking = self._queue.create_flow(caller, self._step), self._queue.create_flow(caller)
+        self._read_flow, self._receive_flow = (
+            self._queue.create_flow(caller, self._step),
+            self._queue.create_flow(caller),
+        )
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
-        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)
+        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._send_ping)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
-        return self._incoming.place()
+        """Return where the next bytes go."""
+        return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many came."""
-        self.heard_at = time.monotonic()
-        incoming = self._incoming
-        if incoming.fill(nbytes):
+        """Handle received bytes."""
+        self.received_at = time.monotonic()
+        incoming = self._reader
+        if incoming.add_partial(nbytes):
             return
-        if not incoming.is_over and self._understand(partial(incoming.put, nbytes)):
-            if incoming.is_empty and len(incoming.messages) < _WAITING:
+        if not incoming.is_over and self._try_read(partial(incoming.add, nbytes)):
+            if incoming.is_empty and len(incoming.messages) < _MAX_WAITING:
                 return  # nothing came behind the message
             self._is_pausing = True
-            self._queue.enter(self._flow)
+            self._queue.enter(self._read_flow)
             if (self._is_pausing or self._is_waiting) and self._transport is not None:
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """The peer sends no more: the connection ends."""
+        """Let the connection end: the peer sends no more."""
         return False
 
     def pause_writing(self) -> None:
-        """The peer does not read."""
-        self._timers["slow"] = self._loop.call_later(self._limits.slow, self._cut, "it does not read")
+        """Start the deadline of a peer that does not read."""
+        self._timers["slow"] = self._loop.call_later(self._limits.slow, self._cut_off, "it does not read")
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Stop the deadline of a peer that reads again."""
         self._stop_timer("slow")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Clean up after the connection is lost."""
         self._is_lost = True
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         self._end_reading()
-        self._wake()
+        self._wake_receiver()
         if not self.lost.done():
             self.lost.set_result(None)
-        self._gone(exc)
+        self._on_lost(exc)
 
     # Frames.
 
-    def _read(self) -> None:
-        """Read what lies in the scratch."""
-        incoming, count = self._incoming, 0
-        while count < _AT_ONCE and len(incoming.messages) < _WAITING and self._understand(self._next_frame):
+    def _read_frames(self) -> None:
+        """Read the frames that lie in the buffer."""
+        incoming, count = self._reader, 0
+        while (
+            count < _MAX_FRAMES_PER_TURN and len(incoming.messages) < _MAX_WAITING and self._try_read(self._next_frame)
+        ):
             count += 1
             if incoming.is_in_frame:
                 break  # the rest of its data is read into its own place
-        incoming.tidy()
-        self._breathe(count)
+        incoming.compact()
+        self._schedule_reading(count)
 
-    def _understand(self, read: Callable[[], bool]) -> bool:
-        """What ``read`` returns; False when it makes no sense, which is the end, or when the end was before."""
-        if self._incoming.is_over:
+    def _try_read(self, read: Callable[[], bool]) -> bool:
+        """Return what ``read`` returns; False after a frame that makes no sense, which ends reading."""
+        if self._reader.is_over:
             return False
         try:
             is_read = read()
         except BadFrame as error:
-            log.info("a door's socket is closed: %s", error)
+            log.info("a stream's socket is closed: %s", error)
             self.close(error.code, str(error))
             self._end_reading()
             return False
-        if self._incoming.messages:
-            self._wake()
+        if self._reader.messages:
+            self._wake_receiver()
         return is_read
 
     def _next_frame(self) -> bool:
-        return self._incoming.next_frame(self.heard_at)
+        return self._reader.next_frame(self.received_at)
 
     def _end_reading(self) -> None:
-        self._incoming.end()
+        self._reader.end()
         self._early = memoryview(b"")
 
-    def _control(self, opcode: int, data: bytes) -> None:
+    def _handle_control(self, opcode: int, data: bytes) -> None:
         if opcode == PING:
             self._write(PONG, (data,))
         elif opcode == CLOSE:
-            code = read_close(data)
+            code = parse_close(data)
             self._write(CLOSE, (code,))
             self._is_closing = True
             self._end_reading()
-            self._wake()
+            self._wake_receiver()
             if self._transport is not None:
                 self._transport.close()
 
-    def _breathe(self, count: int) -> None:
+    def _schedule_reading(self, count: int) -> None:
         """Read on at once, in a while, or when a message was taken."""
         now = time.monotonic()
-        self._frames = min(self._frames + (now - self._frames_at) * _FRAMES_PER_SECOND, _FRAMES) - count
-        self._frames_at = now
-        if self._transport is None or self._incoming.is_over:
+        self._frame_budget = min(self._frame_budget + (now - self._frame_budget_at) * _FRAME_RATE, _FRAME_BURST) - count
+        self._frame_budget_at = now
+        if self._transport is None or self._reader.is_over:
             return
-        if len(self._incoming.messages) >= _WAITING:
+        if len(self._reader.messages) >= _MAX_WAITING:
             self._is_waiting = True
             self._transport.pause_reading()
-        elif count >= _AT_ONCE or self._frames < 0:
+        elif count >= _MAX_FRAMES_PER_TURN or self._frame_budget < 0:
             self._is_pausing = True
             self._transport.pause_reading()
-            if self._frames < 0:
-                self._timers["breath"] = self._loop.call_later(-self._frames / _FRAMES_PER_SECOND, self._enter)
+            if self._frame_budget < 0:
+                self._timers["breath"] = self._loop.call_later(-self._frame_budget / _FRAME_RATE, self._queue_reading)
 
-    def _enter(self) -> None:
+    def _queue_reading(self) -> None:
         self._stop_timer("breath")
-        self._queue.enter(self._flow, is_idle=False)
+        self._queue.enter(self._read_flow, is_idle=False)
 
     def _step(self) -> tuple[float, bool]:
         if "breath" not in self._timers:
-            self._go_on()
-        return 0.0, self._is_pausing and "breath" not in self._timers and not self._incoming.is_over
+            self._continue_reading()
+        return 0.0, self._is_pausing and "breath" not in self._timers and not self._reader.is_over
 
-    def _go_on(self) -> None:
+    def _continue_reading(self) -> None:
         self._is_pausing = self._is_waiting = False
-        self._incoming.begun_at = time.monotonic()
+        self._reader.begun_at = time.monotonic()
         # Before the transport is asked for more: it may have no room for it.
-        self._read()
-        while self._early and not (self._is_pausing or self._is_waiting or self._incoming.is_over):
-            place = self.get_buffer(len(self._early))
-            count = min(len(place), len(self._early))
-            place[:count] = self._early[:count]
+        self._read_frames()
+        while self._early and not (self._is_pausing or self._is_waiting or self._reader.is_over):
+            buffer = self.get_buffer(len(self._early))
+            count = min(len(buffer), len(self._early))
+            buffer[:count] = self._early[:count]
             self._early = self._early[count:]
-            if self._understand(partial(self._incoming.put, count)):
-                self._read()
+            if self._try_read(partial(self._reader.add, count)):
+                self._read_frames()
         if self._transport is None or self._is_lost or self._transport.is_closing():
             return
         if not (self._is_pausing or self._is_waiting):
@@ -522,18 +529,18 @@ class StreamSocket(asyncio.BufferedProtocol):
     # What a door does.
 
     async def receive(self) -> memoryview | str:
-        """The next message.
+        """Return the next message.
 
         Raises:
             SocketClosed: there is none any more.
         """
-        messages = self._incoming.messages
-        if self._reckoned and self.spent is not None:
-            self._queue.correct_credit(self.spent - self._reckoned)
+        messages = self._reader.messages
+        if self._charged and self.handler_seconds is not None:
+            self._queue.correct_credit(self.handler_seconds - self._charged)
         if messages:
             # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
             await asyncio.sleep(0)
-            await self._queue.wait_turn(self._taking, MESSAGE)
+            await self._queue.wait_turn(self._receive_flow, MESSAGE)
         while not messages:
             if self._is_lost or self._is_closing:
                 raise SocketClosed
@@ -542,14 +549,14 @@ class StreamSocket(asyncio.BufferedProtocol):
                 await self._waiter
             finally:
                 self._waiter = None
-            await self._queue.wait_turn(self._taking, MESSAGE)
+            await self._queue.wait_turn(self._receive_flow, MESSAGE)
         message = messages.popleft()
-        self._reckoned = MESSAGE if self._taking.is_greedy else 0.0
-        if self.spent is not None:
-            self.spent = 0.0
+        self._charged = MESSAGE if self._receive_flow.is_greedy else 0.0
+        if self.handler_seconds is not None:
+            self.handler_seconds = 0.0
         if self._is_waiting and not self._is_pausing:
             self._is_waiting = False
-            self._queue.enter(self._flow)
+            self._queue.enter(self._read_flow)
         return message
 
     def send(self, *pieces: bytes | memoryview, is_text: bool = False) -> bool:
@@ -569,24 +576,24 @@ class StreamSocket(asyncio.BufferedProtocol):
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, code: int = 1000, reason: str = "") -> None:
-        """Say goodbye; a peer that does not answer is cut off."""
+        """Close the socket; a peer that does not answer is cut off."""
         if self._is_closing or self._is_lost or self._transport is None:
             return
         self._write(CLOSE, (struct.pack(">H", code) + reason.encode()[:120].decode(errors="ignore").encode(),))
         self._is_closing = True
-        self._incoming.refuse()
-        self._wake()
+        self._reader.discard_messages()
+        self._wake_receiver()
         # What it still sends is read, and thrown away: a connection that ends over unread bytes is reset, and the peer
         # may never see the reason.
-        self._timers["farewell"] = self._loop.call_later(_FAREWELL, self._transport.abort)
-        self._loop.call_soon(self._enter)
+        self._timers["farewell"] = self._loop.call_later(_CLOSE_TIMEOUT, self._transport.abort)
+        self._loop.call_soon(self._queue_reading)
 
     def abort(self) -> None:
         """End the connection now."""
         if self._transport is not None:
             self._transport.abort()
 
-    async def until_lost(self) -> None:
+    async def wait_lost(self) -> None:
         """Wait until the connection is over."""
         await asyncio.shield(self.lost)
 
@@ -594,27 +601,27 @@ class StreamSocket(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing() or self._is_closing:
             return
         length = sum(len(piece) for piece in pieces)
-        self._transport.write(b"".join((build_head(opcode, length), *pieces)))
+        self._transport.write(b"".join((build_header(opcode, length), *pieces)))
 
-    def _wake(self) -> None:
+    def _wake_receiver(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _beat(self) -> None:
+    def _send_ping(self) -> None:
         now = time.monotonic()
         is_reading = not (self._is_waiting or self._is_pausing)
-        if is_reading and now - self.heard_at > 2 * self._limits.heartbeat:
-            self._cut("it is silent")
+        if is_reading and now - self.received_at > 2 * self._limits.heartbeat:
+            self._cut_off("it is silent")
             return
-        is_late = self._incoming.is_in_message and now - self._incoming.begun_at > self._limits.message
+        is_late = self._reader.is_in_message and now - self._reader.begun_at > self._limits.message
         if is_reading and is_late:
-            self._cut("its message takes too long")
+            self._cut_off("its message takes too long")
             return
         self._write(PING, (b"",))
-        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._beat)
+        self._timers["beat"] = self._loop.call_later(self._limits.heartbeat, self._send_ping)
 
-    def _cut(self, why: str) -> None:
-        log.warning("a door's socket is cut off: %s", why)
+    def _cut_off(self, why: str) -> None:
+        log.warning("a stream's socket is cut off: %s", why)
         self.abort()
 
     def _stop_timer(self, name: str) -> None:

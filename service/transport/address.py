@@ -71,17 +71,19 @@ class Address:
         where = host if port is None else f"{host}:{port}"
         return cls(f"{_SCHEMES[parts.scheme]}://{where}{parts.path.rstrip('/')}")
 
-    def rooms(self, kind: Kind, workspace: str) -> str:
-        """The collection that rooms are created in."""
+    def rooms_url(self, kind: Kind, workspace: str) -> str:
+        """Return the URL of a workspace's rooms, where rooms are created."""
         return f"{self.base}/{kind}/workspaces/{workspace}/rooms"
 
-    def room(self, kind: Kind, workspace: str, room: str) -> str:
-        """One room."""
-        return f"{self.rooms(kind, workspace)}/{room}"
+    def room_url(self, kind: Kind, workspace: str, room: str) -> str:
+        """Return the URL of one room."""
+        return f"{self.rooms_url(kind, workspace)}/{room}"
 
-    def socket(self, kind: Kind, workspace: str, room: str) -> str:
-        """One room's WebSocket. The base path stays: the public image has everything under ``/api``."""
-        return f"ws{self.room(kind, workspace, room).removeprefix('http')}/ws"
+    def socket_url(self, kind: Kind, workspace: str, room: str) -> str:
+        """Return the URL of one room's WebSocket. The base path stays: the public image has everything under
+        ``/api``.
+        """
+        return f"ws{self.room_url(kind, workspace, room).removeprefix('http')}/ws"
 
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -94,24 +96,25 @@ _BRACKETS = re.compile(r"\[([^\]]+)\](?::(\d{1,5}))?")
 
 @dataclass(frozen=True)
 class AddressRules:
-    """What is known of addresses and names elsewhere (``hooks.addresses``), and asked here.
+    """Checks of addresses and names that ``hooks.addresses`` has, handed in because this package may not import it.
 
     Attributes:
-        danger: what an address is that is never meant (metadata server, link-local...), None for others.
-        layers: an address and the IPv4 address that it stands for, if it does.
+        forbidden_reason: what an address is that is never meant (metadata server, link-local...), None for others.
+        embedded_addresses: an address and the IPv4 address that it stands for, if it does.
         resolve: host and port -> addresses; raises OSError.
-        pinned: a resolver that knows this one host by these addresses.
+        create_resolver: a resolver that knows this one host by these addresses.
     """
 
-    danger: Callable[[IpAddress], str | None]
-    layers: Callable[[IpAddress], Sequence[IpAddress]]
+    forbidden_reason: Callable[[IpAddress], str | None]
+    embedded_addresses: Callable[[IpAddress], Sequence[IpAddress]]
     resolve: Callable[[str, int], Awaitable[Sequence[str]]]
-    pinned: Callable[[str, Sequence[str]], AbstractResolver]
+    create_resolver: Callable[[str, Sequence[str]], AbstractResolver]
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One entry of the list: a name, a pattern of names, an address or a network; at one port, or at any.
+class AllowedHost:
+    """One entry of the setting ``transport_hosts``: a name, a pattern of names, an address or a network; at one port,
+    or at any.
 
     Attributes:
         pattern: of names, None when it is a network.
@@ -122,8 +125,8 @@ class Listed:
     port: int | None
 
     @classmethod
-    def parse(cls, text: str) -> "Listed":
-        """``host``, ``host:8000``, ``*.lan``, ``192.168.1.0/24``, ``[fd00::1]:8000``.
+    def parse(cls, text: str) -> "AllowedHost":
+        """Parse ``host``, ``host:8000``, ``*.lan``, ``192.168.1.0/24`` or ``[fd00::1]:8000``.
 
         Raises:
             ValueError: none of them.
@@ -145,12 +148,14 @@ class Listed:
                 ) from None
         return cls(host.rstrip("."), None, number)
 
-    def names(self, host: str, port: int) -> bool:
-        """Whether it lets this name pass."""
+    def matches_name(self, host: str, port: int) -> bool:
+        """Whether this entry allows a host name at a port."""
         return self.pattern is not None and self.port in (None, port) and fnmatchcase(host, self.pattern)
 
-    def holds(self, address: IpAddress, port: int, *, exactly: bool = False) -> bool:
-        """Whether it lets this address pass; ``exactly`` when it is the one that was listed, not one of a network."""
+    def matches_address(self, address: IpAddress, port: int, *, exactly: bool = False) -> bool:
+        """Whether this entry allows an address at a port; ``exactly``: as the listed address itself, not as one of a
+        network.
+        """
         network = self.network
         if network is None or self.port not in (None, port) or network.version != address.version:
             return False
@@ -158,26 +163,26 @@ class Listed:
 
 
 class Destinations:
-    """The rules of one server.
+    """Rules for which transport servers this server connects to.
 
     Args:
-        listed: hosts and networks besides this machine's loopback and this server itself.
+        allowed_hosts: hosts and networks besides this machine's loopback and this server itself.
         own_port: that this server listens on, None before it does; its own address is allowed, whatever it is called.
     """
 
     def __init__(
-        self, listed: Iterable[str], rules: AddressRules, own_port: Callable[[], int | None] = lambda: None
+        self, allowed_hosts: Iterable[str], rules: AddressRules, own_port: Callable[[], int | None] = lambda: None
     ) -> None:
         """
         Raises:
             ValueError: an entry is neither a host nor a network.
         """
-        self._listed = tuple(map(Listed.parse, listed))
+        self._allowed_hosts = tuple(map(AllowedHost.parse, allowed_hosts))
         self._rules = rules
         self._own_port = own_port
 
-    async def addresses(self, url: str) -> tuple[str, Sequence[str]]:
-        """The host of a transport server's URL and the addresses to connect to, every one of them checked.
+    async def resolve_addresses(self, url: str) -> tuple[str, Sequence[str]]:
+        """Resolve the host of a transport server's URL and check every address; returns the host and the addresses.
 
         Raises:
             InvalidRequest: the URL or its host is refused; says which setting allows it.
@@ -185,11 +190,11 @@ class Destinations:
         """
         parts = urlsplit(Address.parse(url).base)
         host, port = (parts.hostname or "").removesuffix("."), parts.port or {"http": 80, "https": 443}[parts.scheme]
-        literal = self._literal(host)
+        literal = self._parse_literal(host)
         if literal is not None:
             found: Sequence[str] = (str(literal),)
         elif not self._may_be_allowed(host, port):
-            raise self._not_listed()
+            raise self._not_allowed_error()
         else:
             try:
                 found = await self._rules.resolve(host, port)
@@ -202,72 +207,80 @@ class Destinations:
             self._check(host, port, ipaddress.ip_address(text.partition("%")[0]))
         return host, found
 
-    async def connector(self, url: str) -> aiohttp.TCPConnector:
-        """What connects to the addresses that were checked and nowhere else, as often as it is asked to.
+    async def create_connector(self, url: str) -> aiohttp.TCPConnector:
+        """Create an aiohttp connector that connects to the checked addresses of a URL and to nothing else.
 
         Raises:
-            InvalidRequest, TransportError: as ``addresses``.
+            InvalidRequest, TransportError: as ``resolve_addresses``.
         """
-        host, found = await self.addresses(url)
-        return aiohttp.TCPConnector(resolver=self._rules.pinned(host, found), use_dns_cache=False)
+        host, found = await self.resolve_addresses(url)
+        return aiohttp.TCPConnector(resolver=self._rules.create_resolver(host, found), use_dns_cache=False)
 
-    def _literal(self, host: str) -> IpAddress | None:
-        """The address that a host is itself, if it is written as one, and plainly."""
+    def _parse_literal(self, host: str) -> IpAddress | None:
+        """Return the address that a host is written as, None for a name; other spellings of an address are refused."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
             pass
         else:
             if getattr(address, "scope_id", None) is not None:
-                raise _refused("names an interface of this machine; leave the zone out")
-            if list(self._rules.layers(address)) != [address]:
-                raise _refused(f"is an IPv4 address in disguise; write {self._rules.layers(address)[-1]}")
+                raise _host_error("names an interface of this machine; leave the zone out")
+            if list(self._rules.embedded_addresses(address)) != [address]:
+                raise _host_error(
+                    f"is an IPv4 address in disguise; write {self._rules.embedded_addresses(address)[-1]}"
+                )
             return address
         try:
             # What C libraries take for an address: 2130706433, 0x7f.1, 0177.0.0.1, 127.1.
             odd = ipaddress.IPv4Address(socket.inet_aton(host))
         except OSError:
             if not host.isascii() or not re.fullmatch(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*", host):
-                raise _refused("is no name of a host; write names of other scripts as xn--...") from None
+                raise _host_error("is no name of a host; write names of other scripts as xn--...") from None
             return None
-        raise _refused(f"is an address in disguise; write {odd}")
+        raise _host_error(f"is an address in disguise; write {odd}")
 
     def _may_be_allowed(self, host: str, port: int) -> bool:
-        """Whether it is worth asking what a name stands for."""
-        if _is_localhost(host) or port == self._own_port():
+        """Whether a name may be resolved: some entry could allow it or its addresses."""
+        if is_localhost(host) or port == self._own_port():
             return True
-        return any(entry.network is not None or entry.names(host, port) for entry in self._listed)
+        return any(entry.network is not None or entry.matches_name(host, port) for entry in self._allowed_hosts)
 
     def _check(self, host: str, port: int, address: IpAddress) -> None:
-        for inner in self._rules.layers(address):
-            found = self._rules.danger(inner)
-            if found and not any(entry.holds(inner, port, exactly=True) for entry in self._listed):
-                raise _refused(f"is {found}; sessions are never sent there")
+        for inner in self._rules.embedded_addresses(address):
+            found = self._rules.forbidden_reason(inner)
+            if found and not any(entry.matches_address(inner, port, exactly=True) for entry in self._allowed_hosts):
+                raise _host_error(f"is {found}; sessions are never sent there")
             if not (
-                (inner.is_loopback and (_is_localhost(host) or host == str(inner)))
-                or (port == self._own_port() and _is_here(inner))
-                or any(entry.names(host, port) or entry.holds(inner, port) for entry in self._listed)
+                (inner.is_loopback and (is_localhost(host) or host == str(inner)))
+                or (port == self._own_port() and _is_own_address(inner))
+                or any(
+                    entry.matches_name(host, port) or entry.matches_address(inner, port)
+                    for entry in self._allowed_hosts
+                )
             ):
-                raise self._not_listed()
+                raise self._not_allowed_error()
 
-    def _not_listed(self) -> InvalidRequest:
+    def _not_allowed_error(self) -> InvalidRequest:
         others = (
-            f"this machine and the {len(self._listed)} of the setting {SETTING}" if self._listed else "this machine"
+            f"this machine and the {len(self._allowed_hosts)} of the setting {SETTING}"
+            if self._allowed_hosts
+            else "this machine"
         )
-        return _refused(
+        return _host_error(
             f"is none that this server connects to ({others}); --{SETTING.replace('_', '-')} HOST allows it"
         )
 
 
-def _refused(why: str) -> InvalidRequest:
+def _host_error(why: str) -> InvalidRequest:
     return InvalidRequest(f"transport_server_url: its host {why}", ("body", "transport_server_url"))
 
 
-def _is_localhost(host: str) -> bool:
+def is_localhost(host: str) -> bool:
+    """Whether a name is of this machine wherever it is asked for (RFC 6761); its addresses are none."""
     return host == "localhost" or host.endswith(".localhost")
 
 
-def _is_here(address: IpAddress) -> bool:
+def _is_own_address(address: IpAddress) -> bool:
     """Whether an address is one of this machine's: only then the system would answer from it. Nothing is sent."""
     if address.is_loopback:
         return True

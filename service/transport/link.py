@@ -39,15 +39,15 @@ class Inbox(Protocol):
     ``seen_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
     """
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""
         ...
 
-    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a partial joint update: wire name to value, as sent. Unknown names and non-finite values may occur."""
         ...
 
-    def event(self, event: "LinkEvent") -> None:
+    def on_event(self, event: "LinkEvent") -> None:
         """Take a change of the link or an emergency stop."""
         ...
 
@@ -111,7 +111,9 @@ class Link(Protocol):
         ...
 
     def latch(self, reason: str | None) -> None:
-        """An emergency stop is latched, for this reason: tell the robot's room, and whoever joins it. None: no more."""
+        """Announce an emergency stop that is latched for this reason to the robot's room, and to whoever joins it;
+        None: reset.
+        """
         ...
 
     def health(self) -> Mapping[str, object]:
@@ -119,15 +121,15 @@ class Link(Protocol):
         ...
 
 
-class Made(Protocol):
-    """Which rooms of a session this server made, over its restarts."""
+class CreatedRooms(Protocol):
+    """Rooms of a session that this server created, kept over its restarts."""
 
     def __contains__(self, room: object) -> bool:
-        """Whether it made the room of this id."""
+        """Whether this server created the room of this id."""
         ...
 
     async def add(self, room: str) -> None:
-        """Note it; awaited before the room is made."""
+        """Note a room; awaited before the room is created."""
         ...
 
 
@@ -142,7 +144,7 @@ class Transport(Protocol):
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AbstractAsyncContextManager[Link]:
         """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
 
@@ -150,11 +152,11 @@ class Transport(Protocol):
         comes). When anything fails on the way in, rooms already made are removed again and
         ``TransportError`` is raised. On leaving: connections are closed and the rooms are removed.
 
-        Rooms that exist are joined, and left there at the end, but for those in ``made``: they are this server's.
+        Rooms that exist are joined, and left there at the end, but for ``created_rooms``: those are this server's.
         """
         ...
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Remove rooms that nobody is in; returns those that somebody is in.

@@ -17,7 +17,6 @@ it refuses half a surrogate pair, and with it an emergency stop that has one in 
 
 import json
 import math
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from pydantic_core import core_schema
 
 from service.errors import InvalidRequest, TransportError
 from service.http.strict_json import loads
+from service.setting_types import NAME
 from service.transport.link import Rooms
 
 MAX_JOINTS = 256  # per frame; the REST command allows 20, a WebSocket frame had no limit in the reference
@@ -46,26 +46,26 @@ def is_finite(value: object) -> bool:
         return False
 
 
-def _name(value: Any) -> str:
+def _check_name(value: Any) -> str:
     # By Python and not by pydantic's limits, which do not take half a surrogate pair.
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME:
         raise ValueError(f"a string of 1 to {MAX_NAME} characters was wanted")
     return value
 
 
-def _described(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_description(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(value.get("sdp"), str):
         raise ValueError("an object with a string 'sdp' was wanted")
     return value
 
 
-def _finite(value: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_finite(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if not all(is_finite(entry) for entry in value.values()):
         raise ValueError("an object of finite numbers was wanted")
     return value
 
 
-def _joints(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _check_joints(value: Any) -> tuple[Mapping[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_JOINTS:
@@ -73,18 +73,18 @@ def _joints(value: Any) -> tuple[Mapping[str, Any], ...]:
     for joint in value:
         if not isinstance(joint, dict) or not is_finite(joint.get("value")):
             raise ValueError("joints like {'name': 'Jaw', 'value': 12.5} with finite values were wanted")
-        _name(joint.get("name"))
+        _check_name(joint.get("name"))
     return tuple(value)
 
 
 # An object as it came: joints are relayed with the order of their keys, which a model of pydantic's would not keep.
 Json = Annotated[Mapping[str, Any], GetPydanticSchema(lambda source, handler: core_schema.is_instance_schema(dict))]
-Name = Annotated[str, PlainValidator(_name)]
-Description = Annotated[Json, AfterValidator(_described)]
-Joints = Annotated[tuple[Json, ...], PlainValidator(_joints)]
-Settings = Annotated[Json, BeforeValidator(lambda value: {} if value is None else value)]
+Name = Annotated[str, PlainValidator(_check_name)]
+SessionDescription = Annotated[Json, AfterValidator(_check_description)]
+Joints = Annotated[tuple[Json, ...], PlainValidator(_check_joints)]
+StreamConfig = Annotated[Json, BeforeValidator(lambda value: {} if value is None else value)]
 # Never refused: a stop that is badly worded is still a stop.
-Wording = Annotated[str | None, PlainValidator(lambda value: value if isinstance(value, str) else None)]
+LenientText = Annotated[str | None, PlainValidator(lambda value: value if isinstance(value, str) else None)]
 
 
 class Role(StrEnum):
@@ -118,7 +118,7 @@ class StateSync:
     """Every joint the room has seen, sent once to a robotics consumer before ``Joined``."""
 
     type: ClassVar[str] = "state_sync"
-    data: Annotated[Json, AfterValidator(_finite)]
+    data: Annotated[Json, AfterValidator(_check_finite)]
     timestamp: str | None = None
 
 
@@ -160,9 +160,9 @@ class EmergencyStop:
     """Stop everything: from anybody, to everybody in the room, its sender included. The room does not latch it."""
 
     type: ClassVar[str] = "emergency_stop"
-    reason: Wording = None
-    source: Wording = None
-    timestamp: Wording = None
+    reason: LenientText = None
+    source: LenientText = None
+    timestamp: LenientText = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class VideoError:
 
 
 @dataclass(frozen=True)
-class _Presence:
+class _ParticipantEvent:
     room_id: str
     participant_id: str
     role: Role
@@ -205,14 +205,14 @@ class _Presence:
 
 
 @dataclass(frozen=True)
-class ParticipantJoined(_Presence):
+class ParticipantJoined(_ParticipantEvent):
     """Somebody else joined this video room."""
 
     type: ClassVar[str] = "participant_joined"
 
 
 @dataclass(frozen=True)
-class ParticipantLeft(_Presence):
+class ParticipantLeft(_ParticipantEvent):
     """Somebody else left this video room."""
 
     type: ClassVar[str] = "participant_left"
@@ -223,7 +223,7 @@ class StreamStarted:
     """A producer's camera runs."""
 
     type: ClassVar[str] = "stream_started"
-    config: Settings = field(default_factory=dict)
+    config: StreamConfig = field(default_factory=dict)
     participant_id: str | None = None
     timestamp: str | None = None
 
@@ -244,7 +244,7 @@ class VideoConfigUpdate:
     """New video settings; the room keeps them when they come from its producer."""
 
     type: ClassVar[str] = "video_config_update"
-    config: Settings = field(default_factory=dict)
+    config: StreamConfig = field(default_factory=dict)
     source: str | None = None
     timestamp: str | None = None
 
@@ -285,7 +285,7 @@ class WebrtcOffer:
     """The producer's session description, relayed to one consumer: ``{"type": "offer", "sdp": ...}``."""
 
     type: ClassVar[str] = "webrtc_offer"
-    offer: Description
+    offer: SessionDescription
     from_producer: str
     timestamp: str | None = None
 
@@ -295,7 +295,7 @@ class WebrtcAnswer:
     """A consumer's session description, relayed to the producer: ``{"type": "answer", "sdp": ...}``."""
 
     type: ClassVar[str] = "webrtc_answer"
-    answer: Description
+    answer: SessionDescription
     from_consumer: str
     timestamp: str | None = None
 
@@ -374,8 +374,8 @@ class _NotFinite(Exception):
     """A number is infinite or NaN."""
 
 
-def build(message: Message | Join, timestamp: str | None = None) -> str:
-    """One text frame. ``timestamp`` (ISO-8601, UTC) is put where the message has the field and left it open.
+def build_message(message: Message | Join, timestamp: str | None = None) -> str:
+    """Build one text frame. ``timestamp`` (ISO-8601, UTC) is put where the message has the field and left it open.
 
     Raises:
         WireError: the message holds something that is not JSON, or a number that is not finite.
@@ -392,7 +392,7 @@ def build(message: Message | Join, timestamp: str | None = None) -> str:
 
 
 def encode(found: object, kind: str | None = None) -> str:
-    """JSON with finite numbers only, in ASCII so that an unpaired surrogate cannot break the encoding.
+    """Encode JSON with finite numbers only, in ASCII so that an unpaired surrogate cannot break the encoding.
 
     Raises:
         WireError: it cannot be written as such.
@@ -403,35 +403,35 @@ def encode(found: object, kind: str | None = None) -> str:
         raise WireError(f"{kind or 'frame'} cannot be written as JSON: {error}", kind) from error
 
 
-def parse(raw: str | bytes) -> Message:
-    """One frame after the join, of either direction.
+def parse_message(raw: str | bytes) -> Message:
+    """Parse one frame after the join, of either direction.
 
     Raises:
         WireError: not a JSON object, a number that is not finite, or a known type with wrong fields.
     """
-    found, finite = _object(raw)
+    found, finite = _parse_object(raw)
     kind = found.get("type")
     if not isinstance(kind, str):
         return Unknown(None if kind is None else repr(kind)[:MAX_NAME])
-    if kind not in _FORMS:
+    if kind not in _ADAPTERS:
         return Unknown(kind[:MAX_NAME])
     if not finite and kind != EmergencyStop.type:
         raise WireError(f"{kind} holds a number that is not finite; send finite numbers", kind)
-    return _read(kind, found, _VIDEO_ERROR if kind == VideoError.type and "code" in found else _FORMS[kind])
+    return _validate(kind, found, _VIDEO_ERROR if kind == VideoError.type and "code" in found else _ADAPTERS[kind])
 
 
 def parse_join(raw: str | bytes) -> Join:
-    """The first frame of a client.
+    """Parse the first frame of a client.
 
     Raises:
         WireError: not ``{"participant_id": ..., "role": "producer" | "consumer"}``.
     """
-    found, _ = _object(raw)
-    return _read("join", found, _JOIN)
+    found, _ = _parse_object(raw)
+    return _validate("join", found, _JOIN)
 
 
 def decode(raw: str | bytes) -> Any:
-    """Any JSON value. Numbers may be infinite or NaN: whoever uses them checks.
+    """Decode any JSON value. Numbers may be infinite or NaN: whoever uses them checks.
 
     Raises:
         WireError: too long, not UTF-8, not JSON, or nested too deep.
@@ -439,11 +439,11 @@ def decode(raw: str | bytes) -> Any:
     return _decode(raw, float)
 
 
-def _object(raw: str | bytes) -> tuple[Json, bool]:
-    """The JSON object, and whether all its numbers are finite (``1e999`` is not)."""
+def _parse_object(raw: str | bytes) -> tuple[Json, bool]:
+    """Parse a JSON object; returns it, and whether all its numbers are finite (``1e999`` is not)."""
     is_finite = True
     try:
-        found = _decode(raw, _finite_number)
+        found = _decode(raw, _parse_finite)
     except _NotFinite:
         found, is_finite = _decode(raw, float), False
     if not isinstance(found, dict):
@@ -451,7 +451,7 @@ def _object(raw: str | bytes) -> tuple[Json, bool]:
     return found, is_finite
 
 
-def _finite_number(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise _NotFinite
@@ -467,32 +467,29 @@ def _decode(raw: str | bytes, number: Callable[[str], float]) -> Any:
         raise WireError(f"not JSON: {type(error).__name__}", position=getattr(error, "pos", 0)) from error
 
 
-_FORMS: dict[str, TypeAdapter[Any]] = {
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
     form.type: TypeAdapter(form) for form in get_args(Message) if form not in (Unknown, JoinRefused, VideoError)
 }
 _VIDEO_ERROR, _JOIN = TypeAdapter(VideoError), TypeAdapter(Join)
 
 
-def _read(kind: str, found: Json, form: TypeAdapter[Any]) -> Any:
+def _validate(kind: str, found: Json, adapter: TypeAdapter[Any]) -> Any:
     try:
-        return form.validator.validate_python(found)
+        return adapter.validator.validate_python(found)
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if not wrong["loc"]:  # half a surrogate pair in a key, which pydantic cannot look at though it is none of ours
-        return _read(kind, {key: value for key, value in found.items() if key.isascii()}, form)
-    key = str(wrong["loc"][0])
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if not problem["loc"]:  # half a surrogate pair in a key, which pydantic cannot look at though it is none of ours
+        return _validate(kind, {key: value for key, value in found.items() if key.isascii()}, adapter)
+    key = str(problem["loc"][0])
     have = type(found[key]).__name__ if key in found else "nothing"
-    raise WireError(f"{kind}.{key}: found {have}: {wrong['msg']}", kind)  # not from pydantic's: that holds the input
+    raise WireError(f"{kind}.{key}: found {have}: {problem['msg']}", kind)  # not from pydantic's: that holds the input
 
 
-# Of sessions, cameras and workspaces. Room ids travel in URL paths, and clients of this wire do not percent-encode.
-NAME_PATTERN = r"^(?!\.+$)[A-Za-z0-9_.-]{1,64}$"
-NAME = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")  # `$` alone would let a last newline pass
-OUTPUT = "-joint-output"
+OUTPUT_SUFFIX = "-joint-output"
 
 
 def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) -> Rooms:
-    """The rooms of one session, all in the given workspace or in a new one.
+    """Return the rooms of one session, all in the given workspace or in a new one.
 
     Raises:
         InvalidRequest: a name cannot stand in a URL, or two rooms would get the same id.
@@ -508,7 +505,7 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
         workspace_id=workspace,
         cameras={name: f"{session_id}-{name}" for name in cameras},
         joint_input=f"{session_id}-joint-input",
-        joint_output=f"{session_id}{OUTPUT}",
+        joint_output=f"{session_id}{OUTPUT_SUFFIX}",
     )
     ids = [*rooms.cameras.values(), rooms.joint_input, rooms.joint_output]
     if len(rooms.cameras) != len(cameras) or len(set(ids)) != len(ids):
@@ -519,16 +516,16 @@ def rooms_of(session_id: str, cameras: Sequence[str], workspace_id: str | None) 
     return rooms
 
 
-def session_of(output: str) -> str | None:
-    """The session whose output room has this id; None of a room that is no output room of any."""
-    return output.removesuffix(OUTPUT) if output.endswith(OUTPUT) else None
+def session_of(room_id: str) -> str | None:
+    """Return the session whose output room has this id; None when it is no session's output room."""
+    return room_id.removesuffix(OUTPUT_SUFFIX) if room_id.endswith(OUTPUT_SUFFIX) else None
 
 
-def participant(who: str, role: str) -> str:
-    """A participant id nobody else has.
+def create_participant_id(prefix: str, role: str) -> str:
+    """Create a participant id that nobody else has.
 
     The reference server keys its connections by participant id across all rooms, and a refused or
     late-closing socket with the same id evicts the living one; so every connection gets a fresh suffix.
     """
     ending = f"-{role}-{secrets.token_hex(4)}"
-    return who[: MAX_NAME - len(ending)] + ending
+    return prefix[: MAX_NAME - len(ending)] + ending

@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import HfApi
 from safetensors.numpy import load, save
 
-from robojax.sim.demo import free_port, wait_until_up
+from robojax.sim.demo import find_free_port, wait_until_up
 from service.processes import Child, child
 from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.testing.pauses import Pauses
@@ -105,7 +105,7 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "ROBOJAX_STATE": str(tmp_path / "state"),
     }.items():
         monkeypatch.setenv(name, value)
-    port = free_port()
+    port = find_free_port()
     url = f"http://127.0.0.1:{port}"
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), trust_env=False) as http,

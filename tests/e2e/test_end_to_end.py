@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
@@ -61,9 +61,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
     with compiling_quickly():  # a program for each shape that is drawn
         weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
-    normalization = from_stats(inputs, outputs, config.normalization_mapping, stats)
+    normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
     folder = tmp_path_factory.mktemp("policy") / "act"
-    lerobot_folder.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS)))
+    lerobot_folder.write_checkpoint(
+        folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS))
+    )
     return folder
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from service.transport.address import Address, Kind
 from service.transport.client.connection import RoomConnection, TransportTimeouts
 from service.transport.client.rest import RoomsApi, http_session
-from service.transport.client.robot import JointRoom, Robot, connect_robot
+from service.transport.client.robot import JointRoomListener, Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 from service.transport.protocol import Role
 from tests.faults.script import CHUNK, RATE, STEP
@@ -122,7 +122,7 @@ async def witness(
     url: str, rooms: Rooms, on_command: Callable[[Mapping[str, float], float], None]
 ) -> AsyncIterator[None]:
     """Somebody else in the room of the commands, who hears them when the robot is dead."""
-    heard = JointRoom(lambda: None, lambda stop: None, on_command)
+    heard = JointRoomListener(lambda: None, lambda stop: None, on_command)
     async with http_session() as session:
         api = RoomsApi(session, Address.parse(url), QUICK.request)
         connection = RoomConnection(
@@ -130,10 +130,10 @@ async def witness(
             Kind.ROBOTICS,
             rooms.workspace_id,
             rooms.joint_output,
-            who="witness",
+            id_prefix="witness",
             role=Role.CONSUMER,
             listener=heard,
-            pace=QUICK,
+            timeouts=QUICK,
         )
         heard.connection = connection
         await connection.open()

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from robojax.robot.arm_thread import Follower, plain
+from robojax.robot.arm_thread import Follower, normalize_joint_name
 from service import signal_guard
 from service.app import create_app
 from service.http.server import listen, serve_app
@@ -88,12 +88,12 @@ async def _until_logged(place: Place, since: int, text: str) -> str:
 
 async def _followed(arm: Arm, follower: Follower, until: float) -> float | None:
     """When the robot's own side held it, as it hears what the robot does."""
-    heard, pose = len(arm.history.commands), dict.fromkeys(map(plain, JOINTS), 0.0)
+    heard, pose = len(arm.history.commands), dict.fromkeys(map(normalize_joint_name, JOINTS), 0.0)
     while (now := time.monotonic()) < until:
         for command in arm.history.commands[heard:]:
             heard += 1
             follower.command(command.values, command.at)
-        follower.goal(pose, now)
+        follower.compute_goal(pose, now)
         if follower.commands and follower.hold is not None:
             return now
         await asyncio.sleep(0.005)
@@ -106,7 +106,7 @@ async def test_a_blocked_loop_is_logged_with_its_place_and_counted_while_the_rob
 ) -> None:
     arm, _ = moving
     before, said = await _figures(place.server.url), len(place.server.words())
-    follower = Follower(map(plain, JOINTS), PATIENCE)
+    follower = Follower(map(normalize_joint_name, JOINTS), PATIENCE)
     following = asyncio.create_task(_followed(arm, follower, time.monotonic() + 20))
     await arm.moves(3)
     began = place.block(how, BLOCK)

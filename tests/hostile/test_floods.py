@@ -103,7 +103,7 @@ class Turns:
 async def server_with_a_session():
     """Its app and its URL; the session ``door`` runs nothing."""
     app = create_app(
-        Settings(max_sessions=4),
+        Settings.from_values(max_sessions=4),
         transport=MemoryTransport(),
         load=ScriptedLoader(),
         read_requirements=lambda path, revision: SO100_REQUIREMENTS,

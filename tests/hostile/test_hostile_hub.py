@@ -28,7 +28,7 @@ PROMPT = 30.0
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    for name, value in {"STALLED": 0.5, "ANSWER": 4.0, "GRACE": 2.5, "QUIET": 1.0, "LARGEST_ANSWER": 1 << 20}.items():
+    for name, value in {"STALLED": 0.5, "ANSWER": 4.0, "GRACE": 2.5, "QUIET": 1.0, "MAX_ANSWER": 1 << 20}.items():
         monkeypatch.setattr(hub, name, value)
     with StubHub() as stub:
         stub.push("someone/arm", FILES)

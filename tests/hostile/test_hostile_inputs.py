@@ -39,7 +39,7 @@ from service.dashboard import live
 from service.http import array_formats, msgpack_arrays
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import FORMS, choose_answer_format
+from service.http.array_formats import ARRAY_FORMATS, choose_answer_format
 from service.http.array_limits import ArrayLimits
 from service.http.origins import Origins
 from service.sessions import request as session_request
@@ -203,17 +203,17 @@ def frames(kind: str, field: str) -> str:
 
 def wire_readers() -> Iterator[Reader]:
     most = protocol.MAX_FRAME_BYTES
-    yield from json_readers("a frame", protocol.parse, most)
-    yield from json_readers("joints", protocol.parse, most, frames("joint_update", "data"))
-    yield from json_readers("a state", protocol.parse, most, frames("state_sync", "data"))
+    yield from json_readers("a frame", protocol.parse_message, most)
+    yield from json_readers("joints", protocol.parse_message, most, frames("joint_update", "data"))
+    yield from json_readers("a state", protocol.parse_message, most, frames("state_sync", "data"))
     yield from json_readers("a join", protocol.parse_join, most)
     yield from json_readers("a signal", partial(bodies.read_body, bodies.Signal), 1 << 20,
                             '{"client_id":"a","message":{"type":"offer","sdp":%s}}')  # fmt: skip
     yield from json_readers("a command", partial(bodies.read_body, bodies.Command), 1 << 20, '{"joints":%s}')
     yield from json_readers("a room", partial(bodies.read_optional_body, bodies.NewVideoRoom), 1 << 20)
-    yield Reader("a joint's text again", lambda raw: protocol.build(protocol.parse(raw)),
+    yield Reader("a joint's text again", lambda raw: protocol.build_message(protocol.parse_message(raw)),
                  repeated("\u00e9", '{"type":"joint_update","data":[],"source":"', '"}'), most)  # fmt: skip
-    yield from json_readers("the page's socket", live.parse_message, live.LONGEST_MESSAGE)
+    yield from json_readers("the page's socket", live.parse_message, live.MAX_MESSAGE)
 
 
 SDP = "v=0\r\no=- 1 1 IN IP4 127.0.0.1\r\ns=-\r\nt=0 0\r\n"
@@ -240,7 +240,7 @@ LINES = {
 
 def describe(sdp: str) -> object:
     peer.check_description(sdp)
-    return SessionDescription.parse(candidates.sort_candidates(peer.without_other_codecs(sdp))[0])
+    return SessionDescription.parse(candidates.split_candidates(peer.keep_known_codecs(sdp))[0])
 
 
 def video_readers() -> Iterator[Reader]:
@@ -253,7 +253,7 @@ def video_readers() -> Iterator[Reader]:
     for name, line in (("a=fmtp:96 ", "a=b;"), ("a=ssrc-group:FID ", "1 "), ("m=video 9 x ", "96 "), ("o=- ", "1 ")):
         yield Reader(f"a long line {name}", describe, repeated(line, SDP + MEDIA + name), peer.MAX_SDP)
     for what in ("1 ", "a", "1 1 udp 1 a 1 typ host raddr "):
-        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE)
+        yield Reader(f"a candidate of {what!r}", candidate_from_sdp, repeated(what), candidates.MAX_CANDIDATE_LENGTH)
     # An access unit has as many packets as are kept.
     for name, piece in (
         ("empty units", b"\0\0\1"),
@@ -269,8 +269,8 @@ def video_readers() -> Iterator[Reader]:
 
 def door_readers() -> Iterator[Reader]:
     # Longer ones are read in a thread.
-    yield from json_readers("an act", codec.unpack_json, codec._AT_ONCE, '{"state":%s}')
-    yield from json_readers("a long act", codec.unpack_json, codec.LARGEST_JSON, '{"a":%s}', is_on_loop=False)
+    yield from json_readers("an act", codec.unpack_json, codec._MAX_ON_LOOP, '{"state":%s}')
+    yield from json_readers("a long act", codec.unpack_json, codec.MAX_JSON, '{"a":%s}', is_on_loop=False)
     large = 16 << 20
     for name, worst in {
         "a picture": lambda size: {"a": {"dtype": "uint8", "shape": [size], "data": bytes(size)}},
@@ -287,10 +287,8 @@ def door_readers() -> Iterator[Reader]:
     yield Reader("the same texts again", same_again, lambda size: msgpack.packb(
         {str(number): "x" * 4096 for number in range(min(size // 4096, 250))}), 1 << 20)  # fmt: skip
     yield Reader("a mask", lambda data: unmask(data, b"abcd"), lambda size: np.zeros(size, np.uint8), large)
-    yield Reader(
-        "base64", partial(observation.image_from_base64, "a"), repeated("A"), codec.LARGEST_JSON, is_on_loop=False
-    )
-    wanted = observation.Wanted(
+    yield Reader("base64", partial(observation.decode_base64, "a"), repeated("A"), codec.MAX_JSON, is_on_loop=False)
+    wanted = observation.ObservationSpec(
         ("front",), JointTable([Joint(f"joint{number}", number, -1.0, 1.0) for number in range(256)]), 1 << 21
     )
     for name, seen in {
@@ -299,7 +297,12 @@ def door_readers() -> Iterator[Reader]:
         "half of the joints": lambda size: {"state": {f"joint{number}": "1" for number in range(size)}},
         "too many numbers": lambda size: {"state": [0.5] * size},
     }.items():
-        yield Reader(f"an observation: {name}", lambda seen: observation.read(seen, wanted, is_whole=True), seen, 4096)
+        yield Reader(
+            f"an observation: {name}",
+            lambda seen: observation.read_observation(seen, wanted, is_complete=True),
+            seen,
+            4096,
+        )
     yield Reader("words", logging.sanitize_text, repeated("\x01a"), 4 << 20)
     yield Reader("words of spaces", logging.sanitize_text, repeated(" ", "a"), 4 << 20)
 
@@ -365,7 +368,10 @@ def head_readers() -> Iterator[Reader]:
     for what in ('a="', "a=b;", '\\"', " ", "a", ";", ";a", 'a;a="\\"'):
         yield Reader(f"a content type {what}", parse_content_header, repeated(what, "a/b;"), HEAD)
         yield Reader(
-            f"an Accept {what}", lambda accept: choose_answer_format(accept, FORMS[0]), repeated(what + ","), HEAD
+            f"an Accept {what}",
+            lambda accept: choose_answer_format(accept, ARRAY_FORMATS[0]),
+            repeated(what + ","),
+            HEAD,
         )
     yield Reader("a query", parse_qs, repeated("a=1&"), HEAD)
     yield Reader("a path", unquote, repeated("%ff"), HEAD)
@@ -472,7 +478,7 @@ def picture() -> str:
 
 async def decoded() -> object:
     file = observation.Observation(files={"front": "/9j/" * 1_000_000})
-    return await file.decoded(observation.Wanted(("front",), JointTable([]), 1 << 21))
+    return await file.decode_images(observation.ObservationSpec(("front",), JointTable([]), 1 << 21))
 
 
 # What is large and may be: it is read in threads, and the loop runs on.

@@ -70,7 +70,7 @@ class Loader:
 @asynccontextmanager
 async def server(load: Loader, **settings):
     """A server on loopback, what its event loop complains of, and a way to ask it."""
-    made = Settings(load_memory=1 << 28, creates_per_minute=10_000, **settings)
+    made = Settings.from_values(load_memory=1 << 28, creates_per_minute=10_000, **settings)
     app = create_app(made, transport=MemoryTransport(), load=load, read_requirements=requirements_reader(made))
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: complaints.append(about))

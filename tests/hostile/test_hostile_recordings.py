@@ -31,9 +31,9 @@ from jaxmodels.errors import DatasetError
 from service.recording import mcap_files
 from service.recording import recorder as recorder_module
 from service.recording.dataset import write_dataset
-from service.recording.library import Library, open_source
+from service.recording.library import RecordingLibrary, open_source
 from service.recording.mcap_files import McapSource
-from service.recording.mcap_format import HEAD
+from service.recording.mcap_format import HEADER_METADATA
 from service.recording.recorder import Recorder, RecorderLimits
 from service.recording.steps import RecordingError
 from tests.testing.recordings import play, subject
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 # Bytes that a process may have more than it needs for its imports: what is claimed is far beyond.
 ROOM = 600 << 20
 # Bytes that a file's steps may take while they are read: a chunk of the largest size a few times.
-ENOUGH = 4 * mcap_files.LARGEST_RECORD
+ENOUGH = 4 * mcap_files.MAX_RECORD
 
 
 def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True) -> bytes:
@@ -52,7 +52,7 @@ def built(*records: Any, about: dict[str, str] | None = None, ended: bool = True
     file = RecordBuilder()
     file.write(MCAP0_MAGIC)
     Header("", "robojax").write(file)
-    Metadata(HEAD, subject(cameras=()).to_metadata() if about is None else about).write(file)
+    Metadata(HEADER_METADATA, subject(cameras=()).to_metadata() if about is None else about).write(file)
     for one in records:
         file.write(one) if isinstance(one, bytes) else one.write(file)
     if ended:
@@ -131,7 +131,7 @@ def test_a_bomb_of_64_kb_is_refused_with_its_name_and_both_numbers(tmp_path: Pat
     assert said.startswith("2 ")
     assert f"bomb.mcap: the chunk that ends at byte {path.stat().st_size - 50}" in said
     assert str(2 << 30) in said
-    assert str(mcap_files.LARGEST_RECORD) in said
+    assert str(mcap_files.MAX_RECORD) in said
 
 
 # What is in a file -> what is said of it: RecordingError (refused), or the text of its damage.
@@ -163,7 +163,7 @@ def test_what_a_file_claims_is_not_believed(tmp_path: Path, claim: str) -> None:
     path = tmp_path / "a.mcap"
     path.write_bytes(build())
     source = McapSource(path)
-    source.outcome = mcap_files.Outcome("off")  # as if its end were whole
+    source.outcome = mcap_files.RecordingOutcome("off")  # as if its end were whole
     found, said = [], ""
     tracemalloc.start()
     try:
@@ -200,20 +200,20 @@ def test_what_a_file_is_about_is_checked_value_by_value(tmp_path: Path, name: st
     with pytest.raises(RecordingError, match=rf"a\.mcap cannot be read .*({name}|differ in number|digits)"):
         McapSource(path)
     # One that a stranger put there does not keep the others from being listed.
-    (entry,) = Library(tmp_path).entries()
+    (entry,) = RecordingLibrary(tmp_path).list_entries()
     assert entry.state == "unreadable"
 
 
 def test_what_is_said_of_a_file_is_looked_for_so_far_and_read_up_to_a_size(tmp_path: Path) -> None:
     path, about = tmp_path / "a.mcap", subject(cameras=()).to_metadata()
-    path.write_bytes(built(about={**about, "more": "a" * mcap_files.LARGEST_METADATA}))
-    with pytest.raises(RecordingError, match=rf"allowed are {mcap_files.LARGEST_METADATA}$"):
+    path.write_bytes(built(about={**about, "more": "a" * mcap_files.MAX_METADATA}))
+    with pytest.raises(RecordingError, match=rf"allowed are {mcap_files.MAX_METADATA}$"):
         McapSource(path)
     whole = built(about=about)
     for count, is_found in ((100, True), (1100, False)):
         path.write_bytes(whole[: len(MCAP0_MAGIC)] + long_record(0x80, 0) * count + whole[len(MCAP0_MAGIC) :])
         if is_found:
-            assert McapSource(path).subject.cameras == ()
+            assert McapSource(path).header.cameras == ()
         else:
             with pytest.raises(RecordingError, match="does not say what it is about"):
                 McapSource(path)
@@ -223,18 +223,18 @@ def test_an_index_at_the_end_has_a_size(tmp_path: Path) -> None:
     path, start = tmp_path / "a.mcap", len(built(ended=False))
     with path.open("wb") as file:  # a hole, which the disk keeps nothing of
         file.write(built(ended=False))
-        file.seek(mcap_files.LARGEST_SUMMARY + 1, os.SEEK_CUR)
+        file.seek(mcap_files.MAX_SUMMARY + 1, os.SEEK_CUR)
         end = RecordBuilder()
         Footer(start, 0, 0).write(end)
         file.write(end.end() + MCAP0_MAGIC)
-    with pytest.raises(RecordingError, match=f"its index has {mcap_files.LARGEST_SUMMARY + 1} bytes"):
+    with pytest.raises(RecordingError, match=f"its index has {mcap_files.MAX_SUMMARY + 1} bytes"):
         McapSource(path)
 
 
 def test_a_file_has_so_many_episodes(record, monkeypatch: pytest.MonkeyPatch) -> None:
     source = McapSource(record(episodes=3, size=(16, 16)))
     assert len({step.episode for step in source.steps()}) == 3
-    monkeypatch.setattr(mcap_files, "MOST_EPISODES", 2)
+    monkeypatch.setattr(mcap_files, "MAX_EPISODES", 2)
     with pytest.raises(RecordingError, match="more episodes than the 2 allowed"):
         list(source.steps())
 
@@ -272,7 +272,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
     reading.start()
     reading.join(20)
     assert ended, "it waits for somebody to write"
-    assert Library(tmp_path).entries() == []
+    assert RecordingLibrary(tmp_path).list_entries() == []
 
 
 def test_of_a_pipe_nothing_is_taken(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_file_cut_at_any_byte_is_read_as_far_as_it_goes_and_says_so(record, tm
             said.add("cut.mcap" in str(error))
             continue
         counts.add(len(list(source.steps())))
-        assert not source.facts.is_whole
+        assert not source.info.is_whole
         assert source.outcome.state == "interrupted"
     assert counts <= {0, 12}
     assert said == {True}
@@ -329,7 +329,7 @@ def test_a_byte_that_is_another_is_found_or_changes_nothing(record, tmp_path: Pa
         except RecordingError:
             said += 1
         else:
-            is_said = source.damage is not None or not source.facts.is_whole
+            is_said = source.damage is not None or not source.info.is_whole
             assert len(steps) == 12 or is_said or len(steps) == 0
             said += is_said
     assert said > 100
@@ -339,7 +339,7 @@ KILLED = """
     import pathlib, sys, time
     from service.recording import recorder
     from tests.testing.recordings import play, subject
-    recorder._FLUSH = recorder._NAP = 0.001
+    recorder._FLUSH_INTERVAL = recorder._POLL_INTERVAL = 0.001
     one = recorder.Recorder(pathlib.Path(sys.argv[1]), subject(cameras=()))
     print("begun", flush=True)
     while True:
@@ -379,8 +379,8 @@ def test_a_recorder_killed_at_any_moment_leaves_what_can_be_exported(tmp_path: P
             time.sleep(dice.random() * 0.1)
         source = McapSource(path)
         assert source.outcome.state == "interrupted"
-        assert not source.facts.is_whole
-        writer = write_dataset(tmp_path / f"set-{number}", source.facts, source.steps())
+        assert not source.info.is_whole
+        writer = write_dataset(tmp_path / f"set-{number}", source.info, source.steps())
         assert source.damage is None
         assert len(open_dataset(tmp_path / f"set-{number}")) == writer.frames > 0
         exported += 1
@@ -408,14 +408,14 @@ def test_two_exports_into_one_folder_leave_one_whole_dataset_and_what_was_killed
             yield from steps[6:]
 
         try:
-            write_dataset(folder, source.facts, slowly())
+            write_dataset(folder, source.info, slowly())
         except RecordingError as error:
             failures.append(str(error))
 
     writing = threading.Thread(target=first, daemon=True)
     writing.start()
     assert begun.wait(30)
-    write_dataset(folder, source.facts, steps)
+    write_dataset(folder, source.info, steps)
     go_on.set()
     writing.join(30)
     assert len(failures) == 1
@@ -460,7 +460,7 @@ def test_a_recorder_on_a_disk_that_hangs_keeps_no_more_than_its_queue(tmp_path: 
             play(recorder, episodes=1, size=(120, 160))
         assert recorder.dropped > 0
         assert len(recorder._queue) <= 500
-        assert recorder._put - recorder._taken <= 200_000
+        assert recorder._queued_bytes - recorder._written_bytes <= 200_000
         recorder.close()
         assert not recorder.join(0.05)
     finally:
@@ -498,7 +498,7 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
 ) -> None:
     # Small pieces, so that each part of the file is the one that finds no room.
     monkeypatch.setattr(mcap_files, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(recorder_module, "_FLUSH", 0.0)
+    monkeypatch.setattr(recorder_module, "_FLUSH_INTERVAL", 0.0)
     counts, states = [], []
     for free in (0, *(pages * 4096 for pages in (1, 2, 3, 5, 6, 7, 8, 9, 10, 14))):
         leave(small_disk, free)
@@ -514,12 +514,12 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
             counts.append(0)
         else:
             source = McapSource(path)
-            assert source.facts.is_whole == (recorder.state == "off")
-            assert source.outcome.state == ("off" if source.facts.is_whole else "interrupted")
-            (entry,) = Library(small_disk).entries()
+            assert source.info.is_whole == (recorder.state == "off")
+            assert source.outcome.state == ("off" if source.info.is_whole else "interrupted")
+            (entry,) = RecordingLibrary(small_disk).list_entries()
             assert entry.state == source.outcome.state
             if steps := list(source.steps()):
-                writer = write_dataset(tmp_path / f"set-{free}", source.facts, steps)
+                writer = write_dataset(tmp_path / f"set-{free}", source.info, steps)
                 assert len(open_dataset(tmp_path / f"set-{free}")) == writer.frames == len(steps)
             counts.append(len(steps))
         path.unlink()
@@ -540,7 +540,7 @@ EXPORTS = """
         leave(disk, pages * 4096)
         source = McapSource(Path(sys.argv[1]))
         try:
-            frames = write_dataset(disk / f"set-{pages}", source.facts, source.steps()).frames
+            frames = write_dataset(disk / f"set-{pages}", source.info, source.steps()).frames
         except OSError as error:
             frames = f"errno {error.errno}"
         print(pages, frames, sorted(path.name for path in disk.iterdir()), flush=True)
@@ -578,7 +578,7 @@ EXPORTED = """
     source = McapSource(Path(sys.argv[1]))
     steps = list(source.steps())
     print("begun", flush=True)
-    write_dataset(Path(sys.argv[2]), source.facts, steps)
+    write_dataset(Path(sys.argv[2]), source.info, steps)
 """
 
 
@@ -592,6 +592,6 @@ def test_an_export_that_is_killed_at_any_moment_leaves_no_folder_and_is_made_aga
             assert len(open_dataset(folder)) == 24
             shutil.rmtree(folder)
     source = McapSource(path)
-    write_dataset(folder, source.facts, source.steps())
+    write_dataset(folder, source.info, source.steps())
     assert len(open_dataset(folder)) == 24
     assert not list(tmp_path.glob("*.partial"))

@@ -26,15 +26,15 @@ from aiortc.rtp import RtcpByePacket, RtcpRtpfbPacket, RtpPacket
 from OpenSSL import SSL
 
 from service.http.fair_queue import SHARE, TURN_SECONDS, FairQueue
-from service.transport.client.camera_rooms import CONSUMER_OFFERS, MAX_PEERS, CameraReceiver, CameraSender
+from service.transport.client.camera_rooms import ANSWER_RATE, MAX_PEERS, CameraReceiver, CameraSender
 from service.transport.client.connection import TransportTimeouts
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
 from service.transport.webrtc import datagrams
 from service.transport.webrtc import peer as peers
 from service.transport.webrtc.candidates import MAX_CANDIDATES
-from service.transport.webrtc.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_TIME, STRANGERS, Intake
-from service.transport.webrtc.decoding import MAX_PENDING, PICTURES, Decoder, FrameDecoder
-from service.transport.webrtc.encoding import RESENT, Camera, CameraTrack, limit_requests
+from service.transport.webrtc.datagrams import MAX_SOURCES, MAX_WAITING, MEDIA_BUDGET, STRANGER_RATE, DatagramFilter
+from service.transport.webrtc.decoding import DECODE_RATE, MAX_PENDING, DecoderThread, FrameDecoder
+from service.transport.webrtc.encoding import RETRANSMIT_RATE, Camera, CameraTrack, limit_retransmissions
 from service.transport.webrtc.jitter_buffer import BoundedNacks
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 from tests.hostile.video_cases import SSRC, Pair, packets, picture
@@ -113,19 +113,19 @@ async def test_no_case_ends_or_holds_up_the_process_that_decodes():
 
 async def test_an_empty_datagram_of_a_stranger_ends_no_connection(pair):
     await throw(b"", pair.address)
-    assert pair.server.intake.dropped["size"] == 1
+    assert pair.server.datagram_filter.dropped["size"] == 1
     assert pair.server.state == "connected"
     assert await pair.is_seen(120)
 
 
 async def test_what_strangers_send_before_the_handshake_is_not_kept(browser):
     peer = Peer([])
-    await peer.answer(await offer_of(browser), no_screen())
+    await peer.answer_offer(await offer_of(browser), no_screen())
     protocol = sockets_of(peer)[0]
     # No more at a time than a socket's buffer holds, however late it is read.
     for number in range(1, 7):
         await throw(b"\x80" * 1400, protocol.transport.get_extra_info("sockname")[:2], 50)
-        await until(lambda count=50 * number: peer.intake.dropped["stranger"] == count)
+        await until(lambda count=50 * number: peer.datagram_filter.dropped["stranger"] == count)
     assert protocol.receiver._queue.qsize() == 0
     await peer.close()
 
@@ -140,7 +140,7 @@ async def test_what_calls_itself_stun_is_not_read_for_longer_than_stun_is(pair, 
     await throw(struct.pack("!HHI12s", 0x101, 0, 0x2112A442, b"x" * 12), pair.address)  # an answer to nothing
     await throw(struct.pack("!HHI12s", 1, 0, 0, b"x" * 12), pair.address)
     assert [len(data) for data in read] == [1620]
-    assert pair.server.intake.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
+    assert pair.server.datagram_filter.dropped == {"size": 1, "stranger": 1, "rate": 0, "sources": 0, "malformed": 2}
 
 
 async def test_stun_that_cannot_be_read_is_no_error_of_the_event_loop(pair):
@@ -149,7 +149,7 @@ async def test_stun_that_cannot_be_read_is_no_error_of_the_event_loop(pair):
     short = struct.pack("!HHI12s", 1, 8, 0x2112A442, b"x" * 12) + struct.pack("!HHI", 0x24, 3, 1)
     await throw(short, pair.address, 10)
     assert errors == []
-    assert pair.server.intake.dropped["malformed"] == 10
+    assert pair.server.datagram_filter.dropped["malformed"] == 10
 
 
 async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pair):
@@ -159,8 +159,8 @@ async def test_a_flood_of_one_stranger_is_dropped_and_the_picture_still_comes(pa
     for protocol in sockets_of(pair.server):
         protocol.send_stun = lambda message, address: answered.append(message)
     await throw(wrong, pair.address, 1000)
-    assert len(answered) <= datagrams.STRANGERS[1] + 50
-    assert pair.server.intake.dropped["rate"] > 300
+    assert len(answered) <= datagrams.STRANGER_RATE[1] + 50
+    assert pair.server.datagram_filter.dropped["rate"] > 300
     assert await pair.is_seen(90)
 
 
@@ -195,7 +195,7 @@ class Wire:
         # Guarded as that of a real connection is; the DTLS transport above it has nothing else of interest.
         dtls = SimpleNamespace(getTransceivers=lambda: [], sctp=SimpleNamespace(transport=self))
         self.transport = self
-        Intake().guard(dtls)  # type: ignore[arg-type]
+        DatagramFilter().guard_connection(dtls)  # type: ignore[arg-type]
 
     def send(self) -> None:
         if self._queue.qsize() < MAX_WAITING:
@@ -276,7 +276,7 @@ def test_the_media_of_peers_that_flood_leaves_the_loop_its_time_and_cameras_thei
         assert work.longest <= most, "of a turn of the loop, all peers together"
         assert max(late) <= most
         read = [len(wire.late) * cost for wire in floods]
-        assert sum(read) <= (SHARE + 4 * MEDIA_TIME[0]) * took, "seconds, of all who flood"
+        assert sum(read) <= (SHARE + 4 * MEDIA_BUDGET[0]) * took, "seconds, of all who flood"
         assert min(read) > 0.05 * took
         assert len(camera.late) >= 0.95 * 600 * took
         assert max(camera.late) <= 0.015, "twenty packets, a few turns of the loop"
@@ -294,9 +294,9 @@ def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_w
             answered[number] += 1
 
         for number in range(8):
-            intake = Intake()
+            intake = DatagramFilter()
             ice = SimpleNamespace(_remote_candidates=[])
-            for _ in range(STRANGERS[1]):
+            for _ in range(STRANGER_RATE[1]):
                 plain = partial(lambda number, data, address: answer(number), number)
                 intake._receive(ice, SimpleNamespace(transactions={}), plain, check, ("10.0.0.9", 5000))
         assert answered.total() <= TURN_SECONDS / 0.0005, "as many at once, the others in the next turns"
@@ -304,7 +304,7 @@ def test_the_checks_of_all_peers_together_take_a_bounded_time_of_a_turn(run_by_w
         assert work.longest <= TURN_SECONDS + 0.0005
 
     run_by_work(main)
-    assert set(answered.values()) == {STRANGERS[1]}
+    assert set(answered.values()) == {STRANGER_RATE[1]}
 
 
 # Descriptions and candidates.
@@ -326,34 +326,34 @@ async def test_a_description_that_is_too_large_is_refused_before_it_is_parsed(br
     offer, peer = with_lines(await offer_of(browser), line, count), Peer([])
     monkeypatch.setattr("aiortc.sdp.SessionDescription.parse", lambda sdp: pytest.fail("it was parsed"))
     with pytest.raises(BadSignal, match=r"at most|more than"):
-        await peer.answer(offer, no_screen())
+        await peer.answer_offer(offer, no_screen())
     await peer.close()
 
 
 async def test_of_the_codecs_offered_only_ours_are_looked_at(browser):
     offer = await offer_of(browser)
     others = with_lines("", "a=rtpmap:{0} VP9/90000\r\na=rtcp-fb:{0} nack", 40)
-    thinned = peers.without_other_codecs(offer + others)
+    thinned = peers.keep_known_codecs(offer + others)
     assert thinned == offer
     again = with_lines("", "a=rtpmap:97 VP8/90000\r\na=fmtp:97 x\r\na=rtcp-fb:97 nack{}", 40)
-    assert len(peers.without_other_codecs(offer + again).splitlines()) < len(offer.splitlines()) + 10
+    assert len(peers.keep_known_codecs(offer + again).splitlines()) < len(offer.splitlines()) + 10
 
 
 @pytest.mark.parametrize("missing", ["a=sendonly", "a=rtcp-mux", "a=ice-pwd", "a=rtpmap"])
 async def test_an_offer_that_lacks_something_is_refused_and_ends_no_session(receiver, browser, missing):
     lines = (await offer_of(browser)).splitlines()
-    receiver.received(offer_signal("\r\n".join(line for line in lines if not line.startswith(missing)) + "\r\n"), 0.0)
+    receiver.on_message(offer_signal("\r\n".join(line for line in lines if not line.startswith(missing)) + "\r\n"), 0.0)
     await until(lambda: receiver.health()["refused_offers"] == 1)
-    receiver.received(offer_signal("\r\n".join(lines) + "\r\n"), 0.0)
+    receiver.on_message(offer_signal("\r\n".join(lines) + "\r\n"), 0.0)
     await until(lambda: receiver.signals.sent)
 
 
 async def test_candidates_are_tried_up_to_a_number_by_whichever_way_they_come(browser):
     plain = "a=candidate:{0} 1 udp 5 10.0.0.{0} 50000 typ host"
     offer, peer = with_lines(await offer_of(browser), plain, 100).replace("a=end-of-candidates\r\n", ""), Peer([])
-    await peer.answer(offer, no_screen())
+    await peer.answer_offer(offer, no_screen())
     each = ({"candidate": plain.format(number)[2:], "sdpMLineIndex": 0} for number in range(100, 250))
-    peer.add_all(each)
+    peer.add_candidates(each)
     assert len(peer._adding) <= 2 * MAX_CANDIDATES
     await asyncio.gather(*peer._adding)
     (transport,) = datagrams.transports_of(peer._pc)
@@ -368,7 +368,7 @@ async def test_a_data_channel_never_opens(browser):
     browser.addTransceiver("video", direction="sendonly")
     await browser.setLocalDescription()
     peer = Peer([])
-    answer = await peer.answer(browser.localDescription.sdp, no_screen())
+    answer = await peer.answer_offer(browser.localDescription.sdp, no_screen())
     await browser.setRemoteDescription(aiortc.RTCSessionDescription(answer, "answer"))
     await until(lambda: peer.connected_at and browser.connectionState == "connected")
     await asyncio.sleep(0.2)
@@ -381,10 +381,10 @@ async def test_the_sockets_of_a_data_channel_are_guarded_as_others_are(browser):
     browser.createDataChannel("shell")
     await browser.setLocalDescription()
     peer = Peer([])
-    await peer.answer(browser.localDescription.sdp.replace("a=end-of-candidates\r\n", ""), no_screen())
+    await peer.answer_offer(browser.localDescription.sdp.replace("a=end-of-candidates\r\n", ""), no_screen())
     (protocol, *_) = sockets_of(peer)
     await throw(b"", protocol.transport.get_extra_info("sockname")[:2])
-    assert peer.intake.dropped["size"] == 1
+    assert peer.datagram_filter.dropped["size"] == 1
     before = len(protocol.receiver._remote_candidates)
     named = SimpleNamespace(host="x.local", port=50_000, component=1, transport="udp", type="host")
     protocol.receiver._add_remote_candidate(named, "169.254.169.254")  # as somebody resolved its name
@@ -428,7 +428,7 @@ async def test_sources_without_end_are_not_remembered(pair):
         await pair.send(packet)
         if number % 10 == 9:
             await asyncio.sleep(0.001)
-    await until(lambda: pair.server.intake.dropped["sources"] > 100)
+    await until(lambda: pair.server.datagram_filter.dropped["sources"] > 100)
     receiver = pair.server._pc.getReceivers()[0]
     assert len(receiver._RTCRtpReceiver__remote_streams) <= MAX_SOURCES
     assert pair.server.state == "connected"
@@ -436,7 +436,7 @@ async def test_sources_without_end_are_not_remembered(pair):
 
 async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
     await pair.send(b"\x8f\xce\x00\x04" + b"\0" * 8 + b"REMB\xff\xff\xff\xff")  # of 255 sources none follows
-    await until(lambda: pair.server.intake.dropped["malformed"] == 1)
+    await until(lambda: pair.server.datagram_filter.dropped["malformed"] == 1)
     assert pair.server.state == "connected"
     assert await pair.is_seen(150)
 
@@ -444,7 +444,7 @@ async def test_a_report_that_cannot_be_read_ends_no_connection(pair):
 async def test_a_goodbye_does_not_wait_for_the_pictures_before_it(pair):
     """aiortc joins its decoder's thread on the event loop, behind all that waits."""
     receiver, began, may_go_on = pair.server._pc.getReceivers()[0], threading.Event(), threading.Event()
-    decoder: Decoder = receiver._RTCRtpReceiver__decoder_queue
+    decoder: DecoderThread = receiver._RTCRtpReceiver__decoder_queue
 
     def decode(name: str, frame: JitterFrame) -> list[Any]:
         began.set()
@@ -471,29 +471,29 @@ async def test_more_pictures_than_a_decoder_can_take_are_dropped_and_a_keyframe_
         nonlocal wanted
         wanted += 1
 
-    decoder = Decoder(receiver, lambda frame: None, lambda: None, want, clock=lambda: now)  # type: ignore[arg-type]
+    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, want, clock=lambda: now)  # type: ignore[arg-type]
     vp8, key = SimpleNamespace(name="VP8"), JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x80\x07\x38\x04" + b"x" * 100, 0)
     for _ in range(500):
         decoder.put((vp8, key))  # type: ignore[arg-type]
-    assert decoder.qsize() <= PICTURES[1]
+    assert decoder.qsize() <= DECODE_RATE[1]
     assert decoder.overrun + decoder.qsize() == 500
     assert wanted > 0
     for _ in range(300):  # at a rate that is allowed, while the decoder stands still
-        now += 1 / PICTURES[0]
+        now += 1 / DECODE_RATE[0]
         decoder.put((vp8, key))  # type: ignore[arg-type]
         assert decoder.qsize() <= MAX_PENDING
 
 
 async def test_small_pictures_are_counted_and_behind_a_dropped_one_the_stream_goes_on_at_a_keyframe():
     receiver, now = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None), 0.0
-    decoder = Decoder(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
+    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None, clock=lambda: now)  # type: ignore[arg-type]
     vp8 = SimpleNamespace(name="VP8")
     key = JitterFrame(b"\x10\x02\x00\x9d\x01\x2a\x10\x00\x10\x00", 0)  # 16x16
     built_on_it = JitterFrame(b"\x11\x02\x00", 0)
     decoder.put((vp8, key))  # type: ignore[arg-type]
     while not decoder.overrun:
         decoder.put((vp8, built_on_it))  # type: ignore[arg-type]
-        assert decoder.qsize() <= 2 * PICTURES[1]
+        assert decoder.qsize() <= 2 * DECODE_RATE[1]
     now, waiting = 10.0, decoder.qsize()
     for _ in range(2):
         decoder.put((vp8, built_on_it))  # type: ignore[arg-type]
@@ -516,7 +516,7 @@ async def test_small_pictures_are_counted_and_behind_a_dropped_one_the_stream_go
 )
 async def test_what_a_decoder_would_make_room_for_first_is_never_given_to_it(name, data):
     receiver = SimpleNamespace(_RTCRtpReceiver__decoder_thread=None)
-    decoder = Decoder(receiver, lambda frame: None, lambda: None, lambda: None)  # type: ignore[arg-type]
+    decoder = DecoderThread(receiver, lambda frame: None, lambda: None, lambda: None)  # type: ignore[arg-type]
     decoder.put((SimpleNamespace(name=name), JitterFrame(data, 0)))  # type: ignore[arg-type]
     assert (decoder.oversize, decoder.qsize()) == (1, 0)
 
@@ -546,12 +546,12 @@ async def test_a_viewer_has_packets_sent_again_once_each_and_not_without_end():
         asked.extend(packet.lost)
 
     sender = SimpleNamespace(_handle_rtcp_packet=retransmit)
-    limit_requests(sender)  # type: ignore[arg-type]
+    limit_retransmissions(sender)  # type: ignore[arg-type]
     await sender._handle_rtcp_packet(RtcpRtpfbPacket(fmt=1, ssrc=1, media_ssrc=2, lost=[7] * 5000 + [8]))
     assert asked == [7, 8]
     for _ in range(20):
         await sender._handle_rtcp_packet(RtcpRtpfbPacket(fmt=1, ssrc=1, media_ssrc=2, lost=list(range(6000))))
-    assert len(asked) <= 2 * RESENT[1]
+    assert len(asked) <= 2 * RETRANSMIT_RATE[1]
 
 
 # The rooms' signals.
@@ -566,10 +566,10 @@ class Signals:
         self.participant_id, self.workspace, self.kind = "server", "w", None
         self.presence = SimpleNamespace(producer="p", consumers=frozenset())
 
-    async def signal(self, workspace: str, room: str, sender: str, message: Any) -> None:
+    async def post_signal(self, workspace: str, room: str, sender: str, message: Any) -> None:
         self.sent.append(message)
 
-    async def look(self, *arguments: Any) -> Any:
+    async def get_presence(self, *arguments: Any) -> Any:
         return self.presence
 
     def send(self, message: Any) -> None:
@@ -582,7 +582,7 @@ class Signals:
 @pytest.fixture
 async def receiver():
     signals = Signals()
-    inbox = SimpleNamespace(frame=lambda *each: None, joints=lambda *each: None, event=lambda event: None)
+    inbox = SimpleNamespace(on_frame=lambda *each: None, on_joints=lambda *each: None, on_event=lambda event: None)
     made = CameraReceiver("front", "room", signals, inbox, QUICK, ())  # type: ignore[arg-type]
     made.signals = signals  # type: ignore[attr-defined]
     task = asyncio.create_task(made.run(signals))  # type: ignore[arg-type]
@@ -599,23 +599,23 @@ def offer_signal(sdp: str) -> WebrtcOffer:
 async def test_of_a_thousand_offers_a_few_are_answered_and_the_newest_is(receiver, browser):
     offer = await offer_of(browser)
     for number in range(1000):
-        receiver.received(offer_signal(offer.replace("s=-", f"s={number}")), 0.0)
+        receiver.on_message(offer_signal(offer.replace("s=-", f"s={number}")), 0.0)
         if number % 100 == 99:
             await asyncio.sleep(0.01)
-    await until(lambda: receiver._waiting is None and receiver._signals.empty())
+    await until(lambda: receiver._pending_offer is None and receiver._signals.empty())
     answered = lambda: receiver.health()["offers"] - receiver.health()["refused_offers"]  # noqa: E731
     await until(lambda: answered() == len(receiver.signals.sent))
-    assert len(receiver.signals.sent) <= CONSUMER_OFFERS[1] + 4
+    assert len(receiver.signals.sent) <= ANSWER_RATE[1] + 4
     assert receiver.health()["refused_offers"] + receiver.health()["signals_dropped"] > 990
     assert "faster than" in receiver.health()["last_error"]
-    receiver.received(offer_signal(offer), 0.0)
+    receiver.on_message(offer_signal(offer), 0.0)
     count = len(receiver.signals.sent)
     await until(lambda: len(receiver.signals.sent) == count + 1)
 
 
 async def test_a_peer_that_never_completes_is_closed_though_signals_come_all_the_time(receiver, browser):
     offer = await offer_of(browser)
-    receiver.received(offer_signal(offer), 0.0)
+    receiver.on_message(offer_signal(offer), 0.0)
     await until(lambda: receiver._peer is not None)
     peer = receiver._peer
     opened = sockets_of(peer)
@@ -623,7 +623,7 @@ async def test_a_peer_that_never_completes_is_closed_though_signals_come_all_the
 
     async def pester() -> None:
         while True:
-            receiver.received(WebrtcIce({"candidate": "candidate:x"}, from_producer="p"), 0.0)
+            receiver.on_message(WebrtcIce({"candidate": "candidate:x"}, from_producer="p"), 0.0)
             await asyncio.sleep(0.01)
 
     pestering = asyncio.create_task(pester())
@@ -635,9 +635,9 @@ async def test_a_peer_that_never_completes_is_closed_though_signals_come_all_the
 
 
 async def test_signals_that_are_larger_than_any_are_not_queued(receiver):
-    receiver.received(offer_signal("x" * (MAX_SDP + 1)), 0.0)
-    receiver.received(WebrtcIce({"candidate": "x" * 600}, from_producer="p"), 0.0)
-    receiver.received(WebrtcIce({"candidate": "x", "more": ["y" * 10_000]}, from_producer="p"), 0.0)
+    receiver.on_message(offer_signal("x" * (MAX_SDP + 1)), 0.0)
+    receiver.on_message(WebrtcIce({"candidate": "x" * 600}, from_producer="p"), 0.0)
+    receiver.on_message(WebrtcIce({"candidate": "x", "more": ["y" * 10_000]}, from_producer="p"), 0.0)
     assert receiver._signals.qsize() == 1
     assert receiver._signals._queue[0].candidate == {"candidate": "x"}
     health = receiver.health()
@@ -648,12 +648,12 @@ async def test_a_camera_is_sent_to_a_bounded_number_of_viewers(monkeypatch):
     async def offer(self: Peer, track: CameraTrack) -> str:
         return "v=0"
 
-    monkeypatch.setattr(Peer, "offer", offer)
+    monkeypatch.setattr(Peer, "create_offer", offer)
     signals = Signals()
     sender = CameraSender(Camera(25), "room", signals, QUICK, (), lambda stop: None)  # type: ignore[arg-type]
     task = asyncio.create_task(sender.run(signals))  # type: ignore[arg-type]
     for number in range(50):
-        sender.received(ParticipantJoined("room", f"viewer-{number}", Role.CONSUMER), 0.0)
+        sender.on_message(ParticipantJoined("room", f"viewer-{number}", Role.CONSUMER), 0.0)
     await until(sender._signals.empty)
     assert len(sender._peers) == MAX_PEERS
     assert len(signals.sent) == MAX_PEERS

@@ -101,7 +101,7 @@ class Scene:
 @asynccontextmanager
 async def scene(tmp_path: Path | None = None, *, keeps_rooms: bool = True, port: int = 0) -> AsyncIterator[Scene]:
     state = "off" if tmp_path is None else str(tmp_path)
-    app = create_app(Settings(state=state), load=ScriptedLoader())
+    app = create_app(Settings.from_values(state=state), load=ScriptedLoader())
     async with (
         serve_app(app, listen("127.0.0.1", port)) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
@@ -255,8 +255,8 @@ async def test_a_robot_refuses_commands_until_its_server_says_that_the_latch_is_
             await until(lambda: robot.latch)
             assert made.stops, "it is told of a stop that came over HTTP"
             # As on a server that lets everybody command: what comes is refused all the same.
-            robot._obey({"Rotation": 90.0}, 0.0)
-            robot._obey({"Rotation": POSE["Rotation"]}, 0.0)
+            robot._take_command({"Rotation": 90.0}, 0.0)
+            robot._take_command({"Rotation": POSE["Rotation"]}, 0.0)
             assert robot.refused == 1
             assert "a command is refused: an emergency stop is latched" in caplog.text
             assert robot.health()["latch"] == robot.latch
@@ -268,7 +268,7 @@ async def test_a_robot_refuses_commands_until_its_server_says_that_the_latch_is_
             assert robot.latch, "a new connection forgets nothing"
             await made.ask("/debug/sessions/arm/reset")
             await until(lambda: robot.latch is None)
-            robot._obey({"Rotation": 90.0}, 0.0)
+            robot._take_command({"Rotation": 90.0}, 0.0)
             assert {"Rotation": 90.0} in made.got
 
 
@@ -284,15 +284,15 @@ async def test_a_robot_that_comes_during_a_latch_knows_of_it_and_its_own_stop_co
             robot.emergency_stop("a hand")
             assert robot.latch == "a hand"
             await until(lambda: made.app.ctx.sessions.get("arm").is_latched)
-            await until(lambda: robot._is_known)
+            await until(lambda: robot._is_confirmed)
 
 
 async def test_a_stop_that_the_session_did_not_hear_is_told_to_its_server(monkeypatch) -> None:
-    monkeypatch.setattr("service.transport.client.robot.UNHEARD", 0.1)
+    monkeypatch.setattr("service.transport.client.robot.STOP_REPORT_DELAY", 0.1)
     async with scene() as made:
         await made.create()
         async with made.with_robot() as robot:
-            robot._take_latch("heard by the robot alone")
+            robot._latch_stop("heard by the robot alone")
             await until(lambda: made.app.ctx.sessions.get("arm").is_latched)
             assert made.app.ctx.sessions.get("arm").latch == "heard by the robot alone"
             assert robot.latch

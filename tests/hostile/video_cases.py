@@ -62,10 +62,10 @@ class Pair:
         self.hostile, self.server = Peer([]), Peer([])
 
     async def connect(self) -> "Pair":
-        offer = await self.hostile.offer(CameraTrack(Camera(25)))
+        offer = await self.hostile.create_offer(CameraTrack(Camera(25)))
         # All that we decode is offered, as browsers do; a camera of robojax offers VP8 alone.
         offer = offer.replace("RTP/SAVPF 97 98", "RTP/SAVPF 97 98 99").rstrip() + "\r\n" + H264
-        await self.hostile.accept(await self.server.answer(offer, self.screen))
+        await self.hostile.accept_answer(await self.server.answer_offer(offer, self.screen))
         for peer in (self.hostile, self.server):
             async with asyncio.timeout(20):
                 while not peer.connected_at:
@@ -350,7 +350,7 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
     strangers = {family: socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)}
     pair, connections, first, seen, counts = await Pair().connect(), 1, 0.0, True, Counter[str]()
     asked = Peer([])
-    offer = await asked.offer(CameraTrack(Camera(25)))
+    offer = await asked.create_offer(CameraTrack(Camera(25)))
     with Turns() as turns:
         for number in range(count):
             kinds = {"VP8": pair.kind("VP8"), "H264": pair.kind("H264")}
@@ -372,18 +372,18 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
                     peer = Peer([])
                     try:
                         screen = FrameDecoder(lambda image, at: None, lambda error: None)
-                        await asyncio.create_task(peer.answer(generator.description(offer), screen))
+                        await asyncio.create_task(peer.answer_offer(generator.description(offer), screen))
                     except BadSignal:
                         ran["refused descriptions"] += 1
                     await peer.close()
                 case _:
-                    pair.server.add_all([generator.candidate()])
+                    pair.server.add_candidates([generator.candidate()])
             await asyncio.sleep(0.001)  # turns of the loop, in which it is received
             # A peer may end its own connection, and gets another, as by a new offer; so does one that is used up.
             if pair.server.state != "connected" or number % 500 == 499:
                 seen = seen and (pair.server.state != "connected" or await pair.is_seen(200))
-                counts.update(pair.screen.counts())
-                counts.update(pair.server.intake.dropped)
+                counts.update(pair.screen.get_counts())
+                counts.update(pair.server.datagram_filter.dropped)
                 await pair.close()
                 pair, connections = await Pair().connect(), connections + 1
             if number == count // 5:
@@ -391,8 +391,8 @@ async def run_cases(count: int, seed: int) -> dict[str, Any]:
                 first = memory()
         turns.case = "end"
         seen = await pair.is_seen(200) and seen
-    counts.update(pair.screen.counts())
-    counts.update(pair.server.intake.dropped)
+    counts.update(pair.screen.get_counts())
+    counts.update(pair.server.datagram_filter.dropped)
     await asyncio.gather(pair.close(), asked.close())
     for stranger in strangers.values():
         stranger.close()

@@ -48,13 +48,13 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
-    checkpoint = lerobot_folder.read(golden_folder(name))
+    checkpoint = lerobot_folder.read_checkpoint(golden_folder(name))
     config, inputs = checkpoint.config, checkpoint.normalization.inputs
     scales = Scales(
-        images=tuple(inputs.forward(feature) for feature in config.cameras),
-        state=inputs.forward(config.state),
-        environment_state=config.environment_state and inputs.forward(config.environment_state),
-        action=inputs.forward(config.action),
+        images=tuple(inputs.get_forward(feature) for feature in config.cameras),
+        state=inputs.get_forward(config.state),
+        environment_state=config.environment_state and inputs.get_forward(config.environment_state),
+        action=inputs.get_forward(config.action),
     )
     plan = blueprint(lambda rngs: Act(config, rngs=rngs))
     sizes = tuple(camera.shape[1:] for camera in config.cameras)

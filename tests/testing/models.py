@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxmodels.layers.embeddings import sinusoidal
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
@@ -157,7 +157,7 @@ def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 def make_checkpoint(config: ActConfig, seed: int = 0, **sidecar: Any) -> Checkpoint:
     features = (*config.input_features, *config.output_features)
-    normalization = from_stats(
+    normalization = build_normalization(
         config.input_features, config.output_features, config.normalization_mapping, random_stats(features, seed)
     )
     return Checkpoint(config, lively_weights(config, seed), normalization, Sidecar(**sidecar))

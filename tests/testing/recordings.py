@@ -8,15 +8,15 @@ import numpy as np
 
 from service.control.joints import SO100
 from service.control.observers import Tick
-from service.recording.mcap_format import Subject, bounds, feature_names
+from service.recording.mcap_format import RecordingHeader, feature_names, replace_infinite
 from service.recording.recorder import Recorder
 
 RATE = 20.0
 
 
-def subject(**more: Any) -> Subject:
+def subject(**more: Any) -> RecordingHeader:
     features, robot = feature_names(SO100)
-    made = Subject(
+    made = RecordingHeader(
         session_id="arm",
         policy_path="policies/act",
         policy_type="act",
@@ -25,8 +25,8 @@ def subject(**more: Any) -> Subject:
         action_rate=RATE,
         joints=tuple(joint.name for joint in SO100),
         features=features,
-        low=bounds([joint.low for joint in SO100]),
-        high=bounds([joint.high for joint in SO100]),
+        low=replace_infinite([joint.low for joint in SO100]),
+        high=replace_infinite([joint.high for joint in SO100]),
         cameras=("front", "top"),
         task="pick up the cube",
         is_dry_run=False,
@@ -68,14 +68,14 @@ def play(
     start = time.monotonic()
     for episode in range(episodes):
         for camera in cameras:
-            recorder.saw(camera, frame(0, size), start)
-        recorder.begin("by request")
+            recorder.on_frame(camera, frame(0, size), start)
+        recorder.begin_episode("by request")
         for number in range(ticks):
             at = start + (episode * ticks + number) / RATE
             if number in skipped:
                 continue
             if number:
                 for camera in cameras:
-                    recorder.saw(camera, frame(number, size), at - 0.001)
-            recorder.ticked(tick(number, at))
-        recorder.end("by request")
+                    recorder.on_frame(camera, frame(number, size), at - 0.001)
+            recorder.on_tick(tick(number, at))
+        recorder.end_episode("by request")

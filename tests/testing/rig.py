@@ -119,7 +119,7 @@ async def started(
     file = KeyFile(Path(settings.get("state", "nowhere")) / "keys.json")
     keys = {name: file.create(name, role, name, time.time()) for name, role in (roles or {}).items()}
     given = {name: None if part is REAL else part for name, part in (("transport", transport), ("load", load))}
-    app = create_app(Settings(**settings), **given, **(parts or {}))
+    app = create_app(Settings.from_values(**settings), **given, **(parts or {}))
     prepare(app)
     async with (
         serve_app(app, listen("127.0.0.1", port)) as url,

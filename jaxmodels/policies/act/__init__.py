@@ -18,7 +18,7 @@ POLICY = PolicyType(
     architecture=serving.architecture,
     prepare=weights.fold,
     act=serving.act,
-    sizes=memory.sizes,
+    sizes=memory.compute_sizes,
     small=MappingProxyType(
         {
             "chunk_size": 20,

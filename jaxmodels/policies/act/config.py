@@ -1,4 +1,4 @@
-"""ActConfig: every field of LeRobot's configuration, and one more vision backbone."""
+"""Config of ACT: every field of LeRobot's, and one more vision backbone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from jaxmodels.ranges import (
     SHARE_BELOW_ONE,
     WIDTH,
     Range,
-    shown,
-    wrong_numbers,
+    find_number_errors,
+    shorten_value,
 )
 from jaxmodels.types import ENVIRONMENT_STATE, STATE, Feature
 
@@ -33,7 +33,7 @@ class ActConfig(PolicyConfig):
     ``small_cnn`` (jaxmodels/layers/vision.py), which LeRobot does not know.
 
     Raises:
-        ConfigError: a value makes no sense; all complaints together.
+        ConfigError: a value makes no sense; all errors together.
     """
 
     type: ClassVar[str] = "act"
@@ -74,9 +74,9 @@ class ActConfig(PolicyConfig):
     optimizer_lr_backbone: Annotated[float, NOT_NEGATIVE] = 1e-5
 
     def __post_init__(self) -> None:
-        wrong = wrong_numbers(self, integers=True) or [
+        wrong = find_number_errors(self, integers=True) or [
             *self._wrong_numbers(),
-            *wrong_numbers(self, integers=False),
+            *find_number_errors(self, integers=False),
             *self.wrong_features(),
         ]
         if wrong:
@@ -94,7 +94,7 @@ class ActConfig(PolicyConfig):
             wrong.append(f"dim_model {self.dim_model} is not a multiple of n_heads {self.n_heads}")
         if self.feedforward_activation not in LEROBOT_ACTIVATIONS:
             known = ", ".join(LEROBOT_ACTIVATIONS)
-            wrong.append(f"feedforward_activation is {shown(self.feedforward_activation)}; known: {known}")
+            wrong.append(f"feedforward_activation is {shorten_value(self.feedforward_activation)}; known: {known}")
         elif self.dim_feedforward % LEROBOT_ACTIVATIONS[self.feedforward_activation].inputs:
             wrong.append(f"dim_feedforward {self.dim_feedforward} cannot be halved by {self.feedforward_activation}")
         if self.use_peft:
@@ -110,7 +110,7 @@ class ActConfig(PolicyConfig):
             wrong.append("input_features has neither an image nor an environment state; ACT needs one of them")
         if self.cameras:
             if self.vision_backbone not in BACKBONES:
-                wrong.append(f"vision_backbone is {shown(self.vision_backbone)}; known: {', '.join(BACKBONES)}")
+                wrong.append(f"vision_backbone is {shorten_value(self.vision_backbone)}; known: {', '.join(BACKBONES)}")
             elif self.replace_final_stride_with_dilation and not self._is_bottleneck:
                 wrong.append(
                     f"replace_final_stride_with_dilation is set, but {self.vision_backbone} has no bottlenecks that "
@@ -126,16 +126,16 @@ class ActConfig(PolicyConfig):
 
     @property
     def text_encoder(self) -> None:
-        """It reads no language."""
+        """Always None: ACT reads no language."""
 
     @property
     def state(self) -> Feature | None:
-        """The robot's state; like LeRobot, only under its usual name."""
+        """The feature of the robot's state; as in LeRobot, only under its usual name."""
         return next((f for f in self.input_features if f.type == "STATE" and f.name == STATE), None)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ActConfig":
-        """Reads a ``config.json`` that was parsed already.
+        """Read a parsed ``config.json``.
 
         Raises:
             ConfigError: unknown fields, or values that make no sense.

@@ -1,4 +1,4 @@
-"""ACT model: encoder over observation tokens, decoder over action queries, CVAE latent.
+"""ACT's network: encoder over observation tokens, decoder over action queries, CVAE latent.
 
 The order of the encoder's tokens is that of the checkpoints: latent, state, environment state, then each camera's
 feature map, row by row.
@@ -23,7 +23,7 @@ from jaxmodels.types import Observation
 
 
 class EncoderLayer(nnx.Module):
-    """Self-attention and feed-forward, each with a skip; norms before (`pre_norm`) or after the sum."""
+    """Encoder layer: self-attention and feed-forward with skip connections; norms before (`pre_norm`) or after each."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         width = config.dim_model
@@ -50,8 +50,8 @@ class EncoderLayer(nnx.Module):
         skip = x
         if self.pre_norm:
             x = self.norm1(x)
-        placed = x + positions
-        x = skip + dropout(self.attention(placed, placed, x, bias, rngs), self.rate, rngs)
+        positioned = x + positions
+        x = skip + dropout(self.attention(positioned, positioned, x, bias, rngs), self.rate, rngs)
         if not self.pre_norm:
             x = self.norm1(x)
         skip = x
@@ -62,7 +62,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Encoder layers; only with `pre_norm` is there a norm at the end."""
+    """Stack of encoder layers; with `pre_norm` a norm at the end."""
 
     def __init__(self, config: ActConfig, layers: int, *, rngs: nnx.Rngs):
         self.layers = nnx.List([EncoderLayer(config, rngs=rngs) for _ in range(layers)])
@@ -81,7 +81,7 @@ class Encoder(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Self-attention among the action queries, attention to the encoder's tokens, feed-forward."""
+    """Decoder layer: self-attention of the action queries, attention to the encoder's tokens, feed-forward."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         width = config.dim_model
@@ -111,15 +111,15 @@ class DecoderLayer(nnx.Module):
         skip = x
         if self.pre_norm:
             x = self.norm1(x)
-        placed = x + queries
-        x = skip + dropout(self.self_attention(placed, placed, x, rngs=rngs), self.rate, rngs)
+        positioned = x + queries
+        x = skip + dropout(self.self_attention(positioned, positioned, x, rngs=rngs), self.rate, rngs)
         if not self.pre_norm:
             x = self.norm1(x)
         skip = x
         if self.pre_norm:
             x = self.norm2(x)
-        looked = self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
-        x = skip + dropout(looked, self.rate, rngs)
+        attended = self.cross_attention(x + queries, memory + positions, memory, rngs=rngs)
+        x = skip + dropout(attended, self.rate, rngs)
         if not self.pre_norm:
             x = self.norm2(x)
         skip = x
@@ -130,7 +130,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decoder layers and a norm at the end, with `pre_norm` or without."""
+    """Stack of decoder layers and a norm at the end."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.n_decoder_layers)])
@@ -158,13 +158,13 @@ def linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class Posterior(NamedTuple):
-    """The distribution of the latent given a demonstration: a diagonal Gaussian."""
+    """Distribution of the latent given a demonstration: a diagonal Gaussian."""
 
     mean: Float[Array, "b z"]
     log_variance: Float[Array, "b z"]
 
     def at(self, noise: Float[Array, "b z"]) -> Float[Array, "b z"]:
-        """The latent that standard normal noise stands for."""
+        """The latent sampled with this standard normal noise."""
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def divergence(self) -> Float[Array, ""]:
@@ -174,7 +174,7 @@ class Posterior(NamedTuple):
 
 
 class LatentEncoder(nnx.Module):
-    """The VAE's encoder, used in training only: [class token, state, actions] to the latent's distribution."""
+    """Encoder of the VAE, for training only: [class token, state, actions] to the latent's distribution."""
 
     def __init__(self, config: ActConfig, *, rngs: nnx.Rngs):
         width = config.dim_model
@@ -205,7 +205,7 @@ class LatentEncoder(nnx.Module):
 
 
 class Act(nnx.Module):
-    """The Action Chunking Transformer over normalised arrays.
+    """Action Chunking Transformer (ACT) over normalised arrays.
 
     Normalisation lives outside (jaxmodels/normalization.py), so that the same model trains and serves.
     """
@@ -257,7 +257,7 @@ class Act(nnx.Module):
     def tokens(
         self, observation: Observation, latent: Float[Array, "b z"] | None = None
     ) -> tuple[Float[Array, "b n d"], Float[Array, "1 n d"]]:
-        """The encoder's tokens and their positions."""
+        """Tokens for the encoder, and their positions."""
         first = observation.images[0] if observation.images else observation.environment_state
         if latent is None:
             latent = jnp.zeros((first.shape[0], self.config.latent_dim), first.dtype)
@@ -284,7 +284,7 @@ class Act(nnx.Module):
         *,
         noise: Float[Array, "b z"] | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The training loss as LeRobot computes it, and its parts.
+        """Training loss as LeRobot computes it, and its parts.
 
         The absolute error counts padded steps as zero but divides by all steps. With `use_vae` the divergence of
         the latent is added, `kl_weight` times.

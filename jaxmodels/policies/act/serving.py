@@ -1,4 +1,4 @@
-"""ACT for serving: the forward pass over folded weights (jaxmodels/policies/act/weights.py)."""
+"""ACT's forward pass for serving, over folded weights (jaxmodels/policies/act/weights.py)."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -13,7 +13,7 @@ from jaxmodels.layers import vision
 from jaxmodels.layers.attention import attend
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.norm import EPSILON, standardize
-from jaxmodels.layers.vision import RESNETS, SmallCnn, blocks, max_pool
+from jaxmodels.layers.vision import RESNETS, SmallCnn, max_pool, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
@@ -45,13 +45,13 @@ STACKED_PIXELS = 480 * 640
 
 
 def architecture(config: ActConfig) -> ActConfig:
-    """The config with every indifferent field at its default: equal ones share programs."""
+    """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
     defaults = {field.name: field.default for field in fields(ActConfig) if field.name in INDIFFERENT}
     return replace(config, **{**defaults, "use_vae": False, "n_action_steps": 1})
 
 
 class Serving:
-    """The forward pass; a class only so that config and weights need not travel through every call."""
+    """ACT's forward pass with config and weights as attributes."""
 
     def __init__(self, config: ActConfig, weights: Mapping[str, Array]):
         self._config = config
@@ -87,15 +87,15 @@ class Serving:
         """
         tokens: dict[int, Array] = {}
         for size in dict.fromkeys(image.shape for image in images):
-            places = [i for i, image in enumerate(images) if image.shape == size]
+            indices = [i for i, image in enumerate(images) if image.shape == size]
             batch, height, width = size[:3]
-            together = jnp.stack([images[i] for i in places])
-            if len(places) * height * width <= STACKED_PIXELS:
+            together = jnp.stack([images[i] for i in indices])
+            if len(indices) * height * width <= STACKED_PIXELS:
                 features = self._backbone(rearrange(together, "k b h w c -> (k b) h w c"))
                 features = rearrange(features, "(k b) h w c -> k b (h w) c", b=batch)
             else:
                 features = rearrange(lax.map(self._backbone, together), "k b h w c -> k b (h w) c")
-            tokens |= dict(zip(places, self._linear("image_in", features), strict=True))
+            tokens |= dict(zip(indices, self._linear("image_in", features), strict=True))
         return [tokens[i] for i in range(len(images))]
 
     def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
@@ -112,8 +112,8 @@ class Serving:
             query = jnp.broadcast_to(query, (x.shape[0], *query.shape[1:]))
         else:
             x = self._self_attention(f"{layer}.self_attention", f"{layer}.norm1", x)
-            placed = self._norm(f"{layer}.norm2", x) if pre_norm else x
-            query = placed @ weights[f"{cross}.query.kernel"] + query
+            normed = self._norm(f"{layer}.norm2", x) if pre_norm else x
+            query = normed @ weights[f"{cross}.query.kernel"] + query
         key, value = jnp.split(
             memory @ weights[f"{cross}.memory.kernel"] + weights[f"{cross}.memory.table"], 2, axis=-1
         )
@@ -124,9 +124,9 @@ class Serving:
 
     def _self_attention(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         weights, pre_norm = self._weights, self._config.pre_norm
-        seen = self._norm(norm, x) if pre_norm else x
+        normed = self._norm(norm, x) if pre_norm else x
         query, key, value = jnp.split(
-            seen @ weights[f"{name}.joint.kernel"] + weights[f"{name}.joint.table"], 3, axis=-1
+            normed @ weights[f"{name}.joint.kernel"] + weights[f"{name}.joint.table"], 3, axis=-1
         )
         x = x + self._linear(f"{name}.out", self._attend(query, key, value))
         return x if pre_norm else self._norm(norm, x)
@@ -139,8 +139,8 @@ class Serving:
 
     def _feed_forward(self, name: str, norm: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         activation = LEROBOT_ACTIVATIONS[self._config.feedforward_activation].function
-        seen = self._norm(norm, x) if self._config.pre_norm else x
-        x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", seen)))
+        normed = self._norm(norm, x) if self._config.pre_norm else x
+        x = x + self._linear(f"{name}.down", activation(self._linear(f"{name}.up", normed)))
         return x if self._config.pre_norm else self._norm(norm, x)
 
     def _linear(self, name: str, x: Float[Array, "... c"]) -> Float[Array, "... d"]:
@@ -156,8 +156,8 @@ class Serving:
             plan = blueprint(lambda rngs: SmallCnn(rngs=rngs))
             return plan.assemble({key: self._weights[f"backbone.{key}"] for key in plan.shapes})(image)
         x = max_pool(jax.nn.relu(self._convolve("backbone.stem", image, stride=2)))
-        for block in blocks(name, dilate):
-            prefix = f"backbone.stages.{block.stage}.{block.place}"
+        for block in plan_blocks(name, dilate):
+            prefix = f"backbone.stages.{block.stage}.{block.position}"
             skip = self._convolve(f"{prefix}.skip", x, stride=block.stride) if block.projects else x
             last = len(block.convolutions) - 1
             for i, (_, _, stride, dilation) in enumerate(block.convolutions):
@@ -184,5 +184,5 @@ class Serving:
 
 
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    """A normalised chunk for a normalised observation, over folded weights."""
+    """Compute a normalised chunk from a normalised observation with folded weights."""
     return Serving(config, weights)(observation)

@@ -24,7 +24,7 @@ from jaxmodels.checkpoints.tensor_layouts import JOINT_LINEAR, JOINT_VECTOR, LIN
 from jaxmodels.layers import vision
 from jaxmodels.layers.embeddings import sinusoidal_2d
 from jaxmodels.layers.norm import EPSILON
-from jaxmodels.layers.vision import RESNETS, blocks
+from jaxmodels.layers.vision import RESNETS, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
 
 Arrays = Mapping[str, np.ndarray]
@@ -35,7 +35,7 @@ WINOGRAD_CHANNELS = 64
 
 
 def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
-    """Serving weights by name.
+    """Weights for serving by name, with constant parts folded together.
 
     Args:
         platform: JAX's name of where they will run, e.g. ``cpu``.
@@ -51,15 +51,15 @@ def fold(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndar
     for i in range(config.n_encoder_layers):
         folded |= _encoder_layer(config, weights, f"encoder.layers.{i}", positions)
     if config.pre_norm:
-        folded |= _plain(weights, "encoder.norm")
+        folded |= _select_weights(weights, "encoder.norm")
     for i in range(config.n_decoder_layers):
         folded |= _decoder_layer(config, weights, f"decoder.layers.{i}", positions, is_first=i == 0)
-    folded |= _plain(weights, "decoder.norm")
+    folded |= _select_weights(weights, "decoder.norm")
     return folded
 
 
 def feature_map(config: ActConfig, height: int, width: int) -> tuple[int, int]:
-    """Size of the backbone's last feature map for an image."""
+    """Height and width of the backbone's last feature map for an image."""
     halvings = 4 if config.vision_backbone not in RESNETS or config.replace_final_stride_with_dilation else 5
     for _ in range(halvings):
         height, width = -(-height // 2), -(-width // 2)
@@ -74,17 +74,17 @@ def _image_positions(config: ActConfig) -> list[np.ndarray]:
     return tables
 
 
-def _plain(weights: Arrays, prefix: str) -> dict[str, np.ndarray]:
+def _select_weights(weights: Arrays, prefix: str) -> dict[str, np.ndarray]:
     return {name: array for name, array in weights.items() if name.startswith(f"{prefix}.")}
 
 
 def _encoder_layer(config: ActConfig, weights: Arrays, layer: str, positions: np.ndarray) -> dict[str, np.ndarray]:
     return {
         **_joint_projection(config, weights, f"{layer}.attention", positions),
-        **_plain(weights, f"{layer}.attention.out"),
-        **_plain(weights, f"{layer}.feed_forward"),
-        **_plain(weights, f"{layer}.norm1"),
-        **_plain(weights, f"{layer}.norm2"),
+        **_select_weights(weights, f"{layer}.attention.out"),
+        **_select_weights(weights, f"{layer}.feed_forward"),
+        **_select_weights(weights, f"{layer}.norm1"),
+        **_select_weights(weights, f"{layer}.norm2"),
     }
 
 
@@ -121,26 +121,26 @@ def _decoder_layer(
             ),
             axis=1,
         ),
-        **_plain(weights, f"{cross}.out"),
-        **_plain(weights, f"{layer}.feed_forward"),
-        **_plain(weights, f"{layer}.norm2"),
-        **_plain(weights, f"{layer}.norm3"),
+        **_select_weights(weights, f"{cross}.out"),
+        **_select_weights(weights, f"{layer}.feed_forward"),
+        **_select_weights(weights, f"{layer}.norm2"),
+        **_select_weights(weights, f"{layer}.norm3"),
     }
     if is_first:
         start = _first_self_attention(config, weights, layer)
-        placed = _layer_norm(start, weights, f"{layer}.norm2") if config.pre_norm else start
-        return {**folded, "start": start, f"{cross}.query.table": placed @ query["kernel"] + query["table"]}
+        normed = _layer_norm(start, weights, f"{layer}.norm2") if config.pre_norm else start
+        return {**folded, "start": start, f"{cross}.query.table": normed @ query["kernel"] + query["table"]}
     return {
         **folded,
         **{f"{cross}.query.{part}": array for part, array in query.items()},
         **_joint_projection(config, weights, f"{layer}.self_attention", queries),
-        **_plain(weights, f"{layer}.self_attention.out"),
-        **_plain(weights, f"{layer}.norm1"),
+        **_select_weights(weights, f"{layer}.self_attention.out"),
+        **_select_weights(weights, f"{layer}.norm1"),
     }
 
 
 def _first_self_attention(config: ActConfig, weights: Arrays, layer: str) -> np.ndarray:
-    """What the first layer's self-attention leaves of the zeros it starts from, norm included: one row, (d,)."""
+    """Output of the first layer's self-attention for its input of zeros, norm included: one row, (d,)."""
     attention = f"{layer}.self_attention"
     value = weights[f"{attention}.value.bias"]
     if config.pre_norm:  # the norm of zeros is its bias
@@ -161,16 +161,16 @@ def _score_scale(config: ActConfig) -> np.float32:
 
 def _backbone(config: ActConfig, weights: Arrays, platform: str) -> dict[str, np.ndarray]:
     if config.vision_backbone not in RESNETS:
-        return _plain(weights, "backbone")
+        return _select_weights(weights, "backbone")
     folded = _fold_norm(weights, "backbone.stem", "backbone.stem_norm")
     # Kernels are shared by all cameras, so the largest decides.
     height, width = map(max, zip(*config.frames, strict=True))
-    for block in blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
-        name = f"backbone.stages.{block.stage}.{block.place}"
+    for block in plan_blocks(config.vision_backbone, config.replace_final_stride_with_dilation):
+        name = f"backbone.stages.{block.stage}.{block.position}"
         for i, (inputs, size, stride, dilation) in enumerate(block.convolutions):
             entry = _fold_norm(weights, f"{name}.convolutions.{i}", f"{name}.norms.{i}")
             rows, columns = -(-height // block.scale), -(-width // block.scale)
-            fits = vision.winograd_bytes(rows, columns, inputs) <= WINOGRAD_BYTES
+            fits = vision.count_winograd_bytes(rows, columns, inputs) <= WINOGRAD_BYTES
             is_plain = (size, stride, dilation) == (3, 1, 1) and inputs >= WINOGRAD_CHANNELS
             if platform == "cpu" and is_plain and fits:
                 key = f"{name}.convolutions.{i}.kernel"
@@ -214,7 +214,7 @@ SECONDARY = ("key.kernel", "key.bias", "value.kernel", "value.bias")
 
 
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
-    """The table for the weights of one config, given our names of them."""
+    """LeRobot's tensors for our weights of one config."""
     return tuple(_tensor(name) for name in names if not name.endswith(SECONDARY))
 
 

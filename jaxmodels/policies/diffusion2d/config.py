@@ -1,4 +1,4 @@
-"""Diffusion2dConfig: every field of a diffusion2d policy."""
+"""Config of a diffusion2d policy."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast
@@ -16,7 +16,7 @@ RESIDUALS = 36  # numbers per token and channel that a block keeps for the gradi
 
 @dataclass(frozen=True)
 class Diffusion2dConfig(Transformer2dPolicyConfig):
-    """A chunk of actions out of noise, by a 2D transformer that looks at cameras and joints.
+    """Config of a policy that denoises a chunk of actions with a 2D transformer over cameras and joints.
 
     Attributes:
         objective: flow matching, or diffusion (cosine schedule).
@@ -57,12 +57,12 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
     prefix_bound: Annotated[float, POSITIVE] = 5.0
     prefix_through_model: bool = True
 
-    def complaints(self) -> list[str]:
+    def find_errors(self) -> list[str]:
         wrong = [
-            *self.unknown("objective", OBJECTIVES),
-            *self.unknown("prediction_type", PREDICTION_TYPES),
-            *self.unknown("timestep_sampling_strategy", STRATEGIES),
-            *self.unknown("flow_solver", SOLVERS),
+            *self.describe_unknown("objective", OBJECTIVES),
+            *self.describe_unknown("prediction_type", PREDICTION_TYPES),
+            *self.describe_unknown("timestep_sampling_strategy", STRATEGIES),
+            *self.describe_unknown("flow_solver", SOLVERS),
         ]
         if self.num_inference_steps > self.num_train_timesteps:
             wrong.append(f"num_inference_steps is {self.num_inference_steps}; wanted 1 to {self.num_train_timesteps}")
@@ -86,7 +86,7 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
 
     @property
     def transformer(self) -> Transformer2DConfig:
-        """Over the actions of a chunk, each a patch."""
+        """Config of the 2D transformer, in which each action of a chunk is a patch."""
         return Transformer2DConfig(
             num_attention_heads=self.n_heads,
             attention_head_dim=self.dim_model // self.n_heads,
@@ -108,7 +108,7 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
 
     @property
     def sampling(self) -> Sampling:
-        """Every action of a chunk is a token."""
+        """Cost of sampling a chunk, in which each action is a token."""
         passes = 2 * self.num_inference_steps - 1 if self.flow_solver == "heun" else self.num_inference_steps
         parts = 6 * self.dim_model * self.n_layers  # shifts, scales and gates of all layers at one time
         return Sampling(
@@ -122,7 +122,7 @@ class Diffusion2dConfig(Transformer2dPolicyConfig):
 
     @property
     def schedule(self) -> FlowSchedule | NoiseSchedule:
-        """What it is trained with and sampled by."""
+        """Noise schedule of training and sampling."""
         if self.objective == "flow":
             return FlowSchedule(self.num_train_timesteps, spacing="uniform")
         return NoiseSchedule(

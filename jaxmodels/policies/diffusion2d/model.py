@@ -1,4 +1,4 @@
-"""diffusion2d model: observation tokens, a noisy chunk as an image, a 2D transformer between them.
+"""diffusion2d's network: observation tokens, and a 2D transformer over a noisy chunk as an image.
 
 The chunk (b, t, a) is an image of `a` channels, `t` high and 1 wide, each action a patch with a position of its own:
 the path of PixArt. (The path for whole images would normalise the scale of the actions away.)
@@ -16,17 +16,17 @@ from jaxmodels.policies.diffusion2d.config import Diffusion2dConfig
 from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
 from jaxmodels.samplers import Example, FlowSchedule, draw_delays, example
 from jaxmodels.transformer2d import Conditioning, Modulations, Transformer2DModel
-from jaxmodels.transformer2d.block import Seen
+from jaxmodels.transformer2d.block import KeyValues
 from jaxmodels.types import Observation
 
 BETA = 1.5  # of Beta(1.5, 1), openpi's; lerobot/policies/pi0/modeling_pi0.py
-LEAST_SIGMA = 0.001  # a flow's time is never quite 0, where there is nothing to learn; as there
+MIN_SIGMA = 0.001  # a flow's time is never quite 0, where there is nothing to learn; as there
 EVALUATION = 0  # seed of the noise of an evaluation
-SLOW, MOST = 3, 0.25  # waves of the first noise that are held to so many standard deviations
+SLOW, MAX_SLOW = 3, 0.25  # waves of the first noise that are held to so many standard deviations
 
 
-def first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
-    """What every chunk is made from: noise whose slowest waves along time are small.
+def make_first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
+    """The noise that every chunk is sampled from, whose slowest waves along time are small.
 
     It is the same for all observations. A wave as slow as the chunk moves all of it to one side, and whatever the model
     is not sure of, e.g. how far it is to the cube, it would always answer too far to that side: after 2,000 steps of
@@ -35,20 +35,20 @@ def first_noise(config: Diffusion2dConfig) -> Float[Array, "t a"]:
     """
     shape = (config.chunk_size, config.action.shape[0])
     noise = jax.random.normal(jax.random.key(config.noise_seed), shape, jnp.float32)
-    waves = jnp.asarray(slow_waves(config.chunk_size))
+    waves = jnp.asarray(make_slow_waves(config.chunk_size))
     strength = waves @ noise
-    return noise + waves.T @ (jnp.clip(strength, -MOST, MOST) - strength)
+    return noise + waves.T @ (jnp.clip(strength, -MAX_SLOW, MAX_SLOW) - strength)
 
 
-def slow_waves(steps: int) -> Float[np.ndarray, "k {steps}"]:
-    """The `SLOW` slowest cosines over so many steps, the constant among them; orthogonal, of length 1."""
+def make_slow_waves(steps: int) -> Float[np.ndarray, "k {steps}"]:
+    """The `SLOW` slowest cosines over this many steps, with the constant; orthonormal."""
     time, wave = np.arange(steps) + 0.5, np.arange(min(SLOW, steps))
     cosines = np.cos(np.pi * wave[:, None] * time / steps)
     return (cosines / np.linalg.norm(cosines, axis=1, keepdims=True)).astype(np.float32)
 
 
-def noisy(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.Rngs | None) -> Example:
-    """Normalised actions with noise, each chunk at a time of its own, and what to answer to them.
+def add_training_noise(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.Rngs | None) -> Example:
+    """Normalised actions with noise at a random time per chunk, and the targets for them.
 
     Args:
         rngs: stream ``noise``; None takes the same noise and times in every call.
@@ -70,7 +70,7 @@ def noisy(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.R
         return Example(x, timestep, target, jnp.ones(actions.shape[:2], bool))
     if config.timestep_sampling_strategy == "beta":
         share = share ** (1 / BETA)  # the inverse of its distribution function
-    sigma = LEAST_SIGMA + (1 - LEAST_SIGMA) * share
+    sigma = MIN_SIGMA + (1 - MIN_SIGMA) * share
     if config.trained_prefix:
         delay = draw_delays(delay_key, batch, config.trained_prefix, config.trained_prefix_decay)
         return example(schedule, actions, noise, sigma, delay)
@@ -83,13 +83,13 @@ def noisy(config: Diffusion2dConfig, actions: Float[Array, "b t a"], rngs: nnx.R
 
 
 class Diffusion2d(Transformer2dPolicy):
-    """Velocity (flow), or noise, chunk or velocity (diffusion), of a normalised chunk for a normalised observation."""
+    """Network that predicts velocity (flow), or noise, chunk or velocity (diffusion) of a normalised chunk."""
 
     def __init__(self, config: Diffusion2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
         self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
-        begin_plain(self.transformer)
+        initialize_plain(self.transformer)
 
     def loss(
         self,
@@ -98,7 +98,7 @@ class Diffusion2d(Transformer2dPolicy):
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The mean squared error of what the model predicts about chunks with noise, and its parts.
+        """Mean squared error of the predictions for noisy chunks, and its parts.
 
         With `do_mask_loss_for_padding` errors of padded steps count as zero and are divided by all steps, as LeRobot
         does; and nothing looks at those steps. What a plan has told already (`trained_prefix`) is no part of the mean.
@@ -109,14 +109,14 @@ class Diffusion2d(Transformer2dPolicy):
         config, transformer = self.config, self.transformer
         dropout = rngs if config.dropout else None
         tokens, mask = self.observation_tokens(observation, dropout)
-        example = noisy(config, actions, rngs)
+        example = add_training_noise(config, actions, rngs)
         prediction = predict(
             transformer,
             transformer.prepare_context(tokens),
             mask,
             example.x,
             example.timestep,
-            modulations_at(transformer, example.timestep),
+            prepare_modulations(transformer, example.timestep),
             is_real=~is_pad if config.do_mask_loss_for_padding else None,
             rngs=dropout,
         )
@@ -129,8 +129,8 @@ class Diffusion2d(Transformer2dPolicy):
         return value, {"mse": value}
 
 
-def begin_plain(transformer: Transformer2DModel) -> None:
-    """First weights for training from nothing: no answer yet, and blocks that time does not modulate.
+def initialize_plain(transformer: Transformer2DModel) -> None:
+    """Initial weights for training from scratch: outputs of zero, and blocks that time does not modulate.
 
     The output is 0, as in DiT and PixArt. Their gates begin (next to) closed, for the sake of many layers or of a
     model trained before; here they begin open, as in a plain transformer with a norm before each part.
@@ -145,17 +145,19 @@ def begin_plain(transformer: Transformer2DModel) -> None:
     blocks[...] = jnp.broadcast_to(shift_scale_gate, blocks[...].shape)
 
 
-def modulations_at(transformer: Transformer2DModel, timestep: Float[Array, "b *t"] | Int[Array, "b *t"]) -> Modulations:
-    """What times do to the transformer: one for each element, or one for each of its actions."""
-    made = transformer.prepare_modulations(timestep.reshape(-1).astype(jnp.float32))
+def prepare_modulations(
+    transformer: Transformer2DModel, timestep: Float[Array, "b *t"] | Int[Array, "b *t"]
+) -> Modulations:
+    """Modulations of the transformer for timesteps: one per element, or one per action."""
+    modulations = transformer.prepare_modulations(timestep.reshape(-1).astype(jnp.float32))
     if timestep.ndim == 1:
-        return made
-    return jax.tree.map(lambda part: part.reshape(*part.shape[:-3], *timestep.shape, part.shape[-1]), made)
+        return modulations
+    return jax.tree.map(lambda part: part.reshape(*part.shape[:-3], *timestep.shape, part.shape[-1]), modulations)
 
 
 def predict(
     transformer: Transformer2DModel,
-    context: Seen,
+    context: KeyValues,
     mask: Bool[Array, "b n"] | None,
     x: Float[Array, "b t a"],
     t: Array,
@@ -164,12 +166,12 @@ def predict(
     is_real: Bool[Array, "b t"] | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Float[Array, "b t a"]:
-    """The transformer's answer to a noisy chunk.
+    """The transformer's prediction for a noisy chunk.
 
     Args:
         context: of the transformer's ``prepare_context``.
         mask: which tokens of the context count; all when None.
-        modulations: of `modulations_at` for `t`.
+        modulations: of `prepare_modulations` for `t`.
         is_real: which actions are looked at; all when None.
     """
     del t

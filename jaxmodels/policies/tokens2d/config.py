@@ -1,4 +1,4 @@
-"""Tokens2dConfig: every field of a tokens2d policy."""
+"""Config of a tokens2d policy."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -10,19 +10,19 @@ from jaxmodels.samplers.sampling import STEPS
 from jaxmodels.transformer2d.config import Transformer2DConfig
 
 BOUNDED = ("MIN_MAX", "QUANTILES")
-MOST_BINS = 65_536
+MAX_BINS = 65_536
 
 
 @dataclass(frozen=True)
 class Tokens2dConfig(Transformer2dPolicyConfig):
-    """A chunk of actions as tokens, all masked at first, by a 2D transformer that looks at cameras and joints.
+    """Config of a policy that decodes a chunk of masked action tokens with a 2D transformer over cameras and joints.
 
     Attributes:
         bins: classes of each number of an action, of equal width over [-1, 1]. Actions must be normalised to that
             range, by MIN_MAX or by QUANTILES, which clips the outermost hundredths: more precise where data have
             outliers, but what is done rarely (closing a gripper to the end) must not be among them.
         label_smoothing: how far, in bins, the right answer spreads over its neighbours in training
-            (`bins.spread_over`); 0 for the one bin.
+            (`spread_targets`); 0 for the one bin.
         neighbours: bins on either side of the one chosen, over which the number that comes out is the mean; 0 for the
             bin's centre.
         num_inference_steps: passes of the decoder.
@@ -40,16 +40,16 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
     type: ClassVar[str] = "tokens2d"
     indifferent: ClassVar[tuple[str, ...]] = (*Transformer2dPolicyConfig.indifferent, "label_smoothing", "prefix_rate")
 
-    bins: Annotated[int, Range(1, MOST_BINS)] = 256
+    bins: Annotated[int, Range(1, MAX_BINS)] = 256
     label_smoothing: Annotated[float, NOT_NEGATIVE] = 0.75
-    neighbours: Annotated[int, Range(0, MOST_BINS)] = 8
+    neighbours: Annotated[int, Range(0, MAX_BINS)] = 8
     num_inference_steps: Annotated[int, STEPS] = 8
     remasking: bool = True
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     noise_seed: Annotated[int, Range(0, 2**31 - 1)] = 0
     prefix_rate: Annotated[float, SHARE] = 0.2
 
-    def complaints(self) -> list[str]:
+    def find_errors(self) -> list[str]:
         wrong = []
         if self.bins < 2:
             wrong.append(f"bins is {self.bins}; wanted 2 or more")
@@ -63,13 +63,13 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
         return wrong
 
     def architecture(self) -> "Tokens2dConfig":
-        """The config with every indifferent field at its default: equal ones share programs."""
+        """The config with fields that shape no program at their defaults; policies with equal ones share programs."""
         # Bins are bins, whichever way actions come to lie in [-1, 1].
         return replace(super().architecture(), normalization_mapping=(("ACTION", BOUNDED[0]),))
 
     @property
     def transformer(self) -> Transformer2DConfig:
-        """Over the numbers of a chunk, each a pixel."""
+        """Config of the 2D transformer, in which each number of a chunk is a pixel."""
         return Transformer2DConfig(
             num_attention_heads=self.n_heads,
             attention_head_dim=self.dim_model // self.n_heads,
@@ -84,14 +84,14 @@ class Tokens2dConfig(Transformer2dPolicyConfig):
 
     @property
     def sampling(self) -> Sampling:
-        """Every number of a chunk is a token."""
+        """Cost of decoding a chunk, in which each number is a token."""
         return Sampling(
             tokens=self.chunk_size * self.action.shape[0], steps=self.num_inference_steps, outputs=self.bins
         )
 
     @property
     def schedule(self) -> MaskSchedule:
-        """What it is trained with and decoded by."""
+        """Mask schedule of training and decoding."""
         return MaskSchedule(
             num_classes=self.bins + 1,
             temperature=(self.temperature, 0.0),

@@ -1,7 +1,7 @@
-"""tokens2d model: observation tokens, a partly masked chunk, a 2D transformer between them.
+"""tokens2d's network: observation tokens, and a 2D transformer over a partly masked chunk.
 
-Classes that are neighbours are numbers that are neighbours. Training says so (`spread_over`), and a distribution over
-classes tells a number more finely than its class does (`expectation`).
+Classes that are neighbours are numbers that are neighbours. Training says so (`spread_targets`), and a distribution
+over classes tells a number more finely than its class does (`compute_expectation`).
 
 Each number of an action is a pixel. The transformer adds an embedding of the row to one of the column, on a square, of
 which it uses the first rows: the longer of chunk and action lies along them, so that one embedding is of the time and
@@ -24,22 +24,22 @@ from jaxmodels.policies.transformer2d_policy import Transformer2dPolicy
 from jaxmodels.samplers import MaskSchedule
 from jaxmodels.samplers.maskgit import ranks
 from jaxmodels.transformer2d import Conditioning, Transformer2DModel
-from jaxmodels.transformer2d.block import Seen
+from jaxmodels.transformer2d.block import KeyValues
 from jaxmodels.types import Observation
 
 
-def centres(bins: int) -> Float[np.ndarray, " {bins}"]:
-    """The middle of each bin."""
+def get_bin_centres(bins: int) -> Float[np.ndarray, " {bins}"]:
+    """Centres of the bins over [-1, 1]."""
     return ((2 * np.arange(bins) + 1) / bins - 1).astype(np.float32)
 
 
 def quantise(x: Float[Array, "*n"], bins: int) -> Int[Array, "*n"]:
-    """The bin of each number; what lies outside of [-1, 1] goes to the first or the last one."""
+    """Bin of each number; numbers outside of [-1, 1] go to the first or last one."""
     return jnp.clip(jnp.floor((x + 1) * (bins / 2)), 0, bins - 1).astype(jnp.int32)
 
 
-def spread_over(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, "*n {bins}"]:
-    """The distribution over bins that a model is to learn for each number; its expectation is the number.
+def spread_targets(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, "*n {bins}"]:
+    """Target distribution over bins for each number; its expectation is the number.
 
     Args:
         width: standard deviation, in bins, of the normal distribution around the number of which each bin gets its
@@ -54,10 +54,10 @@ def spread_over(x: Float[Array, "*n"], bins: int, width: float) -> Float[Array, 
     return jnp.diff(below, axis=-1) / (below[..., -1:] - below[..., :1])
 
 
-def expectation(
+def compute_expectation(
     log_probabilities: Float[Array, "b v n"], ids: Int[Array, "b n"], neighbours: int
 ) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
-    """The mean of each token's distribution near the class that was chosen, and how much of it lies there.
+    """Mean of each token's distribution near the chosen class, and the probability there.
 
     Near it, because a distribution may have several humps, each a way to do the task, and between them there is none.
 
@@ -71,22 +71,22 @@ def expectation(
     is_near = jnp.abs(classes[:, None] - ids[:, None]) <= neighbours
     shares = jnp.where(is_near, jnp.exp(log_probabilities), 0)
     total = jnp.sum(shares, axis=1)
-    weighted = jnp.sum(shares * jnp.asarray(centres(len(classes)))[:, None], axis=1)
+    weighted = jnp.sum(shares * jnp.asarray(get_bin_centres(len(classes)))[:, None], axis=1)
     return weighted / total, total
 
 
-def even_shares(key: PRNGKeyArray, batch: int) -> Float[Array, " {batch}"]:
-    """A number in [0, 1) for each member, uniform on its own, and evenly spread over the batch.
+def draw_even_shares(key: PRNGKeyArray, batch: int) -> Float[Array, " {batch}"]:
+    """Random numbers in [0, 1), each uniform, and evenly spread over the batch.
 
     Less noise than independent ones: https://arxiv.org/abs/2107.00630, appendix I.1.
     """
     return (jax.random.uniform(key, (), jnp.float32) + jnp.arange(batch, dtype=jnp.float32) / batch) % 1
 
 
-def hide(
+def mask_tokens(
     schedule: MaskSchedule, is_pad: Bool[Array, "b t"], width: int, prefix_rate: float, key: PRNGKeyArray
 ) -> Bool[Array, "b t {width}"]:
-    """Tokens to predict: of each chunk a random share, at least one.
+    """A random mask of the tokens to predict: of each chunk at least one.
 
     Padded steps are not among them. Nor are, in a share `prefix_rate` of the chunks, the first actions, however many:
     a policy that continues a plan sees those.
@@ -101,49 +101,49 @@ def hide(
     has_prefix = jax.random.uniform(prefix_key, (batch,), jnp.float32) < prefix_rate
     is_past = jnp.arange(steps)[None] < jnp.where(has_prefix, delay, 0).astype(jnp.int32)[:, None]
     can_hide = jnp.repeat(~is_pad & ~is_past, width, axis=1)
-    count = schedule.share(even_shares(share_key, batch)) * jnp.sum(can_hide, axis=1).astype(jnp.float32)
+    count = schedule.share(draw_even_shares(share_key, batch)) * jnp.sum(can_hide, axis=1).astype(jnp.float32)
     count = jnp.maximum(jnp.ceil(count), 1)
     order = jnp.where(can_hide, jax.random.uniform(order_key, can_hide.shape, jnp.float32), jnp.inf)
     return (can_hide & (ranks(order) < count.astype(jnp.int32)[:, None])).reshape(batch, steps, width)
 
 
 class Context(NamedTuple):
-    """What all passes over a chunk look at: a tree of arrays.
+    """Keys and values of an observation, which all decoding passes attend to: a tree of arrays.
 
     Attributes:
-        seen: keys and values of the observation's tokens.
+        key_values: keys and values of the observation's tokens.
         mask: (b, n), which tokens there are; None for all.
     """
 
-    seen: Seen
+    key_values: KeyValues
     mask: Bool[Array, "b n"] | None
 
 
-def bin_embeddings(bins: int, width: int, seed: Array) -> Float[Array, "{bins} {width}"]:
-    """First embeddings of the bins: waves from two of the range to four bins long, so that neighbours are alike.
+def make_bin_embeddings(bins: int, width: int, seed: Array) -> Float[Array, "{bins} {width}"]:
+    """Initial embeddings of the bins: waves, so that those of neighbours are similar.
 
     A table of independent numbers would have to learn which bins are neighbours, from as many examples of each.
     """
     phase_key, length_key = jax.random.split(seed)
     cycles = 0.5 * jnp.exp(jax.random.uniform(length_key, (width,), jnp.float32) * np.log(bins / 2))
     phase = jax.random.uniform(phase_key, (width,), jnp.float32)
-    place = jnp.arange(bins, dtype=jnp.float32)[:, None] / bins
-    return np.float32(np.sqrt(2)) * jnp.sin(2 * np.pi * (cycles * place + phase))
+    position = jnp.arange(bins, dtype=jnp.float32)[:, None] / bins
+    return np.float32(np.sqrt(2)) * jnp.sin(2 * np.pi * (cycles * position + phase))
 
 
 class Tokens2d(Transformer2dPolicy):
-    """Log-probabilities of the tokens of a normalised chunk, for a normalised observation."""
+    """Network that predicts log-probabilities of the tokens of a normalised chunk."""
 
     def __init__(self, config: Tokens2dConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config = config
         self.transformer = Transformer2DModel(**config.transformer.to_json(), dtype=dtype, rngs=rngs)
         table = self.transformer.latent_image_embedding.emb.embedding
-        waves = bin_embeddings(config.bins, config.dim_model, rngs.params())
+        waves = make_bin_embeddings(config.bins, config.dim_model, rngs.params())
         table[...] = table[...].at[:-1].set(waves.astype(table.dtype))
 
-    def look(self, observation: Observation) -> Context:
-        """What does not change from pass to pass."""
+    def encode_observation(self, observation: Observation) -> Context:
+        """Everything about an observation that does not change between decoding passes."""
         tokens, mask = self.observation_tokens(observation)
         return Context(self.transformer.prepare_context(tokens), mask)
 
@@ -154,9 +154,9 @@ class Tokens2d(Transformer2dPolicy):
         is_pad: Bool[Array, "b t"],
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Cross-entropy of masked tokens: the mean over all of them in the batch.
+        """Mean cross-entropy of all masked tokens in the batch, and its parts.
 
-        A random share of each chunk is masked (`masking.hide`). With `do_mask_loss_for_padding` padded steps are masked
+        A random share of each chunk is masked (`mask_tokens`). With `do_mask_loss_for_padding` padded steps are masked
         too, but nothing is asked of them. Which tokens is drawn from the stream ``noise`` of `rngs`, dropout from
         ``dropout``; None evaluates, with the same draw whenever the batch is as large.
 
@@ -166,17 +166,17 @@ class Tokens2d(Transformer2dPolicy):
         config = self.config
         key = jax.random.key(config.noise_seed) if rngs is None else rngs.noise()
         is_out = is_pad if config.do_mask_loss_for_padding else jnp.zeros_like(is_pad)
-        is_hidden = hide(config.schedule, is_out, actions.shape[2], config.prefix_rate, key)
+        is_hidden = mask_tokens(config.schedule, is_out, actions.shape[2], config.prefix_rate, key)
         ids = quantise(actions, config.bins)
-        shown = jnp.where(is_hidden | is_out[..., None], config.schedule.mask, ids)
+        visible = jnp.where(is_hidden | is_out[..., None], config.schedule.mask, ids)
         rngs = rngs if config.dropout else None
         tokens, mask = self.observation_tokens(observation, rngs)
         (answer,) = self.transformer(
-            to_pixels(shown), tokens, encoder_attention_mask=mask, return_dict=False, rngs=rngs
+            to_pixels(visible), tokens, encoder_attention_mask=mask, return_dict=False, rngs=rngs
         )
         log_probabilities = rearrange(answer, "b v n -> b n v")
-        wanted = spread_over(to_pixels(actions), config.bins, config.label_smoothing)
-        entropies = -jnp.sum(wanted * log_probabilities, axis=-1)
+        targets = spread_targets(to_pixels(actions), config.bins, config.label_smoothing)
+        entropies = -jnp.sum(targets * log_probabilities, axis=-1)
         off = jnp.abs(jnp.argmax(log_probabilities, axis=-1).astype(jnp.int32) - to_pixels(ids))
         counts = to_pixels(is_hidden)
         total = jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)
@@ -187,19 +187,19 @@ class Tokens2d(Transformer2dPolicy):
 def predict(
     transformer: Transformer2DModel, context: Context, ids: Int[Array, "b n"], t: Array
 ) -> Float[Array, "b v n"]:
-    """Log-probabilities of every class but the masked one, for the pixels of a chunk."""
+    """Log-probabilities of all classes but the masked one, for each pixel of a chunk."""
     del t  # how many tokens are masked shows how far it is
-    conditioning = Conditioning(context.seen, transformer.prepare_modulations())
+    conditioning = Conditioning(context.key_values, transformer.prepare_modulations())
     (answer,) = transformer(ids, encoder_attention_mask=context.mask, conditioning=conditioning, return_dict=False)
     return answer
 
 
 def to_pixels(chunk: Array) -> Array:
-    """Numbers of a chunk (b, t, a) as latent pixels (b, n), the longer axis along the rows."""
+    """Arrange a chunk (b, t, a) as latent pixels (b, n), the longer axis along the rows."""
     return rearrange(chunk, "b t a -> b (a t)" if chunk.shape[1] >= chunk.shape[2] else "b t a -> b (t a)")
 
 
 def from_pixels(pixels: Array, steps: int) -> Array:
-    """The way back, to (b, t, a)."""
+    """Arrange latent pixels (b, n) as a chunk (b, t, a)."""
     width = pixels.shape[1] // steps
     return rearrange(pixels, "b (a t) -> b t a" if steps >= width else "b (t a) -> b t a", t=steps)

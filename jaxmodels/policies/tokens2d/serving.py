@@ -1,4 +1,4 @@
-"""tokens2d for serving: masked tokens decoded in a few passes of one program; a plan's tokens are known."""
+"""tokens2d for serving: decodes masked tokens in a few passes of one program; a plan's tokens are known."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from jaxmodels.policies.tokens2d.config import Tokens2dConfig
-from jaxmodels.policies.tokens2d.model import Tokens2d, expectation, from_pixels, predict, quantise, to_pixels
-from jaxmodels.policies.transformer2d_policy import assemble
+from jaxmodels.policies.tokens2d.model import Tokens2d, compute_expectation, from_pixels, predict, quantise, to_pixels
+from jaxmodels.policies.transformer2d_policy import build_model
 from jaxmodels.samplers import begin_with, maskgit
 from jaxmodels.types import Observation
 
 
 class Decoded(NamedTuple):
-    """A chunk, and how sure the model was of it.
+    """A decoded chunk and its confidence.
 
     Attributes:
         actions: normalised, in [-1, 1] but where a plan was begun with.
@@ -31,14 +31,14 @@ class Decoded(NamedTuple):
 
 
 def act(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
-    """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
+    """Decode a normalised chunk for a normalised observation; members of a batch do not depend on each other."""
     return decode(config, weights, observation).actions
 
 
 def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Observation) -> Decoded:
-    """The same, and what it was made of."""
-    model = assemble(Tokens2d, config, weights)
-    context = model.look(observation)
+    """Decode a chunk as `act` does, together with its tokens and confidences."""
+    model = build_model(Tokens2d, config, weights)
+    context = model.encode_observation(observation)
     batch = jax.tree.leaves(observation)[0].shape[0]
     shape = (batch, config.chunk_size, config.action.shape[0])
     known, prefix = None, observation.prefix
@@ -46,7 +46,7 @@ def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Ob
         planned = quantise(prefix.actions.astype(jnp.float32), config.bins)
         past = jnp.arange(shape[1])[None] < jnp.minimum(prefix.delay, prefix.length)[:, None]
         known = to_pixels(jnp.where(past[..., None], planned, config.schedule.mask))
-    found = maskgit(
+    decoded = maskgit(
         Partial(predict, model.transformer, context),
         (batch, shape[1] * shape[2]),
         jax.random.key(config.noise_seed),
@@ -56,8 +56,8 @@ def decode(config: Tokens2dConfig, weights: Mapping[str, Array], observation: Ob
         alike=True,
         distributions=True,
     )
-    assert found.distribution is not None
-    values, confidence = expectation(found.distribution, found.ids, config.neighbours)
+    assert decoded.distribution is not None
+    values, confidence = compute_expectation(decoded.distribution, decoded.ids, config.neighbours)
     confidence = jnp.minimum(confidence, 1)  # of known tokens there is no distribution: all its logarithms are 0
-    values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, found.ids))
+    values, confidence, ids = (from_pixels(array, shape[1]) for array in (values, confidence, decoded.ids))
     return Decoded(values if prefix is None else begin_with(prefix, values), confidence, ids)

@@ -11,7 +11,7 @@ import numpy as np
 from service.errors import TransportError
 from service.http.limits import Bucket
 from service.transport.client.connection import RoomConnection, TransportTimeouts
-from service.transport.client.joint_rooms import SessionRoom
+from service.transport.client.joint_rooms import SessionRoomListener
 from service.transport.client.rest import Presence, RoomsApi
 from service.transport.link import Inbox
 from service.transport.protocol import EmergencyStop as StopMessage
@@ -30,59 +30,65 @@ from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.encoding import Camera, CameraTrack
 from service.transport.webrtc.peer import MAX_SDP, BadSignal, Peer
 
-# Offers answered, a second and at once. A robot offers once in OFFER_AGAIN seconds; each costs 10 ms of the event loop
-# and a few sockets.
-CONSUMER_OFFERS = (1.0, 5)
-LOOK_EVERY = 0.5  # seconds between looks at whether the peer is of use
+# Offers answered, a second and at once. A robot offers once in OFFER_INTERVAL seconds; each costs 10 ms of the event
+# loop and a few sockets.
+ANSWER_RATE = (1.0, 5)
+PEER_CHECK_INTERVAL = 0.5  # seconds between looks at whether the peer is of use
 
 ConsumerSignal = WebrtcOffer | WebrtcIce | ParticipantLeft
 
 
-class CameraReceiver(SessionRoom):
-    """Receives one camera: a ``Listener`` of its room, and the task ``run``.
+class CameraReceiver(SessionRoomListener):
+    """Receives one camera: a ``RoomListener`` of its room, and the task ``run``.
 
     Pictures of a peer go on while the room is lost, until the producer's new offer replaces it.
     """
 
     def __init__(
-        self, camera: str, room: str, api: RoomsApi, inbox: Inbox, pace: TransportTimeouts, ice_servers: Sequence[str]
+        self,
+        camera: str,
+        room: str,
+        api: RoomsApi,
+        inbox: Inbox,
+        timeouts: TransportTimeouts,
+        ice_servers: Sequence[str],
     ):
         super().__init__(room, inbox)
         self.camera = camera
         self._api = api
-        self._pace = pace
+        self._timeouts = timeouts
         self._ice_servers = ice_servers
         self._signals: asyncio.Queue[ConsumerSignal] = asyncio.Queue(maxsize=256)
         self._candidates = EarlyCandidates()
-        self._offers = Bucket(*CONSUMER_OFFERS)
-        self._waiting: WebrtcOffer | None = None
+        self._answer_rate = Bucket(*ANSWER_RATE)
+        self._pending_offer: WebrtcOffer | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer: Peer | None = None
         self._producer: str | None = None
-        self._screen = FrameDecoder(self._show, self._fail)
+        self._decoder = FrameDecoder(self._deliver_frame, self._set_failure)
         self._counts: dict[str, int] = {"offers": 0, "refused_offers": 0, "asked_again": 0, "signals_dropped": 0}
-        self._counts |= dict.fromkeys(self._screen.counts(), 0)
-        self._complaint: str | None = None
-        self._ask_wait = pace.ask_first
-        self._ask_at = 0.0
+        self._counts |= dict.fromkeys(self._decoder.get_counts(), 0)
+        self._fault: str | None = None
+        self._rejoin_wait = timeouts.ask_first
+        self._rejoin_at = 0.0
         self._last_error: str | None = None
 
-    def received(self, message: Message, seen_at: float) -> None:
-        """Queue a signal for ``run``; an emergency stop goes on at once."""
-        super().received(message, seen_at)
+    def on_message(self, message: Message, seen_at: float) -> None:
+        """Queue a signal for ``run``; an emergency stop is passed on at once."""
+        super().on_message(message, seen_at)
         if isinstance(message, WebrtcOffer) and len(message.offer["sdp"]) > MAX_SDP:
             self._counts["offers"] += 1
-            self._refuse(message, f"it has {len(message.offer['sdp'])} characters; at most {MAX_SDP} are read")
+            self._refuse_offer(message, f"it has {len(message.offer['sdp'])} characters; at most {MAX_SDP} are read")
         elif isinstance(message, WebrtcIce):
             candidate = trim_candidate(message.candidate)
-            self._queue(None if candidate is None else dataclasses.replace(message, candidate=dict(candidate)))
+            self._queue_signal(None if candidate is None else dataclasses.replace(message, candidate=dict(candidate)))
         elif isinstance(message, WebrtcOffer | ParticipantLeft):
-            self._queue(message)
+            self._queue_signal(message)
 
     async def run(self, connection: RoomConnection) -> None:
         """Answer offers until cancelled."""
         loop = asyncio.get_running_loop()
-        look_at = loop.time() + LOOK_EVERY
+        check_at = loop.time() + PEER_CHECK_INTERVAL
         try:
             while True:
                 if self._failure.done():
@@ -90,108 +96,110 @@ class CameraReceiver(SessionRoom):
                 signal = None
                 with contextlib.suppress(TimeoutError):
                     # Not wait_for: before Python 3.12 it loses a cancellation that comes together with a signal.
-                    async with asyncio.timeout_at(look_at):
+                    async with asyncio.timeout_at(check_at):
                         signal = await self._signals.get()
-                await self._handle(signal, connection)
+                await self._handle_signal(signal, connection)
                 # By the clock and not when nothing comes: somebody may signal all the time.
-                if loop.time() >= look_at:
-                    look_at = loop.time() + LOOK_EVERY
-                    await self._ask_when_needed(connection)
+                if loop.time() >= check_at:
+                    check_at = loop.time() + PEER_CHECK_INTERVAL
+                    await self._rejoin_when_needed(connection)
         finally:
-            self._screen.is_muted = True
+            self._decoder.is_muted = True
             if self._peer is not None:
                 await self._peer.close()
 
     def health(self) -> Mapping[str, object]:
-        """Plain figures for a status page."""
-        screen = self._screen
+        """Return plain figures for a status page."""
+        decoder = self._decoder
         return {
             "state": "waiting" if self._peer is None else self._peer.state,
-            "size": None if screen.size is None else list(screen.size),
-            "age_ms": None if screen.shown_at is None else round((time.monotonic() - screen.shown_at) * 1e3, 1),
-            "last_error": self._complaint or self._last_error,
-            "datagrams_dropped": {} if self._peer is None else dict(self._peer.intake.dropped),
-            **{name: count + screen.counts().get(name, 0) for name, count in self._counts.items()},
+            "size": None if decoder.size is None else list(decoder.size),
+            "age_ms": None if decoder.decoded_at is None else round((time.monotonic() - decoder.decoded_at) * 1e3, 1),
+            "last_error": self._fault or self._last_error,
+            "datagrams_dropped": {} if self._peer is None else dict(self._peer.datagram_filter.dropped),
+            **{name: count + decoder.get_counts().get(name, 0) for name, count in self._counts.items()},
         }
 
-    def _queue(self, signal: ConsumerSignal | None) -> None:
+    def _queue_signal(self, signal: ConsumerSignal | None) -> None:
         if signal is None or self._signals.full():
             self._counts["signals_dropped"] += 1
         else:
             self._signals.put_nowait(signal)
 
-    def _refuse(self, message: WebrtcOffer, why: str) -> None:
+    def _refuse_offer(self, message: WebrtcOffer, why: str) -> None:
         self._counts["refused_offers"] += 1
-        self._complaint = f"offer of {message.from_producer}: {why}"
+        self._fault = f"offer of {message.from_producer}: {why}"
 
-    async def _handle(self, signal: ConsumerSignal | None, connection: RoomConnection) -> None:
+    async def _handle_signal(self, signal: ConsumerSignal | None, connection: RoomConnection) -> None:
         if isinstance(signal, WebrtcOffer):
-            if self._waiting is not None:
+            if self._pending_offer is not None:
                 # No complaint: the newer one is answered, and a connection that works goes on.
                 self._counts["offers"] += 1
                 self._counts["refused_offers"] += 1
-                self._last_error = f"offers of {signal.from_producer} come faster than {CONSUMER_OFFERS[0]:g} a second"
-            self._waiting = signal
+                self._last_error = f"offers of {signal.from_producer} come faster than {ANSWER_RATE[0]:g} a second"
+            self._pending_offer = signal
         elif isinstance(signal, ParticipantLeft):
             self._candidates.forget(signal.participant_id)
         elif signal is not None and signal.from_producer is not None:
             self._candidates.keep(signal.from_producer, signal.candidate)
             if self._peer is not None and signal.from_producer == self._producer:
-                self._peer.add_all([signal.candidate])
-        if self._waiting is not None and self._offers.take():
-            offer, self._waiting = self._waiting, None
-            await self._answer(offer, connection)
+                self._peer.add_candidates([signal.candidate])
+        if self._pending_offer is not None and self._answer_rate.take():
+            offer, self._pending_offer = self._pending_offer, None
+            await self._answer_offer(offer, connection)
 
-    async def _answer(self, message: WebrtcOffer, connection: RoomConnection) -> None:
-        """A second offer replaces the peer connection: producers make a new one for each stream they start."""
+    async def _answer_offer(self, message: WebrtcOffer, connection: RoomConnection) -> None:
+        """Answer an offer. It replaces the peer connection: producers make a new one for each stream they start."""
         self._counts["offers"] += 1
         participant_id = connection.participant_id
         if participant_id is None:
             return  # the offer was for an id we no longer have
         sdp = message.offer["sdp"]
-        peer, screen = Peer(self._ice_servers), FrameDecoder(self._show, self._fail)
+        peer, decoder = Peer(self._ice_servers), FrameDecoder(self._deliver_frame, self._set_failure)
         try:
-            async with asyncio.timeout(self._pace.answer):
-                answer = await peer.answer(sdp, screen)
-            peer.add_all(self._candidates.fitting(message.from_producer, sdp))
+            async with asyncio.timeout(self._timeouts.answer):
+                answer = await peer.answer_offer(sdp, decoder)
+            peer.add_candidates(self._candidates.for_description(message.from_producer, sdp))
             signal = {"type": "answer", "sdp": answer, "target_producer": message.from_producer}
-            await self._api.signal(connection.workspace, self.room, participant_id, signal)
+            await self._api.post_signal(connection.workspace, self.room, participant_id, signal)
         except (BadSignal, TransportError, TimeoutError) as error:
-            self._refuse(message, str(error) or type(error).__name__)
+            self._refuse_offer(message, str(error) or type(error).__name__)
             await peer.close()
             return
         except BaseException:
             await peer.close()
             raise
-        await self._replace(peer, screen)
+        await self._replace_peer(peer, decoder)
         self._producer = message.from_producer
-        self._complaint = None
+        self._fault = None
 
-    async def _replace(self, peer: Peer | None, screen: FrameDecoder) -> None:
+    async def _replace_peer(self, peer: Peer | None, decoder: FrameDecoder) -> None:
         old_peer, self._peer = self._peer, peer
-        old_screen, self._screen = self._screen, screen
-        old_screen.is_muted = True
+        old_decoder, self._decoder = self._decoder, decoder
+        old_decoder.is_muted = True
         if old_peer is not None:
             await old_peer.close()
-        for name, count in old_screen.counts().items():
+        for name, count in old_decoder.get_counts().items():
             self._counts[name] += count
 
-    async def _ask_when_needed(self, connection: RoomConnection) -> None:
-        """Join again when the peer is of no use while its producer is there: this makes the producer offer anew."""
-        is_useless = self._peer is not None and self._peer.is_useless(self._pace.connect)
+    async def _rejoin_when_needed(self, connection: RoomConnection) -> None:
+        """Join the room again when the peer is useless while its producer is there: this makes the producer offer
+        anew.
+        """
+        is_useless = self._peer is not None and self._peer.is_useless(self._timeouts.connect)
         now = time.monotonic()
-        self._complaint = self._complaint or self._find_fault(now)
+        self._fault = self._fault or self._find_fault(now)
         if is_useless:
-            await self._replace(None, FrameDecoder(self._show, self._fail))
-        if self._complaint is None:
-            if self._screen.frames:
-                self._ask_wait = self._pace.ask_first
+            await self._replace_peer(None, FrameDecoder(self._deliver_frame, self._set_failure))
+        if self._fault is None:
+            if self._decoder.frames:
+                self._rejoin_wait = self._timeouts.ask_first
             return
-        if now >= self._ask_at and connection.presence is not None and connection.presence.producer is not None:
+        if now >= self._rejoin_at and connection.presence is not None and connection.presence.producer is not None:
             self._counts["asked_again"] += 1
-            self._ask_at = now + self._ask_wait
-            self._ask_wait = min(2 * self._ask_wait, self._pace.ask_longest)
-            self._last_error, self._complaint = self._complaint, None
+            self._rejoin_at = now + self._rejoin_wait
+            self._rejoin_wait = min(2 * self._rejoin_wait, self._timeouts.ask_longest)
+            self._last_error, self._fault = self._fault, None
             connection.rejoin(f"camera {self.camera}: {self._last_error}; asking for a new offer")
 
     def _find_fault(self, now: float) -> str | None:
@@ -201,85 +209,89 @@ class CameraReceiver(SessionRoom):
         if peer.state in ("failed", "closed"):
             return f"the peer connection is {peer.state}"
         if peer.connected_at is None:
-            return f"not connected within {self._pace.connect} s" if now > peer.made_at + self._pace.connect else None
-        seen_at = max(peer.connected_at, self._screen.shown_at or 0.0)
-        return f"no picture for {self._pace.silence} s" if now > seen_at + self._pace.silence else None
+            return (
+                f"not connected within {self._timeouts.connect} s"
+                if now > peer.created_at + self._timeouts.connect
+                else None
+            )
+        seen_at = max(peer.connected_at, self._decoder.decoded_at or 0.0)
+        return f"no picture for {self._timeouts.silence} s" if now > seen_at + self._timeouts.silence else None
 
-    def _show(self, image: np.ndarray, seen_at: float) -> None:
-        self.inbox.frame(self.camera, image, seen_at)
+    def _deliver_frame(self, image: np.ndarray, seen_at: float) -> None:
+        self.inbox.on_frame(self.camera, image, seen_at)
 
-    def _fail(self, error: BaseException) -> None:
+    def _set_failure(self, error: BaseException) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
 
-OFFER_AGAIN = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
+OFFER_INTERVAL = 2.0  # the least seconds between two offers to one consumer that did not lead to a connection
 MAX_PEERS = 8  # that one camera is sent to; each has an encoder of its own, 5 ms a picture of 640x480
-PRODUCER_OFFERS = (2.0, 16)  # to all consumers together, a second and at once; those that wait are offered to later
+OFFER_RATE = (2.0, 16)  # to all consumers together, a second and at once; those that wait are offered to later
 
 ProducerSignal = ParticipantJoined | ParticipantLeft | WebrtcAnswer | WebrtcIce
 
 
 class CameraSender:
-    """Sends one camera: a ``Listener`` of its room, and the task ``run``."""
+    """Sends one camera: a ``RoomListener`` of its room, and the task ``run``."""
 
     def __init__(
         self,
         camera: Camera,
         room: str,
         api: RoomsApi,
-        pace: TransportTimeouts,
+        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
-        stopped: Callable[[StopMessage], None],
+        on_stop: Callable[[StopMessage], None],
     ):
         self.camera = camera
         self.room = room
         self._api = api
-        self._pace = pace
+        self._timeouts = timeouts
         self._ice_servers = ice_servers
-        self._stopped = stopped
+        self._on_stop = on_stop
         self._signals: asyncio.Queue[ProducerSignal] = asyncio.Queue(maxsize=256)
         self._candidates = EarlyCandidates()
         self._peers: dict[str, tuple[Peer, CameraTrack]] = {}
         self._consumers: set[str] = set()
         self._offered_at: dict[str, float] = {}
-        self._rate = Bucket(*PRODUCER_OFFERS)
-        self._new_since = self._greet_at = 0.0
-        self._is_new = True
+        self._offer_rate = Bucket(*OFFER_RATE)
+        self._restarted_at = self._offer_at = 0.0
+        self._is_restarted = True
         self._offers = self._dropped = 0
         self._last_error: str | None = None
 
-    def joined(self, participant_id: str) -> None:
-        """Everybody in the room gets a new offer: it must name our new id."""
-        self._is_new = True
-        self._new_since = time.monotonic()
-        self._greet_at = self._new_since + self._pace.greet
+    def on_joined(self, participant_id: str) -> None:
+        """Offer anew to everybody in the room: offers must name our new id."""
+        self._is_restarted = True
+        self._restarted_at = time.monotonic()
+        self._offer_at = self._restarted_at + self._timeouts.greet
 
-    def lost(self, reason: str) -> None:
-        """Peers go on without the room."""
+    def on_lost(self, reason: str) -> None:
+        """Do nothing: peers go on without the room."""
 
-    def received(self, message: Message, seen_at: float) -> None:
-        """Queue a signal for ``run``; an emergency stop goes on at once."""
+    def on_message(self, message: Message, seen_at: float) -> None:
+        """Queue a signal for ``run``; an emergency stop is passed on at once."""
         if isinstance(message, StopMessage):
-            self._stopped(message)
+            self._on_stop(message)
         elif isinstance(message, ProducerSignal):
-            signal = _of_a_size(message)
+            signal = _check_size(message)
             if signal is None or self._signals.full():
                 self._dropped += 1
             else:
                 self._signals.put_nowait(signal)
 
-    async def present(self, presence: Presence) -> None:
-        """Who is in the room, in case an event was missed."""
+    async def on_presence(self, presence: Presence) -> None:
+        """Take over who is in the room, in case an event was missed."""
         self._consumers = set(presence.consumers)
 
     def restart(self) -> None:
-        """The stream starts anew: everybody gets a new offer, which replaces the old connection."""
-        self._is_new = True
-        self._new_since = self._greet_at = time.monotonic()
+        """Start the stream anew: everybody gets a new offer, which replaces the old connection."""
+        self._is_restarted = True
+        self._restarted_at = self._offer_at = time.monotonic()
 
     async def run(self, connection: RoomConnection) -> None:
-        """Offer, and keep offering, until cancelled."""
+        """Offer the camera to every consumer, and keep offering, until cancelled."""
         try:
             while True:
                 try:
@@ -290,15 +302,15 @@ class CameraSender:
                     signal = None
                 try:
                     if signal is not None:
-                        await self._handle(signal, connection)
+                        await self._handle_signal(signal, connection)
                 except (BadSignal, TransportError) as error:
                     self._last_error = str(error)
-                await self._tend(connection)
+                await self._maintain_peers(connection)
         finally:
-            await self._close(list(self._peers))
+            await self._close_peers(list(self._peers))
 
     def health(self) -> Mapping[str, object]:
-        """Plain figures."""
+        """Return plain figures for a status page."""
         return {
             "peers": {consumer: peer.state for consumer, (peer, _) in self._peers.items()},
             "sent": {consumer: track.sent for consumer, (_, track) in self._peers.items()},
@@ -308,82 +320,80 @@ class CameraSender:
             "last_error": self._last_error,
         }
 
-    async def _handle(self, signal: ProducerSignal, connection: RoomConnection) -> None:
+    async def _handle_signal(self, signal: ProducerSignal, connection: RoomConnection) -> None:
         if isinstance(signal, ParticipantJoined):
             if signal.role is Role.CONSUMER:
                 self._consumers.add(signal.participant_id)
-                await self._offer(signal.participant_id, connection)
+                await self._offer_to(signal.participant_id, connection)
         elif isinstance(signal, ParticipantLeft):
             self._consumers.discard(signal.participant_id)
             self._offered_at.pop(signal.participant_id, None)
             self._candidates.forget(signal.participant_id)
-            await self._close([signal.participant_id])
+            await self._close_peers([signal.participant_id])
         elif isinstance(signal, WebrtcAnswer):
             if signal.from_consumer in self._peers:
                 peer, _ = self._peers[signal.from_consumer]
                 sdp = signal.answer["sdp"]
-                await peer.accept(sdp)
-                peer.add_all(self._candidates.fitting(signal.from_consumer, sdp))
+                await peer.accept_answer(sdp)
+                peer.add_candidates(self._candidates.for_description(signal.from_consumer, sdp))
         elif signal.from_consumer is not None:
             self._candidates.keep(signal.from_consumer, signal.candidate)
             if signal.from_consumer in self._peers and self._peers[signal.from_consumer][0].is_answered:
-                self._peers[signal.from_consumer][0].add_all([signal.candidate])
+                self._peers[signal.from_consumer][0].add_candidates([signal.candidate])
 
-    async def _tend(self, connection: RoomConnection) -> None:
-        """Greet after a join, drop peers that came to nothing, and offer to every consumer that has none."""
+    async def _maintain_peers(self, connection: RoomConnection) -> None:
+        """Offer after a join, drop peers that did not connect, and offer to every consumer that has none."""
         now = time.monotonic()
         if connection.participant_id is None:
             return
-        if self._is_new:
-            if now < self._greet_at:
+        if self._is_restarted:
+            if now < self._offer_at:
                 return
             try:
-                presence = await self._api.look(connection.kind, connection.workspace, self.room)
+                presence = await self._api.get_presence(connection.kind, connection.workspace, self.room)
             except TransportError as error:
                 self._last_error = str(error)
-                self._greet_at = now + self._pace.greet
+                self._offer_at = now + self._timeouts.greet
                 return
-            self._is_new = False
+            self._is_restarted = False
             connection.send(StreamStarted({"framerate": self.camera.rate}, connection.participant_id))
             self._consumers = set() if presence is None else set(presence.consumers)
-            old = [consumer for consumer in self._peers if self._offered_at.get(consumer, 0.0) < self._new_since]
-            await self._close(old)
+            old = [consumer for consumer in self._peers if self._offered_at.get(consumer, 0.0) < self._restarted_at]
+            await self._close_peers(old)
             self._offered_at.clear()
         useless = [consumer for consumer, (peer, track) in self._peers.items() if self._is_useless(peer, track)]
-        await self._close(useless)
+        await self._close_peers(useless)
         for consumer in self._consumers - self._peers.keys():
-            if now >= self._offered_at.get(consumer, float("-inf")) + OFFER_AGAIN:
-                await self._offer(consumer, connection)
+            if now >= self._offered_at.get(consumer, float("-inf")) + OFFER_INTERVAL:
+                await self._offer_to(consumer, connection)
 
     def _is_useless(self, peer: Peer, track: CameraTrack) -> bool:
-        return peer.is_useless(self._pace.connect) or track.readyState != "live"
+        return peer.is_useless(self._timeouts.connect) or track.readyState != "live"
 
-    async def _offer(self, consumer: str, connection: RoomConnection) -> None:
+    async def _offer_to(self, consumer: str, connection: RoomConnection) -> None:
         participant_id = connection.participant_id
         if participant_id is None:
             return
-        await self._close([consumer])
+        await self._close_peers([consumer])
         if len(self._peers) >= MAX_PEERS:
             self._last_error = f"offer to {consumer}: this camera has {MAX_PEERS} viewers, the most that it is sent to"
             return
-        if not self._rate.take():
-            self._last_error = (
-                f"offer to {consumer}: it waits, as viewers come faster than {PRODUCER_OFFERS[0]:g} a second"
-            )
+        if not self._offer_rate.take():
+            self._last_error = f"offer to {consumer}: it waits, as viewers come faster than {OFFER_RATE[0]:g} a second"
             return
         self._offers += 1
         self._offered_at[consumer] = time.monotonic()
         peer, track = Peer(self._ice_servers), CameraTrack(self.camera)
         self._peers[consumer] = (peer, track)
         try:
-            sdp = await peer.offer(track)
+            sdp = await peer.create_offer(track)
             offer = {"type": "offer", "sdp": sdp, "target_consumer": consumer}
-            await self._api.signal(connection.workspace, self.room, participant_id, offer)
+            await self._api.post_signal(connection.workspace, self.room, participant_id, offer)
         except (BadSignal, TransportError) as error:
             self._last_error = f"offer to {consumer}: {error}"
-            await self._close([consumer])
+            await self._close_peers([consumer])
 
-    async def _close(self, consumers: Sequence[str]) -> None:
+    async def _close_peers(self, consumers: Sequence[str]) -> None:
         gone = [self._peers.pop(consumer) for consumer in consumers if consumer in self._peers]
         for _, track in gone:
             track.stop()
@@ -393,8 +403,8 @@ class CameraSender:
                 group.create_task(peer.close())
 
 
-def _of_a_size(signal: ProducerSignal) -> ProducerSignal | None:
-    """A signal without what it need not have; None for one that is larger than any peer's."""
+def _check_size(signal: ProducerSignal) -> ProducerSignal | None:
+    """Return a signal without superfluous fields; None for one that is larger than any peer's."""
     if isinstance(signal, WebrtcIce):
         candidate = trim_candidate(signal.candidate)
         return None if candidate is None else dataclasses.replace(signal, candidate=dict(candidate))

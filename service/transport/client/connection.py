@@ -15,7 +15,7 @@ import aiohttp
 
 from service.errors import TransportError
 from service.transport.address import Kind
-from service.transport.client.rest import Presence, RoomsApi, explain
+from service.transport.client.rest import Presence, RoomsApi, to_transport_error
 from service.transport.protocol import (
     MAX_FRAME_BYTES,
     Error,
@@ -27,15 +27,15 @@ from service.transport.protocol import (
     Role,
     VideoError,
     WireError,
-    build,
-    parse,
-    participant,
+    build_message,
+    create_participant_id,
+    parse_message,
 )
 
 
 @dataclass(frozen=True)
 class TransportTimeouts:
-    """Times in seconds, and what follows when they are over.
+    """Timeouts and intervals of a link, in seconds.
 
     Attributes:
         join: from opening a socket to ``joined``; then the attempt has failed.
@@ -69,10 +69,10 @@ class TransportTimeouts:
 
 # Bytes that may wait in this process, and in the kernel, before a command is refused: what waits would
 # reach the robot late and in a burst. A command of six joints is about 350 bytes.
-SEND_LIMIT = 4096
-KERNEL_LIMIT = 16384
+MAX_SEND_BUFFER = 4096
+KERNEL_SEND_BUFFER = 16384
 # Seconds after a message in which leaving waits until it was heard.
-RECENTLY = 1.0
+CONFIRM_WINDOW = 1.0
 
 
 class JoinRefused(TransportError):
@@ -89,19 +89,19 @@ class Membership:
         expired: of those sent, how many were thrown away because they were not written in time.
     """
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, pace: TransportTimeouts):
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, participant_id: str, timeouts: TransportTimeouts):
         self.participant_id = participant_id
         self.rtt: float | None = None
         self.sent = self.refused = self.received = self.malformed = self.expired = 0
         self._socket = socket
-        self._pace = pace
+        self._timeouts = timeouts
         self._transport = _write_transport(socket)
         self._outbox: asyncio.Queue[tuple[str, float]] = asyncio.Queue(maxsize=16)
-        self._early: list[tuple[Message, float]] = []
-        self._doubt = asyncio.Event()
-        self._dropped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._beat_at = self._acked_at = time.monotonic()
-        self._spoke_at = -math.inf
+        self._received_early: list[tuple[Message, float]] = []
+        self._got_error = asyncio.Event()
+        self._drop_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._heartbeat_at = self._acked_at = time.monotonic()
+        self._sent_at = -math.inf
 
     @classmethod
     async def join(
@@ -112,23 +112,23 @@ class Membership:
         room: str,
         participant_id: str,
         role: Role,
-        pace: TransportTimeouts,
+        timeouts: TransportTimeouts,
     ) -> "Membership":
-        """Open the socket and join.
+        """Open a room's WebSocket and join.
 
         Raises:
             JoinRefused: the server answered with an error.
             TransportError: it could not be reached, said nothing in time, or closed the socket.
         """
-        url = api.address.socket(kind, workspace, room)
+        url = api.address.socket_url(kind, workspace, room)
         what = f"joining {url} as {role}"
         opened: aiohttp.ClientWebSocketResponse | None = None
         try:
-            async with asyncio.timeout(pace.join):
-                closing = aiohttp.ClientWSTimeout(ws_close=pace.leave)  # pyright: ignore[reportCallIssue]
+            async with asyncio.timeout(timeouts.join):
+                closing = aiohttp.ClientWSTimeout(ws_close=timeouts.leave)  # pyright: ignore[reportCallIssue]
                 opened = await api.session.ws_connect(url, max_msg_size=MAX_FRAME_BYTES, timeout=closing)
-                membership = cls(opened, participant_id, pace)
-                await opened.send_str(build(Join(participant_id, role)))
+                membership = cls(opened, participant_id, timeouts)
+                await opened.send_str(build_message(Join(participant_id, role)))
                 await membership._wait_joined(what)
                 return membership
         except BaseException as error:
@@ -136,14 +136,16 @@ class Membership:
                 _abort(opened)
                 await opened.close()
             if isinstance(error, aiohttp.ClientError | OSError | TimeoutError):
-                raise explain(error, what, api.address.base) from error
+                raise to_transport_error(error, what, api.address.base) from error
             raise
 
     async def _wait_joined(self, what: str) -> None:
         while True:
             frame = await self._socket.receive()
             if frame.type is not aiohttp.WSMsgType.TEXT:
-                raise TransportError(f"{what}: the socket was closed before 'joined' ({_ending(frame, self._socket)})")
+                raise TransportError(
+                    f"{what}: the socket was closed before 'joined' ({_describe_close(frame, self._socket)})"
+                )
             message = self._parse(frame.data)
             if isinstance(message, Joined):
                 return
@@ -153,58 +155,62 @@ class Membership:
                     "or it has another producer already"
                 )
             if message is not None:
-                self._early.append((message, time.monotonic()))
+                self._received_early.append((message, time.monotonic()))
 
-    def send(self, message: Message, within: float = math.inf) -> bool:
+    def send(self, message: Message, lifetime: float = math.inf) -> bool:
         """Hand one message to the socket without waiting; False when it was not taken.
 
         Args:
-            within: seconds after which it is worth nothing any more: when this process stood still until then, it is
+            lifetime: seconds after which it is worth nothing any more: when this process stood still until then, it is
                 thrown away.
         """
         if (
-            self._dropped.done()
+            self._drop_reason.done()
             or self._outbox.full()
             or self._transport.is_closing()
-            or self._transport.get_write_buffer_size() > SEND_LIMIT
+            or self._transport.get_write_buffer_size() > MAX_SEND_BUFFER
         ):
             self.refused += 1
             return False
         now = time.monotonic()
         if not isinstance(message, Heartbeat):
-            self._spoke_at = now
-        self._outbox.put_nowait((build(message), now + within))
+            self._sent_at = now
+        self._outbox.put_nowait((build_message(message), now + lifetime))
         self.sent += 1
         return True
 
     def drop(self, reason: str) -> None:
-        """End ``serve`` from outside."""
-        if not self._dropped.done():
-            self._dropped.set_result(reason)
+        """Make ``serve`` return with this reason."""
+        if not self._drop_reason.done():
+            self._drop_reason.set_result(reason)
 
     async def serve(
         self,
-        received: Callable[[Message, float], None],
+        on_message: Callable[[Message, float], None],
         check: Callable[[], Awaitable[str | None]],
-        refused: Callable[[], None] = lambda: None,
+        on_malformed: Callable[[], None] = lambda: None,
     ) -> str:
         """Deliver messages until the socket is lost, and return why.
 
         Args:
-            received: takes each message and the monotonic time it was read.
-            refused: told of each frame that is no message of this wire.
+            on_message: takes each message and the monotonic time it was read.
+            on_malformed: told of each frame that is no message of this wire.
             check: asked at once, then with every heartbeat and after every error from the server; returns why the
                 membership is worthless, or None.
         """
-        for message, seen_at in self._early:
-            received(message, seen_at)
-        self._early.clear()
-        return await _first(
-            self._read(received, refused), self._write(), self._beat(), self._watch(check), self._until_dropped()
+        for message, seen_at in self._received_early:
+            on_message(message, seen_at)
+        self._received_early.clear()
+        return await _wait_first(
+            self._read(on_message, on_malformed),
+            self._write(),
+            self._send_heartbeats(),
+            self._check_repeatedly(check),
+            self._wait_dropped(),
         )
 
     async def leave(self, at_once: bool = False) -> None:
-        """Close the socket when what was handed over, a last hold above all, has been heard at the other end.
+        """Close the socket after the peer has received what was sent, a last hold above all.
 
         Args:
             at_once: throw away what waits to be sent, as it would come late.
@@ -212,87 +218,88 @@ class Membership:
         self.drop("left")
         if at_once:
             _abort(self._socket)
-        elif time.monotonic() < self._spoke_at + RECENTLY:
+        elif time.monotonic() < self._sent_at + CONFIRM_WINDOW:
             with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-                async with asyncio.timeout(self._pace.leave):
-                    await self._be_heard()
+                async with asyncio.timeout(self._timeouts.leave):
+                    await self._flush_and_confirm()
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await self._socket.close()
 
-    async def _be_heard(self) -> None:
-        """Write the rest and wait for the answer to a heartbeat: a socket that is closed right after a message may take
-        it along, as Sanic hands on no more messages once it has read the close frame."""
+    async def _flush_and_confirm(self) -> None:
+        """Write the rest and wait for the answer to a heartbeat: a socket that is closed right after a message may
+        take it along, as Sanic hands on no more messages once it has read the close frame.
+        """
         while not self._outbox.empty():
-            await self._put_on_wire(*self._outbox.get_nowait())
-        await self._put_on_wire(build(Heartbeat()), math.inf)
+            await self._send_text(*self._outbox.get_nowait())
+        await self._send_text(build_message(Heartbeat()), math.inf)
         while (frame := await self._socket.receive()).type is aiohttp.WSMsgType.TEXT:
             if isinstance(self._parse(frame.data), HeartbeatAck):
                 return
 
-    async def _read(self, received: Callable[[Message, float], None], refused: Callable[[], None]) -> str:
+    async def _read(self, on_message: Callable[[Message, float], None], on_malformed: Callable[[], None]) -> str:
         while True:
             frame = await self._socket.receive()
             now = time.monotonic()
             if frame.type is aiohttp.WSMsgType.BINARY:
                 self.malformed += 1
-                refused()
+                on_malformed()
                 continue
             if frame.type is not aiohttp.WSMsgType.TEXT:
-                return f"the socket was closed ({_ending(frame, self._socket)})"
+                return f"the socket was closed ({_describe_close(frame, self._socket)})"
             message = self._parse(frame.data)
             if message is None:
-                refused()
+                on_malformed()
             elif isinstance(message, HeartbeatAck):
                 self._acked_at = now
-                self.rtt = now - self._beat_at
+                self.rtt = now - self._heartbeat_at
             else:
                 if isinstance(message, Error | VideoError):
-                    self._doubt.set()
-                received(message, now)
+                    self._got_error.set()
+                on_message(message, now)
 
     async def _write(self) -> str:
         try:
             while True:
-                await self._put_on_wire(*await self._outbox.get())
+                await self._send_text(*await self._outbox.get())
         except (aiohttp.ClientError, OSError) as error:
             return f"sending failed ({error})"
 
-    async def _put_on_wire(self, text: str, worthless_at: float) -> None:
-        if time.monotonic() > worthless_at:
+    async def _send_text(self, text: str, expires_at: float) -> None:
+        if time.monotonic() > expires_at:
             self.expired += 1
         else:
             await self._socket.send_str(text)
 
-    async def _beat(self) -> str:
-        patience = (self._pace.missed + 0.1) * self._pace.heartbeat
+    async def _send_heartbeats(self) -> str:
+        ack_timeout = (self._timeouts.missed + 0.1) * self._timeouts.heartbeat
         while True:
-            self._beat_at = time.monotonic()
+            self._heartbeat_at = time.monotonic()
             self.send(Heartbeat())
-            next_beat = self._beat_at + self._pace.heartbeat
+            next_beat = self._heartbeat_at + self._timeouts.heartbeat
             while (now := time.monotonic()) < next_beat:
-                if now >= self._acked_at + patience:
+                if now >= self._acked_at + ack_timeout:
                     return f"no answer to a heartbeat for {now - self._acked_at:.1f} s"
-                await asyncio.sleep(min(next_beat, self._acked_at + patience) - now)
+                await asyncio.sleep(min(next_beat, self._acked_at + ack_timeout) - now)
 
-    async def _watch(self, check: Callable[[], Awaitable[str | None]]) -> str:
+    async def _check_repeatedly(self, check: Callable[[], Awaitable[str | None]]) -> str:
         while True:
             reason = await check()
             if reason is not None:
                 return reason
-            self._doubt.clear()
+            self._got_error.clear()
             await asyncio.sleep(
-                self._pace.heartbeat / 10
+                self._timeouts.heartbeat / 10
             )  # a server that answers everything with errors is not flooded
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pace.heartbeat * 0.9):
-                    await self._doubt.wait()
+                async with asyncio.timeout(self._timeouts.heartbeat * 0.9):
+                    await self._got_error.wait()
 
-    async def _until_dropped(self) -> str:
-        return await asyncio.shield(self._dropped)
+    async def _wait_dropped(self) -> str:
+        return await asyncio.shield(self._drop_reason)
 
     def _parse(self, text: str) -> Message | None:
         try:
-            message = parse(text)
+            message = parse_message(text)
         except WireError:
             self.malformed += 1
             return None
@@ -300,9 +307,9 @@ class Membership:
         return message
 
 
-async def _first(*waiting: Coroutine[None, None, str]) -> str:
-    """The result of whichever ends first; the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(each) for each in waiting]
+async def _wait_first(*coroutines: Coroutine[None, None, str]) -> str:
+    """Return the result of the coroutine that ends first; the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task in done).result()
@@ -313,7 +320,7 @@ async def _first(*waiting: Coroutine[None, None, str]) -> str:
 
 
 def _write_transport(opened: aiohttp.ClientWebSocketResponse) -> asyncio.WriteTransport:
-    """The transport under an open WebSocket, with a small kernel buffer.
+    """Return the transport under an open WebSocket, with a small kernel buffer.
 
     aiohttp offers no public way to see how much waits to be sent; its ``get_extra_info`` reads this same attribute.
     """
@@ -322,7 +329,7 @@ def _write_transport(opened: aiohttp.ClientWebSocketResponse) -> asyncio.WriteTr
         raise TransportError("the socket was closed while it was being opened")
     raw = connection.transport.get_extra_info("socket")
     if raw is not None:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_LIMIT)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BUFFER)
     return connection.transport
 
 
@@ -332,34 +339,36 @@ def _abort(opened: aiohttp.ClientWebSocketResponse) -> None:
         connection.transport.abort()
 
 
-def _ending(frame: aiohttp.WSMessage, opened: aiohttp.ClientWebSocketResponse) -> str:
+def _describe_close(frame: aiohttp.WSMessage, opened: aiohttp.ClientWebSocketResponse) -> str:
     return str(frame.data) if frame.type is aiohttp.WSMsgType.ERROR else f"code {opened.close_code}"
 
 
 log = logging.getLogger(__name__)
 
-Present = Callable[[Presence], Awaitable[None]]
+OnPresence = Callable[[Presence], Awaitable[None]]
 
 
-class Listener(Protocol):
-    """Who is told what happens in one room; synchronous, quick, on the event loop."""
+class RoomListener(Protocol):
+    """Receives the events of one room; its methods are synchronous and quick, and called on the event loop."""
 
-    def joined(self, participant_id: str) -> None:
-        """We are in the room, under this fresh id."""
+    def on_joined(self, participant_id: str) -> None:
+        """The room is joined, under this fresh participant id."""
         ...
 
-    def received(self, message: Message, seen_at: float) -> None:
-        """A message came; ``seen_at`` is monotonic."""
+    def on_message(self, message: Message, seen_at: float) -> None:
+        """A message arrived; ``seen_at`` is monotonic."""
         ...
 
-    def lost(self, reason: str) -> None:
-        """We are out of the room; it is being joined again."""
+    def on_lost(self, reason: str) -> None:
+        """The connection to the room is lost; it is being joined again."""
         ...
 
 
-def retry_delay(attempt: int, pace: TransportTimeouts) -> float:
-    """Seconds before attempt 0, 1, 2...: doubling, with full jitter so that many clients do not come at once."""
-    return random.uniform(0, min(pace.retry_longest, pace.retry_first * 2 ** min(attempt, 32)))
+def retry_delay(attempt: int, timeouts: TransportTimeouts) -> float:
+    """Return the seconds to wait before attempt 0, 1, 2...: doubling, with full jitter so that many clients do not
+    come at once.
+    """
+    return random.uniform(0, min(timeouts.retry_longest, timeouts.retry_first * 2 ** min(attempt, 32)))
 
 
 class RoomConnection:
@@ -368,10 +377,10 @@ class RoomConnection:
     ``open`` joins the first time and raises; ``run`` keeps the connection until cancelled; then comes ``close``.
 
     Args:
-        who: what our participant ids begin with.
-        make: makes the room when the server does not know it (any more); None for a room of somebody else.
-        present: told who is in the room, right after each join and with each heartbeat.
-        refused: told of each frame that is no message of this wire.
+        id_prefix: what our participant ids begin with.
+        create_room: makes the room when the server does not know it (any more); None for a room of somebody else.
+        on_presence: told who is in the room, right after each join and with each heartbeat.
+        on_malformed: told of each frame that is no message of this wire.
     """
 
     def __init__(
@@ -381,26 +390,26 @@ class RoomConnection:
         workspace: str,
         room: str,
         *,
-        who: str,
+        id_prefix: str,
         role: Role,
-        listener: Listener,
-        pace: TransportTimeouts,
-        make: Callable[[], Awaitable[None]] | None = None,
-        present: Present | None = None,
-        refused: Callable[[], None] = lambda: None,
+        listener: RoomListener,
+        timeouts: TransportTimeouts,
+        create_room: Callable[[], Awaitable[None]] | None = None,
+        on_presence: OnPresence | None = None,
+        on_malformed: Callable[[], None] = lambda: None,
     ):
         self.kind = kind
         self.workspace = workspace
         self.room = room
         self.presence: Presence | None = None
         self._api = api
-        self._who = who
+        self._id_prefix = id_prefix
         self._role = role
         self._listener = listener
-        self._pace = pace
-        self._make = make
-        self._present = present
-        self._refused = refused
+        self._timeouts = timeouts
+        self._create_room = create_room
+        self._on_presence = on_presence
+        self._on_malformed = on_malformed
         self._membership: Membership | None = None
         self._totals: dict[str, int] = dict.fromkeys(("sent", "refused", "expired", "received", "malformed"), 0)
         self._reconnects = 0
@@ -411,12 +420,12 @@ class RoomConnection:
         """Our id in the room now; None while we are out of it."""
         return None if self._membership is None else self._membership.participant_id
 
-    def send(self, message: Message, within: float = math.inf) -> bool:
+    def send(self, message: Message, lifetime: float = math.inf) -> bool:
         """Hand one message to the socket without waiting; False when it was not taken. See `Membership.send`."""
         if self._membership is None:
             self._totals["refused"] += 1
             return False
-        return self._membership.send(message, within)
+        return self._membership.send(message, lifetime)
 
     def rejoin(self, reason: str) -> None:
         """Leave and join again under a new id; in a video room this makes the producer offer again."""
@@ -424,23 +433,23 @@ class RoomConnection:
             self._membership.drop(reason)
 
     async def open(self) -> None:
-        """Join.
+        """Join the room for the first time.
 
         Raises:
             TransportError: it did not work.
         """
         self._membership = await self._join()
-        self._listener.joined(self._membership.participant_id)
+        self._listener.on_joined(self._membership.participant_id)
 
     async def run(self) -> None:
         """Deliver what comes, and join again when the room is lost, until cancelled."""
         attempt = 0
         while True:
             if self._membership is not None:
-                reason = await self._membership.serve(self._received, self._check, self._refused)
+                reason = await self._membership.serve(self._on_message, self._check_presence, self._on_malformed)
                 attempt = 0 if self._membership.rtt is not None else attempt
-                await self._forget(reason)
-            await asyncio.sleep(retry_delay(attempt, self._pace))
+                await self._drop_membership(reason)
+            await asyncio.sleep(retry_delay(attempt, self._timeouts))
             attempt += 1
             try:
                 await self.open()
@@ -449,13 +458,13 @@ class RoomConnection:
                 self._last_error = str(error)
 
     async def close(self) -> None:
-        """Leave the room, when we are in it."""
+        """Leave the room, if it is joined."""
         membership, self._membership = self._membership, None
         if membership is not None:
             await membership.leave()
 
     def health(self) -> Mapping[str, object]:
-        """Plain figures for a status page."""
+        """Return plain figures for a status page."""
         now = self._membership
         counts = {name: total + (getattr(now, name) if now else 0) for name, total in self._totals.items()}
         return {
@@ -472,9 +481,9 @@ class RoomConnection:
         try:
             return await self._join_once()
         except JoinRefused:
-            if self._make is None:
+            if self._create_room is None:
                 raise
-            await self._make()
+            await self._create_room()
             return await self._join_once()
 
     async def _join_once(self) -> Membership:
@@ -483,12 +492,12 @@ class RoomConnection:
             self.kind,
             self.workspace,
             self.room,
-            participant(self._who, self._role),
+            create_participant_id(self._id_prefix, self._role),
             self._role,
-            self._pace,
+            self._timeouts,
         )
 
-    async def _forget(self, reason: str) -> None:
+    async def _drop_membership(self, reason: str) -> None:
         lost = self._membership
         assert lost is not None
         self._membership = None
@@ -496,23 +505,25 @@ class RoomConnection:
         for name in self._totals:
             self._totals[name] += getattr(lost, name)
         log.warning("room %s lost: %s", self.room, reason)
-        self._listener.lost(reason)
+        self._listener.on_lost(reason)
         await lost.leave(at_once=True)
 
-    def _received(self, message: Message, seen_at: float) -> None:
+    def _on_message(self, message: Message, seen_at: float) -> None:
         if isinstance(message, Error | VideoError):
             self._last_error = f"the server says {message.message!r}"
-        self._listener.received(message, seen_at)
+        self._listener.on_message(message, seen_at)
 
-    async def _check(self) -> str | None:
-        """Look at who is in the room: a server that lost or replaced it leaves our socket open and says nothing."""
+    async def _check_presence(self) -> str | None:
+        """Check that the server still lists us in the room: one that lost or replaced it leaves our socket open and
+        says nothing.
+        """
         assert self._membership is not None
         try:
-            presence = await self._api.look(self.kind, self.workspace, self.room)
+            presence = await self._api.get_presence(self.kind, self.workspace, self.room)
             if presence is not None and self._membership.participant_id in presence:
                 self.presence = presence
-                if self._present is not None:
-                    await self._present(presence)
+                if self._on_presence is not None:
+                    await self._on_presence(presence)
                 return None
         except TransportError as error:
             # The socket and its heartbeat decide whether the link lives; looking is only a second opinion.

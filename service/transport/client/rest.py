@@ -14,10 +14,10 @@ from service.http.strict_json import loads
 from service.transport.address import Address, Kind
 from service.transport.protocol import MAX_VALUES, is_finite
 
-MAX_ANSWER_BYTES = 1 << 20
+MAX_RESPONSE_BYTES = 1 << 20
 
 
-def _ids(found: Any) -> Any:
+def _keep_text(found: Any) -> Any:
     return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else found
 
 
@@ -26,7 +26,7 @@ class Presence:
     """Who is in a room now, by participant id, as ``room.participants`` of an answer says it."""
 
     producer: str | None
-    consumers: Annotated[frozenset[str], BeforeValidator(_ids)]
+    consumers: Annotated[frozenset[str], BeforeValidator(_keep_text)]
 
     def __contains__(self, participant_id: object) -> bool:
         return participant_id == self.producer or participant_id in self.consumers
@@ -35,22 +35,23 @@ class Presence:
 _PRESENCE = TypeAdapter(Presence)
 
 
-class Redirected(TransportError):
-    """A server points elsewhere, which is not followed."""
+class RedirectRefused(TransportError):
+    """The server answered with a redirect, which is not followed."""
 
 
 async def refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """An aiohttp middleware: whoever gave us the URL decided where we go, not the server behind it.
+    """Refuse redirects, as an aiohttp middleware: whoever gave us the URL decided where we go, not the server behind
+    it.
 
     Raises:
-        Redirected: it points elsewhere.
+        RedirectRefused: it points elsewhere.
     """
     response = await handler(request)
     if response.status in (301, 302, 303, 307, 308):
         response.close()
-        raise Redirected(
+        raise RedirectRefused(
             f"{request.method} {request.url} answered {response.status}, a redirect, which is not followed; "
             "use the final address as transport_server_url"
         )
@@ -61,7 +62,7 @@ async def refuse_redirects(
 async def http_session(
     connector: aiohttp.BaseConnector | None = None, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    """One aiohttp session for one link: no proxies from the environment, no cookies, no redirects.
+    """Open an aiohttp session for one link: no proxies from the environment, no cookies, no redirects.
 
     Args:
         headers: sent with everything, so it is for one server.
@@ -76,7 +77,7 @@ async def http_session(
         yield session
 
 
-_REFUSALS = {
+_STATUS_HINTS = {
     401: "it wants a key: a robot gives its own, a server has transport_key_file for other servers",
     403: "the key is of too low a role, or this page may not call; the rooms' own server says which in its log",
     409: "the room is somebody else's; use another session_id or workspace_id",
@@ -84,8 +85,8 @@ _REFUSALS = {
 }
 
 
-def explain(error: Exception, what: str, base: str) -> TransportError:
-    """A network failure in words: what was asked, what happened, what to do next."""
+def to_transport_error(error: Exception, what: str, base: str) -> TransportError:
+    """Turn a network failure into an error that says what was asked, what happened and what to do next."""
     if isinstance(error, TransportError):
         return error
     if isinstance(error, TimeoutError):
@@ -97,8 +98,8 @@ def explain(error: Exception, what: str, base: str) -> TransportError:
             f"{what}: cannot connect ({error.strerror or error}); is a transport server running at {base}? "
             "Start one with 'robojax transport', or correct transport_server_url"
         )
-    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in _REFUSALS:
-        return TransportError(f"{what}: answered {error.status}; {_REFUSALS[error.status]}")
+    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status in _STATUS_HINTS:
+        return TransportError(f"{what}: answered {error.status}; {_STATUS_HINTS[error.status]}")
     if isinstance(error, aiohttp.WSServerHandshakeError):
         return TransportError(
             f"{what}: answered {error.status} instead of a WebSocket; "
@@ -115,14 +116,14 @@ class RoomsApi:
         self.address = address
         self.timeout = timeout
 
-    async def create(self, kind: Kind, workspace: str, room: str) -> None:
-        """Make a room. A room of this id that exists already is replaced by the server, so look first."""
-        await self.ask("POST", self.address.rooms(kind, workspace), {"room_id": room})
+    async def create_room(self, kind: Kind, workspace: str, room: str) -> None:
+        """Create a room. The server replaces a room of this id that exists already, so get its presence first."""
+        await self.request_json("POST", self.address.rooms_url(kind, workspace), {"room_id": room})
 
-    async def look(self, kind: Kind, workspace: str, room: str) -> Presence | None:
-        """Who is in a room; None when the server does not know the room."""
-        url = self.address.room(kind, workspace, room)
-        answer = await self.ask("GET", url, missing_is_none=True)
+    async def get_presence(self, kind: Kind, workspace: str, room: str) -> Presence | None:
+        """Return who is in a room; None when the server does not know the room."""
+        url = self.address.room_url(kind, workspace, room)
+        answer = await self.request_json("GET", url, missing_is_none=True)
         if answer is None:
             return None
         try:
@@ -130,30 +131,30 @@ class RoomsApi:
         except (LookupError, TypeError, ValueError):
             raise TransportError(f"GET {url}: no usable room.participants; is this a RobotHub server?") from None
 
-    async def joints(self, workspace: str, room: str) -> dict[str, float]:
-        """Every joint a robotics room has seen; entries that are no finite numbers are left out."""
-        url = f"{self.address.room(Kind.ROBOTICS, workspace, room)}/state"
-        answer = await self.ask("GET", url)
+    async def get_joints(self, workspace: str, room: str) -> dict[str, float]:
+        """Return every joint a robotics room has seen; entries that are no finite numbers are left out."""
+        url = f"{self.address.room_url(Kind.ROBOTICS, workspace, room)}/state"
+        answer = await self.request_json("GET", url)
         try:
             joints = dict(answer["state"]["joints"])
         except (KeyError, TypeError, ValueError) as error:
             raise TransportError(f"GET {url}: no state.joints; is this a RobotHub server?") from error
         return {str(name): float(value) for name, value in joints.items() if is_finite(value)}
 
-    async def delete(self, kind: Kind, workspace: str, room: str) -> bool:
+    async def delete_room(self, kind: Kind, workspace: str, room: str) -> bool:
         """Remove a room; False when the server did not know it any more."""
-        url = self.address.room(kind, workspace, room)
-        return await self.ask("DELETE", url, missing_is_none=True) is not None
+        url = self.address.room_url(kind, workspace, room)
+        return await self.request_json("DELETE", url, missing_is_none=True) is not None
 
-    async def signal(self, workspace: str, room: str, sender: str, message: Mapping[str, object]) -> None:
+    async def post_signal(self, workspace: str, room: str, sender: str, message: Mapping[str, object]) -> None:
         """Post one WebRTC signal (offer, answer or ice) for the server to relay."""
-        url = f"{self.address.room(Kind.VIDEO, workspace, room)}/webrtc/signal"
-        await self.ask("POST", url, {"client_id": sender, "message": message})
+        url = f"{self.address.room_url(Kind.VIDEO, workspace, room)}/webrtc/signal"
+        await self.request_json("POST", url, {"client_id": sender, "message": message})
 
-    async def ask(
-        self, method: str, url: str, body: object = None, missing_is_none: bool = False, form: type = dict
+    async def request_json(
+        self, method: str, url: str, body: object = None, missing_is_none: bool = False, expected_type: type = dict
     ) -> Any:
-        """Any call that answers a JSON object, of this server or of the one that its rooms are for.
+        """Send any request that answers JSON, to this server or to the one that its rooms are for.
 
         Args:
             missing_is_none: return None where the server does not know the room.
@@ -165,19 +166,19 @@ class RoomsApi:
                 text = bytearray()
                 async for piece in response.content.iter_chunked(1 << 16):
                     text += piece
-                    if len(text) > MAX_ANSWER_BYTES:
+                    if len(text) > MAX_RESPONSE_BYTES:
                         raise TransportError(
-                            f"{what}: the answer is over {MAX_ANSWER_BYTES} bytes; is this a RobotHub server?"
+                            f"{what}: the answer is over {MAX_RESPONSE_BYTES} bytes; is this a RobotHub server?"
                         )
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise explain(error, what, self.address.base) from error
+            raise to_transport_error(error, what, self.address.base) from error
         if response.status == 404 and missing_is_none and b"Room not found" in text:
             return None
         if response.status >= 400:
             hint = (
                 f"no RobotHub API under {self.address.base}; is its base path right (often /api)?"
                 if response.status in (404, 405)
-                else _REFUSALS.get(response.status, f"see the log of the server at {self.address.base}")
+                else _STATUS_HINTS.get(response.status, f"see the log of the server at {self.address.base}")
             )
             raise TransportError(f"{what}: answered {response.status}; {hint}")
         try:
@@ -187,22 +188,22 @@ class RoomsApi:
                 f"{what}: answered {response.content_type} where JSON was wanted; "
                 f"{self.address.base} is probably a web page, its API is often under /api"
             ) from error
-        if not isinstance(answer, form):
-            wanted = "an object" if form is dict else "an array"
+        if not isinstance(answer, expected_type):
+            wanted = "an object" if expected_type is dict else "an array"
             raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where {wanted} was wanted")
         return answer
 
 
 # What a session sends beside its key, to every transport server: only who sends the same may command its robot. Servers
 # that know nothing of it ignore it.
-CLAIM = "x-robojax-claim"
+CLAIM_HEADER = "x-robojax-claim"
 
 
 class Credentials(Protocol):
-    """Which key goes where."""
+    """Chooses the API key for each transport server."""
 
-    def of(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
-        """The address to go to, and the headers to send there, and only there.
+    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
+        """Return the address to connect to, and the headers for it alone.
 
         Args:
             session_id: whose rooms; None for those of sessions that are gone.
@@ -211,15 +212,15 @@ class Credentials(Protocol):
 
 
 class NoCredentials:
-    """Nothing is sent."""
+    """Credentials that send no key."""
 
-    def of(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
-        """The address as it is."""
+    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
+        """Return the address as it is, without headers."""
         return address, {}
 
 
-def headers_of(key: str | None) -> Mapping[str, str]:
-    """The header of an API key or of a bearer token; none without one.
+def auth_headers(key: str | None) -> Mapping[str, str]:
+    """Return the header of an API key or of a bearer token; none without one.
 
     Raises:
         InvalidRequest: it has characters that no key has.

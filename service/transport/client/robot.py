@@ -14,9 +14,9 @@ import numpy as np
 from service.errors import TransportError
 from service.transport.address import Address, Kind
 from service.transport.client.camera_rooms import CameraSender
-from service.transport.client.connection import Listener, Present, RoomConnection, TransportTimeouts
-from service.transport.client.rest import Redirected, RoomsApi, headers_of, http_session
-from service.transport.client.rooms_link import running
+from service.transport.client.connection import OnPresence, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.rest import RedirectRefused, RoomsApi, auth_headers, http_session
+from service.transport.client.rooms_link import run_beside
 from service.transport.link import EmergencyStop, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
 from service.transport.protocol import JointUpdate, Message, Role, WireError, is_finite, session_of
@@ -25,11 +25,11 @@ from service.transport.webrtc.encoding import Camera
 log = logging.getLogger(__name__)
 
 # Seconds between two questions whether a latch is still there; a command that comes meanwhile asks sooner.
-ASK, ASK_SOON = 0.5, 0.05
+LATCH_POLL_INTERVAL, MIN_LATCH_POLL_INTERVAL = 0.5, 0.05
 # Seconds for which the session may not have heard of a stop yet that this robot knows of; then it is told.
-UNHEARD = 2.0
+STOP_REPORT_DELAY = 2.0
 # A hold names the pose that this robot reported, at most so long ago (seconds) and so far away.
-REPORTED, SAME = 1.0, 1e-3
+POSE_MAX_AGE, POSE_TOLERANCE = 1.0, 1e-3
 OnCommand = Callable[[Mapping[str, float], float], None]
 OnStop = Callable[[EmergencyStop], None]
 
@@ -76,21 +76,21 @@ async def connect_robot(
     """
     pace = pace or TransportTimeouts()
     address = Address.parse(url)
-    async with http_session(headers=headers_of(key)) as session:
+    async with http_session(headers=auth_headers(key)) as session:
         api = RoomsApi(session, address, pace.request)
         latch = SessionLatch(api, Address.parse(sessions or url), session_of(rooms.joint_output))
         robot = Robot(api, rooms, name, rate, pace, ice_servers, on_command, latch)
         robot.on_emergency_stop = on_emergency_stop
         try:
             await robot.open()
-            async with running(*robot.tasks()):
+            async with run_beside(*robot.tasks()):
                 yield robot
         finally:
             await robot.close()
 
 
 class Robot:
-    """A robot in its rooms; ``connect_robot`` makes one.
+    """A robot in its rooms; ``connect_robot`` creates it.
 
     Attributes:
         on_emergency_stop: told of every emergency stop of somebody else; may be set at any time.
@@ -105,45 +105,57 @@ class Robot:
         rooms: Rooms,
         name: str,
         rate: float,
-        pace: TransportTimeouts,
+        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
         on_command: OnCommand,
-        asked: "SessionLatch",
+        session_latch: "SessionLatch",
     ):
         self.rooms = rooms
         self.on_emergency_stop: OnStop | None = None
         self.commands = self.refused = 0
         self.latch: str | None = None
-        self._asked = asked
-        self._leave = pace.leave
+        self._session_latch = session_latch
+        self._leave_timeout = timeouts.leave
         self._latched_at = 0.0
-        self._is_known = False  # whether the session's server said of this latch that it is there
+        self._is_confirmed = False  # whether the session's server said of this latch that it is there
         self._is_refusing = False
-        self._ask_now = asyncio.Event()
-        self._reported: deque[tuple[float, dict[str, float]]] = deque(maxlen=256)
+        self._poll_now = asyncio.Event()
+        self._past_poses: deque[tuple[float, dict[str, float]]] = deque(maxlen=256)
         self._on_command = on_command
         self._pose: dict[str, float] = {}
         self._cameras = {camera: Camera(rate) for camera in rooms.cameras}
         self._senders = {
-            camera: CameraSender(self._cameras[camera], room, api, pace, ice_servers, self._stopped)
+            camera: CameraSender(self._cameras[camera], room, api, timeouts, ice_servers, self._on_stop)
             for camera, room in rooms.cameras.items()
         }
-        self._reports = JointRoom(self._report_pose, self._stopped)
-        self._orders = JointRoom(self._ask_now.set, self._stopped, self._obey)
+        self._input_listener = JointRoomListener(self._report_pose, self._on_stop)
+        self._output_listener = JointRoomListener(self._poll_now.set, self._on_stop, self._take_command)
 
         def room(
-            kind: Kind, room: str, who: str, role: Role, listener: Listener, present: Present | None = None
+            kind: Kind,
+            room: str,
+            suffix: str,
+            role: Role,
+            listener: RoomListener,
+            on_presence: OnPresence | None = None,
         ) -> RoomConnection:
-            who = f"{name}-{who}"
             return RoomConnection(
-                api, kind, rooms.workspace_id, room, who=who, role=role, listener=listener, pace=pace, present=present
+                api,
+                kind,
+                rooms.workspace_id,
+                room,
+                id_prefix=f"{name}-{suffix}",
+                role=role,
+                listener=listener,
+                timeouts=timeouts,
+                on_presence=on_presence,
             )
 
-        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._reports)
-        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._orders)
-        self._reports.connection, self._orders.connection = self._input, self._output
+        self._input = room(Kind.ROBOTICS, rooms.joint_input, "joint-input", Role.PRODUCER, self._input_listener)
+        self._output = room(Kind.ROBOTICS, rooms.joint_output, "joint-output", Role.CONSUMER, self._output_listener)
+        self._input_listener.connection, self._output_listener.connection = self._input, self._output
         self._videos = {
-            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender, sender.present)
+            camera: room(Kind.VIDEO, rooms.cameras[camera], camera, Role.PRODUCER, sender, sender.on_presence)
             for camera, sender in self._senders.items()
         }
 
@@ -164,9 +176,9 @@ class Robot:
         if bad:
             raise WireError(f"joints {sorted(bad)} are not finite numbers; nothing was sent", JointUpdate.type)
         if self._pose:
-            self._reported.append((time.monotonic(), dict(self._pose)))
+            self._past_poses.append((time.monotonic(), dict(self._pose)))
         self._pose.update(values)
-        return self._input.send(_update(values))
+        return self._input.send(_build_update(values))
 
     def show(self, camera: str, image: np.ndarray) -> None:
         """Send this picture, uint8 (h, w, 3) RGB. It is copied; the newest one goes out, once, at most at ``rate``.
@@ -188,11 +200,11 @@ class Robot:
 
         Returns False when a room is down; the stop is then sent there as soon as it is joined again.
         """
-        self._take_latch(reason)
-        return all([room.stop(reason) for room in (self._reports, self._orders)])
+        self._latch_stop(reason)
+        return all([room.send_stop(reason) for room in (self._input_listener, self._output_listener)])
 
     def health(self) -> Mapping[str, object]:
-        """Plain figures by room id."""
+        """Return plain figures by room id."""
         cameras = {
             self.rooms.cameras[camera]: {**connection.health(), "video": self._senders[camera].health()}
             for camera, connection in self._videos.items()
@@ -201,11 +213,11 @@ class Robot:
         return {"rooms": joints | cameras, "commands": self.commands, "refused": self.refused, "latch": self.latch}
 
     def unlatch(self) -> None:
-        """Obey again after an emergency stop: for who is at the robot, and has seen that it is safe."""
+        """Obey commands again after an emergency stop: for whoever is at the robot, and has seen that it is safe."""
         if self.latch is not None:
             log.warning("the emergency stop is reset; commands are obeyed again (%d were refused)", self.refused)
         self.latch = None
-        self._is_known = self._is_refusing = False
+        self._is_confirmed = self._is_refusing = False
 
     async def open(self) -> None:
         """Join every room.
@@ -213,12 +225,12 @@ class Robot:
         Raises:
             TransportError: one could not be joined.
         """
-        await self._look()
+        await self._poll_latch()
         for connection in self._connections():
             await connection.open()
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
-        """What must run while the robot is connected."""
+        """Return the coroutines that must run while the robot is connected."""
         return [
             self._follow_latch(),
             *(connection.run() for connection in self._connections()),
@@ -235,93 +247,95 @@ class Robot:
     def _report_pose(self) -> None:
         # A room that was made anew knows nothing, and a robot that stands still sends nothing.
         if self._pose:
-            self._input.send(_update(self._pose))
+            self._input.send(_build_update(self._pose))
 
-    def _obey(self, values: Mapping[str, float], seen_at: float) -> None:
+    def _take_command(self, values: Mapping[str, float], seen_at: float) -> None:
         if self.latch is not None and not self._is_hold(values):
             self.refused += 1
-            self._ask_now.set()
+            self._poll_now.set()
             if not self._is_refusing:
                 self._is_refusing = True
                 log.warning("a command is refused: an emergency stop is latched (%s)", self.latch)
-                if not self._is_known:
+                if not self._is_confirmed:
                     log.warning(
                         "%s has not said so yet; if it is not the server of the session, give connect_robot its URL as "
                         "sessions, or call unlatch() when the robot is safe",
-                        self._asked.url,
+                        self._session_latch.url,
                     )
             return
         self.commands += 1
         self._on_command(values, seen_at)
 
     def _is_hold(self, values: Mapping[str, float]) -> bool:
-        """Whether it is told to stay where it said just now that it is: that takes the force out of a joint that
-        something blocks, and moves no other one, whoever says it."""
-        oldest = time.monotonic() - REPORTED
-        poses = [self._pose, *(pose for until, pose in self._reported if until >= oldest)]
+        """Whether a command keeps the robot at a pose that it reported just now: that takes the force out of a joint
+        that something blocks, and moves no other one, whoever sends it.
+        """
+        oldest = time.monotonic() - POSE_MAX_AGE
+        poses = [self._pose, *(pose for until, pose in self._past_poses if until >= oldest)]
         return any(
-            all(name in pose and abs(value - pose[name]) <= SAME for name, value in values.items()) for pose in poses
+            all(name in pose and abs(value - pose[name]) <= POSE_TOLERANCE for name, value in values.items())
+            for pose in poses
         )
 
     # An emergency stop.
 
-    def _take_latch(self, reason: str) -> None:
+    def _latch_stop(self, reason: str) -> None:
         if self.latch is None:
-            self.latch, self._is_known = reason, False
+            self.latch, self._is_confirmed = reason, False
             self._latched_at = time.monotonic()
-        self._ask_now.set()
+        self._poll_now.set()
 
     async def _follow_latch(self) -> None:
-        """Ask the session's server: at each join of the room of commands, and while a latch is known."""
+        """Poll the session's latch: at each join of the room of commands, and while a latch is known."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if self.latch is None else ASK):
-                    await self._ask_now.wait()
-            self._ask_now.clear()
+                async with asyncio.timeout(None if self.latch is None else LATCH_POLL_INTERVAL):
+                    await self._poll_now.wait()
+            self._poll_now.clear()
             if self._output.participant_id is not None:  # without commands nothing has to be decided
-                await self._look_to_the_end()
-            await asyncio.sleep(ASK_SOON)
+                await self._poll_latch_to_end()
+            await asyncio.sleep(MIN_LATCH_POLL_INTERVAL)
 
-    async def _look_to_the_end(self) -> None:
-        """Whoever leaves lets a question that is under way be answered, rather than cut it off."""
-        looking = asyncio.create_task(self._look())
+    async def _poll_latch_to_end(self) -> None:
+        """Poll the latch, and let a request under way be answered when the robot leaves meanwhile."""
+        looking = asyncio.create_task(self._poll_latch())
         try:
             await asyncio.shield(looking)
         finally:
-            await asyncio.wait({looking}, timeout=self._leave)
+            await asyncio.wait({looking}, timeout=self._leave_timeout)
             looking.cancel()
 
-    async def _look(self) -> None:
-        """What the server says counts where it says something; else all stays as it is."""
+    async def _poll_latch(self) -> None:
+        """Follow the session's server where it says something; else everything stays as it is."""
         before = self.latch
-        found = await self._asked.look()
+        found = await self._session_latch.fetch()
         if found is None or self.latch != before:
             return
         if found.reason is not None:
             if self.latch is None:
-                self._stopped(StopMessage(found.reason, self._asked.session_id))
-            self._is_known = True
-        elif self.latch is not None and self._is_known:
+                self._on_stop(StopMessage(found.reason, self._session_latch.session_id))
+            self._is_confirmed = True
+        elif self.latch is not None and self._is_confirmed:
             self.unlatch()
-        elif self.latch is not None and time.monotonic() - self._latched_at > UNHEARD:
+        elif self.latch is not None and time.monotonic() - self._latched_at > STOP_REPORT_DELAY:
             # Its session may go on as if nothing had happened, and nobody would have to reset anything.
-            await self._asked.stop(self.latch)
+            await self._session_latch.report_stop(self.latch)
 
-    def _stopped(self, message: StopMessage) -> None:
-        self._take_latch(message.reason or "no reason given")
+    def _on_stop(self, message: StopMessage) -> None:
+        self._latch_stop(message.reason or "no reason given")
         if self.on_emergency_stop is not None:
             self.on_emergency_stop(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the server of a session says: the reason of its latched emergency stop, or None where there is none."""
+class LatchState:
+    """Answer of a session's server: the reason of its latched emergency stop, or None where there is none."""
 
     reason: str | None
 
 
 class SessionLatch:
-    """Whether an emergency stop of a session is latched, as its own server says.
+    """Client for the emergency stop of one session, as the session's own server knows it.
 
     Attributes:
         session_id: None where the rooms are no session's.
@@ -334,73 +348,73 @@ class SessionLatch:
         self.url = f"{address.base}/sessions/{session_id}"
         self._list = f"{address.base}/sessions"
 
-    async def look(self) -> Answer | None:
-        """What it says; None when it does not answer, or knows no such session (a server of rooms alone)."""
+    async def fetch(self) -> LatchState | None:
+        """Fetch the latch; None when the server does not answer, or knows no such session (a server of rooms alone)."""
         if self.session_id is None:
             return None
         with contextlib.suppress(TransportError):
             try:
-                found = await self._api.ask("GET", self.url)
-            except Redirected:
+                found = await self._api.request_json("GET", self.url)
+            except RedirectRefused:
                 # It is on another server that shares the database, which this one lists; no key goes elsewhere.
-                listed = await self._api.ask("GET", self._list, form=list)
+                listed = await self._api.request_json("GET", self._list, expected_type=list)
                 mine = (one for one in listed if isinstance(one, dict) and one.get("session_id") == self.session_id)
                 found = next(mine, {})
             stats = found.get("stats")
             if isinstance(stats, dict) and "emergency_stop" in stats:
                 reason = stats["emergency_stop"]
-                return Answer(None if reason is None else str(reason))
+                return LatchState(None if reason is None else str(reason))
         return None
 
-    async def stop(self, reason: str) -> None:
-        """Tell it of a stop that it does not know of; what does not reach it is tried again."""
+    async def report_stop(self, reason: str) -> None:
+        """Report a stop that the session's server does not know of; the robot tries again when it fails."""
         with contextlib.suppress(TransportError):
-            await self._api.ask("POST", f"{self.url}/emergency_stop", {"reason": reason})
+            await self._api.request_json("POST", f"{self.url}/emergency_stop", {"reason": reason})
 
 
-class JointRoom:
-    """What the robot hears in one joint room, and the stops it still owes it.
+class JointRoomListener:
+    """Listens for the robot in one joint room, and sends the stops that were not sent there yet.
 
     ``state_sync`` is not obeyed: it holds commands of unknown age, perhaps of a session that is long over.
     """
 
     def __init__(
         self,
-        joined: Callable[[], None],
-        stopped: Callable[[StopMessage], None],
-        moved: OnCommand | None = None,
+        on_joined: Callable[[], None],
+        on_stop: Callable[[StopMessage], None],
+        on_command: OnCommand | None = None,
     ):
         self.connection: RoomConnection | None = None
-        self._joined = joined
-        self._stopped = stopped
-        self._moved = moved
-        self._owed: str | None = None
-        self._ids: set[str] = set()
+        self._on_joined = on_joined
+        self._on_stop = on_stop
+        self._on_command = on_command
+        self._pending_stop: str | None = None
+        self._own_ids: set[str] = set()
 
-    def stop(self, reason: str) -> bool:
+    def send_stop(self, reason: str) -> bool:
         """Send an emergency stop, now or at the next join."""
         taken = self.connection is not None and self.connection.send(StopMessage(reason=reason))
-        self._owed = None if taken else reason
+        self._pending_stop = None if taken else reason
         return taken
 
-    def joined(self, participant_id: str) -> None:
-        """Pay what is owed."""
-        self._ids.add(participant_id)
-        if self._owed is not None:
-            self.stop(self._owed)
-        self._joined()
+    def on_joined(self, participant_id: str) -> None:
+        """Send the stop that is still to be sent."""
+        self._own_ids.add(participant_id)
+        if self._pending_stop is not None:
+            self.send_stop(self._pending_stop)
+        self._on_joined()
 
-    def received(self, message: Message, seen_at: float) -> None:
-        """Commands go to the robot; stops of others go to the robot; the echo of our own does not."""
+    def on_message(self, message: Message, seen_at: float) -> None:
+        """Pass on commands, and stops of others; the echo of our own stop is dropped."""
         if isinstance(message, StopMessage):
-            if message.source not in self._ids:
-                self._stopped(message)
-        elif isinstance(message, JointUpdate) and self._moved is not None and message.data:
-            self._moved(message.values, seen_at)
+            if message.source not in self._own_ids:
+                self._on_stop(message)
+        elif isinstance(message, JointUpdate) and self._on_command is not None and message.data:
+            self._on_command(message.values, seen_at)
 
-    def lost(self, reason: str) -> None:
-        """Nothing to do: the connection joins again."""
+    def on_lost(self, reason: str) -> None:
+        """Do nothing: the connection joins again."""
 
 
-def _update(values: Mapping[str, float]) -> JointUpdate:
+def _build_update(values: Mapping[str, float]) -> JointUpdate:
     return JointUpdate(tuple({"name": name, "value": float(value)} for name, value in values.items()))

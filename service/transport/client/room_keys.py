@@ -1,4 +1,4 @@
-"""Which API key goes to which transport server."""
+"""API keys for transport servers: this process's own key, and a file of keys for others."""
 
 import ipaddress
 import socket
@@ -10,77 +10,79 @@ from service.auth.keys import OwnKey
 from service.errors import InvalidRequest, TransportError
 from service.reloading_file import FileUnusable, ReloadingFile
 from service.transport.address import Address
-from service.transport.client.rest import CLAIM, headers_of
+from service.transport.client.rest import CLAIM_HEADER, auth_headers
 
-FORBIDDEN = 0o027
+FORBIDDEN_MODE = 0o027
 
 
 class RoomKeys:
-    """``service.transport.client.rest.Credentials`` of a server.
+    """``Credentials`` of a server: its own key for its own rooms, and keys from a file for other transport servers.
 
     Args:
-        bound: host and port that this process listens on; None while it does not, or serves no rooms.
+        get_own_address: host and port that this process listens on; None while it does not, or serves no rooms.
         owner_of: whose session this is; None where there are no keys.
         claim_of: the secret of a session, by which the server of its rooms knows what the session itself sends.
-        elsewhere: file with lines of URL and key.
+        key_file: file with lines of URL and key.
     """
 
     def __init__(
         self,
         own: OwnKey,
-        bound: Callable[[], tuple[str, int] | None],
+        get_own_address: Callable[[], tuple[str, int] | None],
         owner_of: Callable[[str], str | None],
-        elsewhere: Path | None = None,
+        key_file: Path | None = None,
         claim_of: Callable[[str], str | None] = lambda session_id: None,
     ):
         self._own = own
-        self._bound = bound
+        self._get_own_address = get_own_address
         self._owner_of = owner_of
         self._claim_of = claim_of
-        self._elsewhere = None if elsewhere is None else ReloadingFile(elsewhere, _parse, FORBIDDEN)
+        self._key_file = None if key_file is None else ReloadingFile(key_file, _parse, FORBIDDEN_MODE)
 
     def check(self) -> None:
-        """Read the file.
+        """Check that the file of keys can be used.
 
         Raises:
             FileUnusable: it is not there, cannot be read, or makes no sense.
         """
-        if self._elsewhere is not None and self._elsewhere.read() is None:
-            raise FileUnusable(f"{str(self._elsewhere.path)!r}: there is no such file")
+        if self._key_file is not None and self._key_file.read() is None:
+            raise FileUnusable(f"{str(self._key_file.path)!r}: there is no such file")
 
-    def of(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
-        """Our own address by the number it is bound to: what a name stands for could be another process.
+    def for_address(self, address: Address, session_id: str | None) -> tuple[Address, Mapping[str, str]]:
+        """Return the address to connect to and the headers for it.
+
+        This process's own address is given by number: what a name stands for could be another process.
 
         Raises:
             TransportError: the file of keys cannot be used.
         """
         claim = None if session_id is None else self._claim_of(session_id)
-        claims = {} if claim is None else {CLAIM: claim}
+        claims = {} if claim is None else {CLAIM_HEADER: claim}
         parts = urlsplit(address.base)
-        bound = self._bound()
-        number = None if bound is None else _own_number(parts, *bound)
+        bound = self._get_own_address()
+        number = None if bound is None else _own_url(parts, *bound)
         if number is not None:
             owner = None if session_id is None else self._owner_of(session_id)
             return Address(f"{number}{parts.path}"), {**self._own.headers(owner), **claims}
         try:
-            keys = {} if self._elsewhere is None else self._elsewhere.read() or {}
+            keys = {} if self._key_file is None else self._key_file.read() or {}
         except FileUnusable as error:
             raise TransportError("the keys for other transport servers cannot be read; see the server's log") from error
-        return address, {**headers_of(keys.get(_origin(parts))), **claims}
+        return address, {**auth_headers(keys.get(_origin(parts))), **claims}
 
 
-def _own_number(parts: SplitResult, host: str, port: int) -> str | None:
-    """The URL of what is listened on at host and port, if these parts of a URL mean it."""
+def _own_url(parts: SplitResult, host: str, port: int) -> str | None:
+    """Return the URL, by number, of what listens at host and port, when these parts of a URL mean it."""
     if parts.scheme != "http" or (parts.port or 80) != port:
         return None
-    bound, named = ipaddress.ip_address(host), parts.hostname or ""
-    if bound.is_unspecified:
-        if named != "localhost" and not _is_of_this_machine(named, bound.version):
+    listening, named = ipaddress.ip_address(host), parts.hostname or ""
+    if listening.is_unspecified:
+        if named != "localhost" and not _is_of_this_machine(named, listening.version):
             return None
-        bound = ipaddress.ip_address("127.0.0.1" if bound.version == 4 else "::1")
-    elif named != str(bound) and not (named == "localhost" and bound.is_loopback):
+        listening = ipaddress.ip_address("127.0.0.1" if listening.version == 4 else "::1")
+    elif named != str(listening) and not (named == "localhost" and listening.is_loopback):
         return None
-    return f"http://{bound}:{port}" if bound.version == 4 else f"http://[{bound}]:{port}"
+    return f"http://{listening}:{port}" if listening.version == 4 else f"http://[{listening}]:{port}"
 
 
 def _is_of_this_machine(named: str, version: int) -> bool:
@@ -115,7 +117,7 @@ def _parse(content: bytes) -> Mapping[str, str]:
             continue
         try:
             url, key = words
-            headers_of(key)
+            auth_headers(key)
             keys[_origin(urlsplit(Address.parse(url).base))] = key
         except (ValueError, InvalidRequest):
             raise FileUnusable(f"makes no sense in line {number}; wanted a URL, a space and a key") from None

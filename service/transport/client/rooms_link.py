@@ -1,4 +1,4 @@
-"""A session's link: its rooms made, joined, removed."""
+"""A session's link: its rooms are created, joined and removed."""
 
 import asyncio
 import logging
@@ -8,23 +8,23 @@ from contextlib import asynccontextmanager
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, Listener, Present, RoomConnection, TransportTimeouts
-from service.transport.client.joint_rooms import JointInput, JointOutput
-from service.transport.client.rest import CLAIM, Credentials, NoCredentials, RoomsApi, http_session
-from service.transport.link import Inbox, JointValue, Made, Rooms
+from service.transport.client.connection import JoinRefused, OnPresence, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
+from service.transport.client.rest import CLAIM_HEADER, Credentials, NoCredentials, RoomsApi, http_session
+from service.transport.link import CreatedRooms, Inbox, JointValue, Rooms
 from service.transport.protocol import JointUpdate, Role, rooms_of
 
 log = logging.getLogger(__name__)
 
 # Seconds. A command that was not written by then is not sent any more: this process stood still, the robot did not.
-COMMAND_LIFE = 0.1
+COMMAND_LIFETIME = 0.1
 
 
 class RoomsTransport:
-    """The ``Transport`` that speaks the RobotHub wire.
+    """The ``Transport`` over rooms of a transport server (the RobotHub wire).
 
     Args:
-        pace: how long things may take.
+        timeouts: how long things may take.
         ice_servers: STUN and TURN URLs. Empty by default: on a local network they are not needed, and without a
             way to the internet each peer connection would wait five seconds for them.
         destinations: where links may go; None where whoever gives the URLs is trusted.
@@ -34,12 +34,12 @@ class RoomsTransport:
     def __init__(
         self,
         *,
-        pace: TransportTimeouts | None = None,
+        timeouts: TransportTimeouts | None = None,
         ice_servers: Sequence[str] = (),
         destinations: Destinations | None = None,
         credentials: Credentials | None = None,
     ):
-        self._pace = pace or TransportTimeouts()
+        self._timeouts = timeouts or TransportTimeouts()
         self._ice_servers = tuple(ice_servers)
         self._destinations = destinations
         self._credentials = credentials or NoCredentials()
@@ -53,32 +53,32 @@ class RoomsTransport:
         cameras: Sequence[str],
         workspace_id: str | None,
         inbox: Inbox,
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ) -> AsyncIterator["RoomsLink"]:
-        """Make the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
+        """Create the rooms, join them, deliver to ``inbox`` until the context ends; then leave.
 
         A room of one of our names that exists already (left by a crash, or made by the robot's side) is joined as
         it is: making it again would cut off everybody in it without a word. Only rooms that this link made are
-        removed at its end, and those in ``made``: this server's from before it was killed.
+        removed at its end, and those in ``created_rooms``: this server's from before it was killed.
 
         Raises:
             InvalidRequest: the URL or a name cannot be used, or the URL leads where links may not go.
             TransportError: the server could not be reached, refused, or does not speak this wire.
         """
         rooms = rooms_of(session_id, cameras, workspace_id)
-        address, headers = self._credentials.of(Address.parse(url), session_id)
-        connector = None if self._destinations is None else await self._destinations.connector(url)
+        address, headers = self._credentials.for_address(Address.parse(url), session_id)
+        connector = None if self._destinations is None else await self._destinations.create_connector(url)
         async with http_session(connector, headers) as session:
-            api = RoomsApi(session, address, self._pace.request)
-            link = RoomsLink(rooms, session_id, api, inbox, self._pace, self._ice_servers, made)
+            api = RoomsApi(session, address, self._timeouts.request)
+            link = RoomsLink(rooms, session_id, api, inbox, self._timeouts, self._ice_servers, created_rooms)
             try:
                 await link.open()
-                async with running(*link.tasks()):
+                async with run_beside(*link.tasks()):
                     yield link
             finally:
                 await link.close()
 
-    async def clear(
+    async def remove_empty_rooms(
         self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
     ) -> Sequence[str]:
         """Remove rooms that nobody is in, one after the other; returns those that somebody is in.
@@ -88,24 +88,24 @@ class RoomsTransport:
             TransportError: the server could not be reached or refused.
         """
         left = []
-        address, headers = self._credentials.of(Address.parse(url), None)
-        connector = None if self._destinations is None else await self._destinations.connector(url)
-        async with http_session(connector, {**headers, **({CLAIM: claim} if claim else {})}) as session:
-            api = RoomsApi(session, address, self._pace.request)
+        address, headers = self._credentials.for_address(Address.parse(url), None)
+        connector = None if self._destinations is None else await self._destinations.create_connector(url)
+        async with http_session(connector, {**headers, **({CLAIM_HEADER: claim} if claim else {})}) as session:
+            api = RoomsApi(session, address, self._timeouts.request)
             for room in rooms:
                 kind = Kind.VIDEO if room in cameras else Kind.ROBOTICS
-                presence = await api.look(kind, workspace_id, room)
+                presence = await api.get_presence(kind, workspace_id, room)
                 if presence is None:
                     continue
                 if presence.producer is not None or presence.consumers:
                     left.append(room)
                 else:
-                    await api.delete(kind, workspace_id, room)
+                    await api.delete_room(kind, workspace_id, room)
         return left
 
 
 class RoomsLink:
-    """The ``Link`` of one session."""
+    """The ``Link`` of one session over its rooms."""
 
     def __init__(
         self,
@@ -113,18 +113,19 @@ class RoomsLink:
         session_id: str,
         api: RoomsApi,
         inbox: Inbox,
-        pace: TransportTimeouts,
+        timeouts: TransportTimeouts,
         ice_servers: Sequence[str],
-        made: Made | None = None,
+        created_rooms: CreatedRooms | None = None,
     ):
         self.rooms = rooms
         self._api = api
-        self._pace = pace
-        self._made: dict[str, Kind] = {}
-        self._known = made
-        self._input = JointInput(rooms, api, inbox)
+        self._timeouts = timeouts
+        self._rooms_to_remove: dict[str, Kind] = {}
+        self._created_rooms = created_rooms
+        self._input_listener = JointInputListener(rooms, api, inbox)
         self._receivers = {
-            room: CameraReceiver(camera, room, api, inbox, pace, ice_servers) for camera, room in rooms.cameras.items()
+            room: CameraReceiver(camera, room, api, inbox, timeouts, ice_servers)
+            for camera, room in rooms.cameras.items()
         }
 
         def connection(
@@ -132,32 +133,42 @@ class RoomsLink:
             room: str,
             name: str,
             role: Role,
-            listener: Listener,
-            present: Present | None = None,
-            refused: Callable[[], None] = lambda: None,
+            listener: RoomListener,
+            on_presence: OnPresence | None = None,
+            on_malformed: Callable[[], None] = lambda: None,
         ) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
                 rooms.workspace_id,
                 room,
-                who=f"{session_id}-{name}",
+                id_prefix=f"{session_id}-{name}",
                 role=role,
                 listener=listener,
-                pace=pace,
-                make=lambda: self._make(kind, room),
-                present=present,
-                refused=refused,
+                timeouts=timeouts,
+                create_room=lambda: self._ensure_room(kind, room),
+                on_presence=on_presence,
+                on_malformed=on_malformed,
             )
 
-        sent, heard = rooms.joint_output, rooms.joint_input
-        self._commands = told = JointOutput(sent, inbox, lambda message: self._output.send(message))
-        self._output = connection(Kind.ROBOTICS, sent, "joint-output", Role.PRODUCER, told, told.present)
-        reports = self._input
+        output_room, input_room = rooms.joint_output, rooms.joint_input
+        self._output_listener = output_listener = JointOutputListener(
+            output_room, inbox, lambda message: self._output.send(message)
+        )
+        self._output = connection(
+            Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, output_listener, output_listener.on_presence
+        )
+        input_listener = self._input_listener
         self._connections = {
-            sent: self._output,
-            heard: connection(
-                Kind.ROBOTICS, heard, "joint-input", Role.CONSUMER, reports, reports.present, reports.refused
+            output_room: self._output,
+            input_room: connection(
+                Kind.ROBOTICS,
+                input_room,
+                "joint-input",
+                Role.CONSUMER,
+                input_listener,
+                input_listener.on_presence,
+                input_listener.on_malformed,
             ),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
@@ -171,14 +182,16 @@ class RoomsLink:
             {"name": joint.name, "value": joint.value, **({} if joint.index is None else {"index": joint.index})}
             for joint in joints
         )
-        return self._output.send(JointUpdate(data), COMMAND_LIFE)
+        return self._output.send(JointUpdate(data), COMMAND_LIFETIME)
 
     def latch(self, reason: str | None) -> None:
-        """Tell the robot's room of an emergency stop, and whoever joins it while it lasts. None: it was reset."""
-        self._commands.latch(reason)
+        """Announce a latched emergency stop to the robot's room, and to whoever joins it while it lasts. None: it
+        was reset.
+        """
+        self._output_listener.announce_latch(reason)
 
     def health(self) -> Mapping[str, object]:
-        """Plain figures by room id: the connection, and for a camera its video."""
+        """Return plain figures by room id: the connection, and for a camera its video."""
         return {
             "rooms": {
                 room: {
@@ -187,30 +200,30 @@ class RoomsLink:
                 }
                 for room, connection in self._connections.items()
             },
-            "joints_received": self._input.updates,
+            "joints_received": self._input_listener.updates,
         }
 
     async def open(self) -> None:
-        """Make every room that is not there and join all.
+        """Create every room that does not exist, and join all.
 
         Raises:
             TransportError: something failed; ``close`` removes what was made.
             RobotTaken: somebody else commands this robot.
         """
         for room, connection in self._connections.items():
-            await self._make(connection.kind, room)
+            await self._ensure_room(connection.kind, room)
         await self._take_robot()
         for connection in self._connections.values():
             if connection is not self._output:
                 await connection.open()
 
     async def _take_robot(self) -> None:
-        """Only one may be the producer of the output room, and so command the robot."""
+        """Become the producer of the output room: only one may be, and so command the robot."""
         try:
             await self._output.open()
         except JoinRefused as refused:
             room, workspace = self._output.room, self.rooms.workspace_id
-            presence = await self._api.look(Kind.ROBOTICS, workspace, room)
+            presence = await self._api.get_presence(Kind.ROBOTICS, workspace, room)
             if presence is None or presence.producer is None:
                 raise
             raise RobotTaken(
@@ -220,20 +233,24 @@ class RoomsLink:
             ) from refused
 
     def tasks(self) -> list[Coroutine[None, None, None]]:
-        """What must run while the link is open."""
+        """Return the coroutines that must run while the link is open."""
         return [
             *(connection.run() for connection in self._connections.values()),
             *(receiver.run(self._connections[room]) for room, receiver in self._receivers.items()),
         ]
 
     async def close(self) -> None:
-        """Leave every room and remove those this link made; what cannot be removed is named in the log."""
+        """Leave every room and remove those that this link created; the log names what cannot be removed."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         # Those that were given to another server meanwhile are not ours any more.
-        made = [(room, kind) for room, kind in self._made.items() if self._known is None or room in self._known]
+        made = [
+            (room, kind)
+            for room, kind in self._rooms_to_remove.items()
+            if self._created_rooms is None or room in self._created_rooms
+        ]
         try:
-            async with asyncio.timeout(self._pace.leave):
-                asked = (self._api.delete(kind, self.rooms.workspace_id, room) for room, kind in made)
+            async with asyncio.timeout(self._timeouts.leave):
+                asked = (self._api.delete_room(kind, self.rooms.workspace_id, room) for room, kind in made)
                 gone = await asyncio.gather(*asked, return_exceptions=True)
         except TimeoutError:
             gone = [TransportError("no answer in time")] * len(made)
@@ -241,22 +258,22 @@ class RoomsLink:
             if isinstance(outcome, BaseException):
                 log.warning("room %s/%s could not be removed: %s", self.rooms.workspace_id, room, outcome)
 
-    async def _make(self, kind: Kind, room: str) -> None:
-        if await self._api.look(kind, self.rooms.workspace_id, room) is None:
-            if self._known is not None:
-                await self._known.add(room)
-            self._made[room] = kind  # before asking: an answer that times out may still have made it
-            await self._api.create(kind, self.rooms.workspace_id, room)
-        elif self._known is not None and room in self._known:
-            self._made[room] = kind
+    async def _ensure_room(self, kind: Kind, room: str) -> None:
+        if await self._api.get_presence(kind, self.rooms.workspace_id, room) is None:
+            if self._created_rooms is not None:
+                await self._created_rooms.add(room)
+            self._rooms_to_remove[room] = kind  # before asking: an answer that times out may still have made it
+            await self._api.create_room(kind, self.rooms.workspace_id, room)
+        elif self._created_rooms is not None and room in self._created_rooms:
+            self._rooms_to_remove[room] = kind
 
 
 @asynccontextmanager
-async def running(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run beside the body and be cancelled at its end; when one fails, so does the body."""
+async def run_beside(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run coroutines beside the body and cancel them at its end; when one fails, so does the body."""
     failed: Exception | None = None
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
+        tasks = [group.create_task(each) for each in coroutines]
         try:
             yield
         except Exception as error:  # raised again below: inside the group it would be wrapped in an ExceptionGroup

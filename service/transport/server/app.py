@@ -17,14 +17,15 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 from service.auth.caller import Role as KeyRole
 from service.auth.guard import Guard
 from service.auth.tokens import LIFETIME
+from service.http.bodies import json_response
 from service.http.limits import Connections
 from service.http.origins import Origins, add_security_headers, answer_preflight
 from service.http.server import listen, run, serve_app
 from service.transport.address import Kind
 from service.transport.protocol import MAX_FRAME_BYTES
-from service.transport.server.rest import ROOM, Endpoints, answer, endpoint
-from service.transport.server.rooms import Authority, Cleanup, Limits, Place, RoomTable
-from service.transport.server.websocket import OutboxLimits, WriteQueue, attend
+from service.transport.server.rest import ROOM, RoomEndpoints, create_route_handler
+from service.transport.server.rooms import Authority, Cleanup, RoomLimits, RoomPath, RoomTable
+from service.transport.server.websocket import OutboxLimits, WriteQueue, serve_participant
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ REQUEST_DEADLINE = 10  # seconds from a request's first byte to its last
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """How an embedded transport server behaves; times in seconds.
+    """Settings of an embedded transport server; times in seconds.
 
     Attributes:
         origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
@@ -49,7 +50,7 @@ class TransportSettings:
 
     origins: Sequence[str] = ()
     is_odd: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: RoomLimits = field(default_factory=RoomLimits)
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
     join_timeout: float = 30.0
     ping_interval: float = 10.0
@@ -58,7 +59,7 @@ class TransportSettings:
     cleanup_interval: float = 900.0
 
     def table(self, authority: Authority = lambda place, owner: None) -> RoomTable:
-        """A new, empty room table of this behaviour; ``authority`` as of `RoomTable`."""
+        """Create an empty room table with these settings; ``authority`` as of `RoomTable`."""
         return RoomTable(self.limits, self.is_odd, authority)
 
 
@@ -72,15 +73,15 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
     app.config.WEBSOCKET_MAX_SIZE = MAX_FRAME_BYTES
     app.config.WEBSOCKET_PING_INTERVAL = settings.ping_interval
     app.config.WEBSOCKET_PING_TIMEOUT = settings.ping_timeout
-    cleanup = _cleanup_of(app, table, settings)
+    cleanup = _start_cleanup(app, table, settings)
     origins, queue = Origins(settings.origins), WriteQueue()
     for kind in Kind:
         name = "-".join(["transport", kind, *prefix.strip("/").split("/")]).strip("-")
         blueprint = Blueprint(name, url_prefix=f"{prefix}/{kind}")
         methods: dict[str, list[str]] = {}
-        for method, path, handler, role in Endpoints(kind, table, cleanup).routes():
+        for method, path, handler, role in RoomEndpoints(kind, table, cleanup).routes():
             blueprint.add_route(
-                endpoint(handler, queue),
+                create_route_handler(handler, queue),
                 path,
                 methods=[method],
                 name=handler.__name__,
@@ -90,20 +91,20 @@ def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, pre
             )
             methods.setdefault(path, []).append(method)
         for number, (path, allowed) in enumerate(methods.items()):
-            answered = _preflight(sorted(allowed))
+            answered = _create_preflight(sorted(allowed))
             blueprint.add_route(
                 answered, path, methods=["OPTIONS"], name=f"preflight{number}", error_format="json", ctx_role=None
             )
         socket_route = blueprint.websocket(
             f"{ROOM}/ws", name="socket", error_format="json", ctx_role=KeyRole.VIEWER, ctx_is_room=True
         )
-        socket_route(_socket_route(kind, table, settings, queue))
-        _guard(blueprint, origins)
+        socket_route(_create_socket_handler(kind, table, settings, queue))
+        _check_origins(blueprint, origins)
         app.blueprint(blueprint)
 
 
 def create_transport_app(settings: TransportSettings | None = None, guard: Guard | None = None) -> Sanic:
-    """A transport server of its own: the wire at ``/`` and under ``/api``, ``/health``, and ``/tickets``.
+    """Create a transport server of its own: the wire at ``/`` and under ``/api``, ``/health``, and ``/tickets``.
 
     Args:
         guard: who is let in; everybody when None.
@@ -120,18 +121,18 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
     app.config.CONNECTIONS = Connections()
     table = settings.table()
     guard.install(app)
-    app.on_response(_harden)
+    app.on_response(_harden_response)
     for prefix in ("", "/api"):
         add_transport(app, table, settings, prefix)
-    app.add_route(_health, "/health", name="health", error_format="json", ctx_role=None)
-    app.add_route(_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
-    tickets = _tickets(guard, Origins(settings.origins))
+    app.add_route(_answer_health, "/health", name="health", error_format="json", ctx_role=None)
+    app.add_route(_answer_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
+    tickets = _create_ticket_handler(guard, Origins(settings.origins))
     for number, path in enumerate(("/tickets", "/api/tickets")):
         app.add_route(
             tickets, path, methods=["POST"], name=f"tickets{number}", error_format="json", ctx_role=KeyRole.VIEWER
         )
-    app.exception(SanicException)(_refused)
-    app.exception(Exception)(_failed)
+    app.exception(SanicException)(_answer_http_error)
+    app.exception(Exception)(_answer_unexpected_error)
     return app
 
 
@@ -139,7 +140,7 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
 async def serve_transport(
     settings: TransportSettings | None = None, host: str = "127.0.0.1", port: int = 0, guard: Guard | None = None
 ) -> AsyncIterator[str]:
-    """A transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
+    """Serve a transport server on the running event loop; yields its URL. Port 0 lets the system choose."""
     async with serve_app(create_transport_app(settings, guard), listen(host, port)) as url:
         yield url
 
@@ -150,18 +151,18 @@ def run_transport(
     started: Callable[[str], None] = lambda url: log.info("rooms at %s", url),
     guard: Guard | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; ``started`` is told the URL. ``robojax transport`` is this."""
+    """Serve until SIGTERM or SIGINT; ``started`` gets the URL. ``robojax transport`` is this."""
     run(create_transport_app(settings, guard), listener, started)
 
 
-def _preflight(methods: Sequence[str]):
+def _create_preflight(methods: Sequence[str]):
     async def options(request: Request, **parts: str) -> HTTPResponse:
         return answer_preflight(request, methods)
 
     return options
 
 
-def _guard(blueprint: Blueprint, origins: Origins) -> None:
+def _check_origins(blueprint: Blueprint, origins: Origins) -> None:
     # Functions, because Sanic's blueprints silently ignore a bound method as middleware.
     @blueprint.on_request
     async def refuse(request: Request) -> HTTPResponse | None:
@@ -172,8 +173,8 @@ def _guard(blueprint: Blueprint, origins: Origins) -> None:
         origins.add_cors_headers(request, response)
 
 
-def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
-    """The one clean-up of this table in this app, however many prefixes it is mounted under."""
+def _start_cleanup(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cleanup:
+    """Start the clean-up of this table in this app, once, however many prefixes it is mounted under."""
     cleanups: dict[int, Cleanup] = getattr(app.ctx, "transport_cleanups", None) or {}
     app.ctx.transport_cleanups = cleanups
     if id(table) in cleanups:
@@ -196,38 +197,38 @@ def _cleanup_of(app: Sanic, table: RoomTable, settings: TransportSettings) -> Cl
     return cleanup
 
 
-def _socket_route(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
+def _create_socket_handler(kind: Kind, table: RoomTable, settings: TransportSettings, queue: WriteQueue):
     async def serve(request: Request, websocket: WebsocketImplProtocol, workspace: str, room: str) -> None:
-        place = Place(kind, unquote(workspace), unquote(room))
-        await attend(request, websocket, place, table, settings.outbox, queue, settings.join_timeout)
+        path = RoomPath(kind, unquote(workspace), unquote(room))
+        await serve_participant(request, websocket, path, table, settings.outbox, queue, settings.join_timeout)
 
     return serve
 
 
-def _tickets(guard: Guard, origins: Origins):
+def _create_ticket_handler(guard: Guard, origins: Origins):
     async def make_ticket(request: Request) -> HTTPResponse:
         refused = origins.refuse_request(request)
         if refused is not None:
             return refused
         made = guard.admissions.issue_ticket(request.ctx.admission)
-        return answer(200, {"ticket": made, "expires_in": int(LIFETIME)})
+        return json_response({"ticket": made, "expires_in": int(LIFETIME)})
 
     return make_ticket
 
 
-async def _harden(request: Request, response: HTTPResponse) -> None:
+async def _harden_response(request: Request, response: HTTPResponse) -> None:
     add_security_headers(response)
 
 
-async def _health(request: Request) -> HTTPResponse:
-    return answer(200, {"status": "healthy", "server_running": True})
+async def _answer_health(request: Request) -> HTTPResponse:
+    return json_response({"status": "healthy", "server_running": True})
 
 
-async def _refused(request: Request, error: SanicException) -> HTTPResponse:
+async def _answer_http_error(request: Request, error: SanicException) -> HTTPResponse:
     status = error.status_code or 500
-    return answer(status, {"detail": STATUS_CODES[status].decode()})
+    return json_response({"detail": STATUS_CODES[status].decode()}, status)
 
 
-async def _failed(request: Request, error: Exception) -> HTTPResponse:
+async def _answer_unexpected_error(request: Request, error: Exception) -> HTTPResponse:
     log.error("%s %s failed", request.method, request.path, exc_info=error)
-    return answer(500, {"detail": "Internal Server Error"})
+    return json_response({"detail": "Internal Server Error"}, 500)

@@ -1,4 +1,4 @@
-"""Request bodies of the REST endpoints."""
+"""Request bodies of the rooms' REST endpoints."""
 
 import re
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ class RecoveryConfig(_Body):
     overlay_opacity: float = Field(default=0.3, ge=0.0, le=1.0)
 
 
-def _identifier(value: str) -> str:
+def _check_identifier(value: str) -> str:
     if not _IDENTIFIER.fullmatch(value):
         raise PydanticCustomError(
             "string_pattern_mismatch", "String should be 1 to 160 of A-Z a-z 0-9 '_' '.' '-', and not only dots"
@@ -87,13 +87,13 @@ def _identifier(value: str) -> str:
     return value
 
 
-Identifier = Annotated[str, AfterValidator(_identifier)]
+Identifier = Annotated[str, AfterValidator(_check_identifier)]
 
 
 class NewRoom(_Body):
     """What both services take to make a room; the workspace comes from the path, the one in the body is ignored."""
 
-    room_id: Annotated[str, AfterValidator(lambda value: _identifier(value) if value else value)] | None = None
+    room_id: Annotated[str, AfterValidator(lambda value: _check_identifier(value) if value else value)] | None = None
     workspace_id: str | None = None
     name: str | None = None
     max_consumers: int = Field(default=10, ge=1, le=100)
@@ -131,7 +131,7 @@ class Command(_Body):
     joints: list[Joint] = Field(min_length=1, max_length=20)
 
 
-def _writable(value: dict[str, Any]) -> dict[str, Any]:
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
     try:
         protocol.encode(value)
     except protocol.WireError as error:
@@ -143,11 +143,11 @@ class Signal(_Body):
     """POST /video/.../webrtc/signal; ``message`` is free-form here because a missing sdp answers 500, not 422."""
 
     client_id: str = Field(min_length=1, max_length=100)
-    message: Annotated[dict[str, Any], AfterValidator(_writable)]
+    message: Annotated[dict[str, Any], AfterValidator(_check_json)]
 
 
 def read_body(model: type[Body], raw: bytes) -> Body:
-    """A required body.
+    """Read a required body.
 
     Raises:
         Unprocessable: it is missing, not JSON, or does not fit the model.
@@ -159,7 +159,7 @@ def read_body(model: type[Body], raw: bytes) -> Body:
 
 
 def read_optional_body(model: type[Body], raw: bytes) -> Body | None:
-    """A body that may be missing or null, which gives None.
+    """Read a body that may be missing or null, which gives None.
 
     Raises:
         Unprocessable: it is not JSON, or does not fit the model.
@@ -176,7 +176,7 @@ def read_optional_body(model: type[Body], raw: bytes) -> Body | None:
 
 
 def read_workspace(value: str) -> str:
-    """The workspace id of a path in which a room is to be made.
+    """Check the workspace id of a path in which a room is to be created.
 
     Raises:
         Unprocessable: it could not stand in a URL.

@@ -1,4 +1,4 @@
-"""REST endpoints of rooms, and their JSON answers."""
+"""REST endpoints of rooms."""
 
 import time
 import uuid
@@ -11,9 +11,10 @@ from sanic import HTTPResponse, Request
 from service.auth.caller import Role as KeyRole
 from service.auth.caller import caller_of
 from service.errors import Forbidden
+from service.http.bodies import json_response
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.client.rest import CLAIM
+from service.transport.client.rest import CLAIM_HEADER
 from service.transport.protocol import Role
 from service.transport.server import websocket
 from service.transport.server.bodies import (
@@ -33,24 +34,24 @@ from service.transport.server.bodies import (
 from service.transport.server.rooms import (
     Cleanup,
     CommandRefused,
-    Place,
     Room,
+    RoomPath,
     RoomTable,
     RoomTaken,
     TooManyRooms,
     UnknownRoom,
 )
-from service.transport.server.websocket import WriteQueue, perform, timestamp
+from service.transport.server.websocket import WriteQueue, perform_effects, timestamp
 
 VERSION = "2.0.0"
-Answer = dict[str, Any]
-Handler = Callable[..., Answer]
+JsonObject = dict[str, Any]
+Handler = Callable[..., JsonObject]
 # Method, path under the service, what answers, and the least role of a key (None: everybody's).
 Route = tuple[str, str, Handler, KeyRole | None]
 ROOM = "/workspaces/<workspace:str>/rooms/<room:str>"
 
 
-class BadSignal(Exception):
+class SignalRefused(Exception):
     """A signal that cannot be relayed, with the status the wire has for it; these two answers give no reason."""
 
     def __init__(self, status: int):
@@ -58,39 +59,34 @@ class BadSignal(Exception):
         self.status = status
 
 
-def answer(status: int, body: object) -> HTTPResponse:
-    """A JSON answer; never with a number that JSON does not have."""
-    return HTTPResponse(protocol.encode(body), status=status, content_type="application/json")
-
-
-def endpoint(handle: Handler, queue: WriteQueue) -> Callable[..., Coroutine[Any, Any, HTTPResponse]]:
-    """A handler as a Sanic route: path parts are unquoted, refusals become the wire's error forms."""
+def create_route_handler(handler: Handler, queue: WriteQueue) -> Callable[..., Coroutine[Any, Any, HTTPResponse]]:
+    """Create the Sanic handler of an endpoint: path parts are unquoted, refusals become the wire's error forms."""
 
     async def route(request: Request, **parts: str) -> HTTPResponse:
         try:
-            found = handle(request, **{name: unquote(part) for name, part in parts.items()})
-            await queue.turn()  # a call that is followed by a message to many is answered when they have it
-            return answer(200, found)
+            found = handler(request, **{name: unquote(part) for name, part in parts.items()})
+            await queue.wait_written()  # a call that is followed by a message to many is answered when they have it
+            return json_response(found)
         except Unprocessable as error:
-            return answer(422, {"detail": error.detail})
+            return json_response({"detail": error.detail}, 422)
         except UnknownRoom:
-            return answer(404, {"detail": "Room not found"})
+            return json_response({"detail": "Room not found"}, 404)
         except CommandRefused as error:
-            return answer(409, {"detail": str(error), "code": error.code})
+            return json_response({"detail": str(error), "code": error.code}, 409)
         except RoomTaken as error:
-            return answer(409, {"detail": str(error)})
+            return json_response({"detail": str(error)}, 409)
         except Forbidden as error:
-            return answer(403, {"detail": str(error)})
+            return json_response({"detail": str(error)}, 403)
         except TooManyRooms as error:
-            return answer(429, {"detail": str(error)})
-        except BadSignal as error:
-            return answer(error.status, {"detail": ""})
+            return json_response({"detail": str(error)}, 429)
+        except SignalRefused as error:
+            return json_response({"detail": ""}, error.status)
 
     return route
 
 
-class Endpoints:
-    """The calls of one service, told apart by ``kind``: rooms in both, commands in one, signals in the other."""
+class RoomEndpoints:
+    """REST endpoints of one service, chosen by ``kind``: rooms in both, commands in one, signals in the other."""
 
     def __init__(self, kind: Kind, table: RoomTable, cleanup: Cleanup):
         self.kind = kind
@@ -98,7 +94,7 @@ class Endpoints:
         self.cleanup = cleanup
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return the routes of this service."""
         own: list[Route] = [
             ("POST", f"{ROOM}/webrtc/signal", self.signal, KeyRole.VIEWER),
             ("GET", "/", self.banner, None),
@@ -118,65 +114,65 @@ class Endpoints:
             *own,
         ]
 
-    def index(self, request: Request, workspace: str) -> Answer:
-        """The rooms of a workspace that the caller may see; of one that nobody knows, none."""
+    def index(self, request: Request, workspace: str) -> JsonObject:
+        """List the rooms of a workspace that the caller may see; none of a workspace that nobody knows."""
         caller = caller_of(request)
-        found = [room for room in self._rooms() if room.place.workspace == workspace and caller.sees(room.owner)]
-        return {**_head(workspace), "rooms": [_row(room) for room in found], "total": len(found)}
+        found = [room for room in self._list_rooms() if room.path.workspace == workspace and caller.sees(room.owner)]
+        return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in found], "total": len(found)}
 
-    def create(self, request: Request, workspace: str) -> Answer:
-        """Make a room, with an id of the caller's or of ours, or find it there already."""
+    def create(self, request: Request, workspace: str) -> JsonObject:
+        """Create a room, with an id of the caller's or of ours, or return the one there is."""
         read_workspace(workspace)
         new = read_optional_body(NEW_ROOM[self.kind], request.body)
-        place = Place(self.kind, workspace, (new and new.room_id) or str(uuid.uuid4()))
-        caller, there = caller_of(request), self.table.rooms.get(place)
-        if there is not None and not caller.sees(there.owner):
-            raise RoomTaken(f"room {place.room} of workspace {workspace} is somebody else's; choose another id")
+        path = RoomPath(self.kind, workspace, (new and new.room_id) or str(uuid.uuid4()))
+        caller, existing = caller_of(request), self.table.rooms.get(path)
+        if existing is not None and not caller.sees(existing.owner):
+            raise RoomTaken(f"room {path.room} of workspace {workspace} is somebody else's; choose another id")
         self.table.create(
-            place,
+            path,
             time.monotonic(),
             config=new.config if isinstance(new, NewVideoRoom) else None,
             consumer_limit=new.consumer_limit if new else None,
             # One that is made anew stays whose it was.
-            owner=caller.owner if there is None else there.owner,
+            owner=caller.owner if existing is None else existing.owner,
             claim=claim_of(request),
         )
         what = "Video room" if self.kind is Kind.VIDEO else "Room"
-        message = f"{what} {place.room} created successfully in workspace {workspace}"
-        return {**_head(workspace), "room_id": place.room, "message": message}
+        message = f"{what} {path.room} created successfully in workspace {workspace}"
+        return {**_workspace_head(workspace), "room_id": path.room, "message": message}
 
-    def get(self, request: Request, workspace: str, room: str) -> Answer:
-        """One room."""
-        found = self._room(request, workspace, room)
-        shown = {**_row(found), **_presence(found)}
+    def get(self, request: Request, workspace: str, room: str) -> JsonObject:
+        """Describe one room."""
+        found = self._find_room(request, workspace, room)
+        body = {**_summarize_room(found), **_describe_presence(found)}
         if self.kind is Kind.VIDEO:
-            shown["config"] = _config(found)
-        return {**self._head(workspace), "room": shown}
+            body["config"] = _describe_config(found)
+        return {**self._head(workspace), "room": body}
 
-    def delete(self, request: Request, workspace: str, room: str) -> Answer:
-        """Remove a room."""
-        found = self._room(request, workspace, room)
-        perform(self.table.delete(found.place, claim_of(request)))
+    def delete(self, request: Request, workspace: str, room: str) -> JsonObject:
+        """Delete a room."""
+        found = self._find_room(request, workspace, room)
+        perform_effects(self.table.delete(found.path, claim_of(request)))
         return {**self._head(workspace), "message": f"Room {room} deleted successfully from workspace {workspace}"}
 
-    def state(self, request: Request, workspace: str, room: str) -> Answer:
-        """One room and what passed through it; no frame ever passes a relay, so video has none to show."""
-        found = self._room(request, workspace, room)
-        shown: Answer = {"room_id": room, "workspace_id": workspace}
+    def state(self, request: Request, workspace: str, room: str) -> JsonObject:
+        """Describe one room and what passed through it; no frame ever passes a relay, so video has none to show."""
+        found = self._find_room(request, workspace, room)
+        body: JsonObject = {"room_id": room, "workspace_id": workspace}
         if self.kind is Kind.ROBOTICS:
-            shown |= {"joints": found.joints, "participants": _participants(found)}
+            body |= {"joints": found.joints, "participants": _describe_participants(found)}
         else:
-            shown |= {"participants": _participants(found), "frame_count": 0, "last_frame_time": None}
-            shown |= {"current_config": _config(found)}
-        return {**self._head(workspace), "state": {**shown, "timestamp": timestamp()}}
+            body |= {"participants": _describe_participants(found), "frame_count": 0, "last_frame_time": None}
+            body |= {"current_config": _describe_config(found)}
+        return {**self._head(workspace), "state": {**body, "timestamp": timestamp()}}
 
-    def status(self, request: Request) -> Answer:
-        """Counts of the service."""
-        rooms = self._rooms()
+    def status(self, request: Request) -> JsonObject:
+        """Count what the service holds."""
+        rooms = self._list_rooms()
         head = {
             "service": str(self.kind),
             "status": "active",
-            "workspaces_count": len({room.place.workspace for room in rooms}),
+            "workspaces_count": len({room.path.workspace for room in rooms}),
             "rooms_count": len(rooms),
         }
         counted = {"connections_count": self.table.connections(self.kind)}
@@ -198,20 +194,20 @@ class Endpoints:
         roles = {"version": VERSION, "supported_roles": [str(role) for role in Role]}
         return {**head, **counted, **roles, **known, "cleanup": cleanup}
 
-    def health(self, request: Request) -> Answer:
-        """That the service answers."""
+    def health(self, request: Request) -> JsonObject:
+        """Say that the service answers."""
         return {"status": "healthy", "service": str(self.kind)}
 
-    def cleanup_status(self, request: Request) -> Answer:
-        """How old every room is."""
+    def cleanup_status(self, request: Request) -> JsonObject:
+        """List how old every room is."""
         now, idle, rows = time.monotonic(), self.cleanup.idle, []
-        for room in self._rooms():
-            is_occupied = self.table.is_occupied(room.place)
+        for room in self._list_rooms():
+            is_occupied = self.table.is_occupied(room.path)
             rows.append(
                 {
-                    "workspace_id": room.place.workspace,
-                    "room_id": room.place.room,
-                    "age_minutes": (now - room.made_at) / 60,
+                    "workspace_id": room.path.workspace,
+                    "room_id": room.path.room,
+                    "age_minutes": (now - room.created_at) / 60,
                     "inactivity_minutes": (now - room.touched_at) / 60,
                     "has_connections": is_occupied,
                     "will_be_cleaned": not is_occupied and now - room.touched_at > idle,
@@ -228,10 +224,10 @@ class Endpoints:
         }
         return {"success": True, "cleanup_status": status}
 
-    def clean(self, request: Request) -> Answer:
+    def clean(self, request: Request) -> JsonObject:
         """Remove idle rooms now."""
-        before = len(self._rooms())
-        removed = len(self.cleanup.clean(self.kind))
+        before = len(self._list_rooms())
+        removed = len(self.cleanup.remove_idle(self.kind))
         result = {
             "cleanup_triggered": True,
             "rooms_before": before,
@@ -241,75 +237,75 @@ class Endpoints:
         }
         return {"success": True, "cleanup_result": result}
 
-    def command(self, request: Request, workspace: str, room: str) -> Answer:
-        """Set joints; consumers hear of those that changed."""
+    def command(self, request: Request, workspace: str, room: str) -> JsonObject:
+        """Set joints; consumers receive those that changed."""
         body = read_body(Command, request.body)
-        place = self._room(request, workspace, room).place
+        path = self._find_room(request, workspace, room).path
         try:
             joints = tuple(joint.model_dump() for joint in body.joints)
-            count, effects = websocket.publish_command(self.table, place, joints, time.monotonic(), claim_of(request))
+            count, effects = websocket.publish_command(self.table, path, joints, time.monotonic(), claim_of(request))
         except protocol.WireError as error:
             raise Unprocessable([{"type": "too_long", "loc": ["body", "joints"], "msg": str(error)}]) from error
-        perform(effects)
-        done = {"joints_updated": count, "message": "Commands sent successfully"}
-        return {**_head(workspace), "room_id": room, **done}
+        perform_effects(effects)
+        result = {"joints_updated": count, "message": "Commands sent successfully"}
+        return {**_workspace_head(workspace), "room_id": room, **result}
 
-    def signal(self, request: Request, workspace: str, room: str) -> Answer:
-        """Pass one WebRTC signal on to the other peer."""
+    def signal(self, request: Request, workspace: str, room: str) -> JsonObject:
+        """Relay one WebRTC signal to the other peer."""
         body = read_body(Signal, request.body)
-        place = Place(self.kind, workspace, room)
-        self._check_claim(request, place, body.client_id)
+        path = RoomPath(self.kind, workspace, room)
+        self._check_sender(request, path, body.client_id)
         try:
-            reply, effects = websocket.relay_signal(self.table, place, body.client_id, body.message)
+            reply, effects = websocket.relay_signal(self.table, path, body.client_id, body.message)
         except UnknownRoom as error:
-            raise BadSignal(400) from error
-        except websocket.BrokenSignal as error:
-            raise BadSignal(500) from error
-        perform(effects)
+            raise SignalRefused(400) from error
+        except websocket.InvalidSignal as error:
+            raise SignalRefused(500) from error
+        perform_effects(effects)
         if reply is None:  # it went nowhere
-            return {**_head(workspace), "message": "Signal processed"}
-        return {**_head(workspace), "response": {"success": True, "message": reply}}
+            return {**_workspace_head(workspace), "message": "Signal processed"}
+        return {**_workspace_head(workspace), "response": {"success": True, "message": reply}}
 
-    def banner(self, request: Request) -> Answer:
-        """What there is."""
+    def banner(self, request: Request) -> JsonObject:
+        """Describe the service."""
         return BANNER
 
-    def _check_claim(self, request: Request, place: Place, client_id: str) -> None:
-        """Signals are posted beside the socket: only the key that joined may speak for a participant."""
+    def _check_sender(self, request: Request, path: RoomPath, client_id: str) -> None:
+        """Refuse a signal of another key than the one that joined: signals are posted beside the socket."""
         caller = caller_of(request)
-        room = self.table.rooms.get(place)
+        room = self.table.rooms.get(path)
         if room is not None and not caller.sees(room.owner):
-            raise BadSignal(400)  # as for a room that is not there
-        seat = self.table.claimed(place, client_id)
-        if seat is not None and seat.by not in (None, caller.name) and caller.role < KeyRole.ADMIN:
+            raise SignalRefused(400)  # as for a room that is not there
+        participant = self.table.find_sender(path, client_id)
+        if participant is not None and participant.key_name not in (None, caller.name) and caller.role < KeyRole.ADMIN:
             raise Forbidden(f"participant {client_id} came with another key")
 
-    def _rooms(self) -> list[Room]:
+    def _list_rooms(self) -> list[Room]:
         return [room for place, room in self.table.rooms.items() if place.kind is self.kind]
 
-    def _room(self, request: Request, workspace: str, room: str) -> Room:
-        """The room there.
+    def _find_room(self, request: Request, workspace: str, room: str) -> Room:
+        """Return a room that the caller may see.
 
         Raises:
             UnknownRoom: there is none, or it is somebody else's: which of the two is not told.
         """
-        found = self.table.get(Place(self.kind, workspace, room))
+        found = self.table.get(RoomPath(self.kind, workspace, room))
         if not caller_of(request).sees(found.owner):
             raise UnknownRoom(f"no {self.kind} room {room!r} in workspace {workspace!r}")
         return found
 
-    def _head(self, workspace: str) -> Answer:
+    def _head(self, workspace: str) -> JsonObject:
         # Only the video service repeats the workspace beside a room.
-        return _head(workspace) if self.kind is Kind.VIDEO else {"success": True}
+        return _workspace_head(workspace) if self.kind is Kind.VIDEO else {"success": True}
 
 
 def claim_of(request: Request) -> str | None:
-    """The secret of the session that sends this, if one does."""
-    return request.headers.get(CLAIM)
+    """Return the secret of the session that sends this request, None without one."""
+    return request.headers.get(CLAIM_HEADER)
 
 
 NEW_ROOM: dict[Kind, type[NewRoom]] = {Kind.ROBOTICS: NewRoboticsRoom, Kind.VIDEO: NewVideoRoom}
-BANNER: Answer = {
+BANNER: JsonObject = {
     "status": "active",
     "service": "video",
     "message": "Video service running with workspace-scoped room-based WebRTC streaming",
@@ -327,33 +323,33 @@ BANNER: Answer = {
 }
 
 
-def _head(workspace: str) -> Answer:
+def _workspace_head(workspace: str) -> JsonObject:
     return {"success": True, "workspace_id": workspace}
 
 
-def _row(room: Room) -> Answer:
-    row: Answer = {
-        "id": room.place.room,
-        "workspace_id": room.place.workspace,
-        "participants": _participants(room),
+def _summarize_room(room: Room) -> JsonObject:
+    row: JsonObject = {
+        "id": room.path.room,
+        "workspace_id": room.path.workspace,
+        "participants": _describe_participants(room),
     }
-    if room.place.kind is Kind.ROBOTICS:
+    if room.path.kind is Kind.ROBOTICS:
         return {**row, "joints_count": len(room.joints)}
-    config = _config(room)
+    config = _describe_config(room)
     del config["encoding"]
-    return {**row, "frame_count": 0, "config": config, **_presence(room)}
+    return {**row, "frame_count": 0, "config": config, **_describe_presence(room)}
 
 
-def _participants(room: Room) -> Answer:
+def _describe_participants(room: Room) -> JsonObject:
     total = len(room.consumers) + (room.producer is not None)
     return {"producer": room.producer, "consumers": list(room.consumers), "total": total}
 
 
-def _presence(room: Room) -> Answer:
+def _describe_presence(room: Room) -> JsonObject:
     return {"has_producer": room.producer is not None, "active_consumers": len(room.consumers)}
 
 
-def _config(room: Room) -> Answer:
+def _describe_config(room: Room) -> JsonObject:
     config = room.config
     return {
         "resolution": config.resolution and dict(config.resolution),

@@ -1,6 +1,8 @@
 """A participant's WebSocket: room rules, signalling, bounded outbox.
 
-nobody, and for all of them together, so that a message to a thousand participants keeps no robot waiting.
+A frame is written in the turn of the event loop it is for while the peer keeps up, and queued when it does not. Writing
+waits for nobody, and takes turns among all sockets together, so that a message to a thousand participants keeps no
+robot waiting.
 """
 
 import asyncio
@@ -25,17 +27,27 @@ from service.http.fair_queue import FairQueue
 from service.http.protocol import DeadlineProtocol
 from service.transport import protocol
 from service.transport.address import Kind
-from service.transport.client.rest import CLAIM
+from service.transport.client.rest import CLAIM_HEADER
 from service.transport.protocol import Json, Message, Role, WireError
 from service.transport.server.bodies import VideoConfig
-from service.transport.server.rooms import CommandRefused, Connection, Effects, Place, Room, RoomTable, Seat, Send, send
+from service.transport.server.rooms import (
+    CommandRefused,
+    Connection,
+    Effects,
+    Participant,
+    Room,
+    RoomPath,
+    RoomTable,
+    Send,
+    send,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class OutboxLimits:
-    """How far a peer may fall behind.
+    """Limits on how far a peer may fall behind.
 
     Attributes:
         messages: frames that may wait. At 50 joint updates a second 256 are five seconds.
@@ -49,8 +61,9 @@ class OutboxLimits:
 
 
 class WriteQueue:
-    """The sockets that have something to write, in turn: at most ``SLICE`` seconds of writing at a time, and as long a
-    pause after it, so that writing takes half of the event loop at most."""
+    """Queue of sockets that have something to write: at most ``SLICE`` seconds of writing at a time, and as long a
+    pause after it, so that writing takes half of the event loop at most.
+    """
 
     SLICE = 0.001
 
@@ -64,9 +77,10 @@ class WriteQueue:
         self._ready.append(outbox)
         self._schedule()
 
-    async def turn(self) -> None:
-        """Return when all that stood in the queue before has been written: whoever sends to many waits for it, so that
-        the next message is not read before."""
+    async def wait_written(self) -> None:
+        """Wait until all that was queued before is written: whoever sends to many waits for it, so that the next
+        message is not read before.
+        """
         if self._ready:
             written = asyncio.get_running_loop().create_future()
             self._ready.append(written)
@@ -83,7 +97,7 @@ class WriteQueue:
         while self._ready and now - began < self.SLICE:
             first = self._ready.popleft()
             if isinstance(first, Outbox):
-                first.take_turn()
+                first.write_waiting()
             elif not first.done():
                 first.set_result(None)
             now = self._clock()
@@ -108,9 +122,9 @@ class Outbox:
         self._waiting: deque[str] = deque()
         self._size = 0
         self._wake = asyncio.Event()
-        self._reason: str | None = None
+        self._close_reason: str | None = None
         self._is_writing = False
-        self.is_cut = False
+        self.is_aborted = False
 
     def put(self, text: str, is_urgent: bool = True) -> None:
         """Write one frame, or queue it behind others; a socket that is over its limits is cut instead.
@@ -118,12 +132,12 @@ class Outbox:
         Args:
             is_urgent: whether it is written in this turn of the loop, when nothing is ahead of it.
         """
-        if self.is_cut or self._reason is not None:
+        if self.is_aborted or self._close_reason is not None:
             return
         if is_urgent and not self._waiting and self._write_now(text):
             return
         if len(self._waiting) >= self._limits.messages or self._size + len(text) > self._limits.size:
-            self.cut(f"{len(self._waiting)} frames, {self._size} characters unread")
+            self.abort(f"{len(self._waiting)} frames, {self._size} characters unread")
             return
         self._waiting.append(text)
         self._size += len(text)
@@ -131,12 +145,12 @@ class Outbox:
             self._is_queued = True
             self._queue.add(self)
 
-    def take_turn(self) -> None:
+    def write_waiting(self) -> None:
         """Write what waits; the task goes on with it when the peer does not read as fast."""
         self._is_queued = False
         while self._waiting and self._write_now(self._waiting[0]):
             self._size -= len(self._waiting.popleft())
-        if self._waiting or self._reason is not None:
+        if self._waiting or self._close_reason is not None:
             self._wake.set()
 
     def _write_now(self, text: str) -> bool:
@@ -160,34 +174,34 @@ class Outbox:
 
     def close(self, reason: str) -> None:
         """Close the socket after what is queued."""
-        if self._reason is None:
-            self._reason = reason
+        if self._close_reason is None:
+            self._close_reason = reason
             if not self._is_queued:
                 self._wake.set()
 
-    def cut(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Drop the connection now; what waits is lost."""
-        if self.is_cut:
+        if self.is_aborted:
             return
-        self.is_cut = True
+        self.is_aborted = True
         self._waiting.clear()
         self._wake.set()
-        log.warning("a participant's socket is cut: %s", why)
+        log.warning("a participant's socket is cut: %s", reason)
         if self._socket.io_proto is not None and self._socket.io_proto.transport is not None:
             self._socket.io_proto.transport.abort()
 
     async def run(self) -> None:
         """Write what is queued until the socket is closed or cut."""
-        while not self.is_cut:
+        while not self.is_aborted:
             await self._wake.wait()
             self._wake.clear()
             try:
                 await self._drain()
             except (TimeoutError, WebsocketClosed, ConnectionError) as error:
-                self.cut(f"a frame could not be written: {type(error).__name__}")
+                self.abort(f"a frame could not be written: {type(error).__name__}")
                 return
-            if self._reason is not None:
-                await self._finish(self._reason)
+            if self._close_reason is not None:
+                await self._finish(self._close_reason)
                 return
 
     async def _drain(self) -> None:
@@ -208,67 +222,67 @@ class Outbox:
                 # The reader's end is what says that the peer has closed too; it cancels this task.
                 await self._socket.wait_for_connection_lost()
         except (TimeoutError, WebsocketClosed, ConnectionError):
-            self.cut(f"{reason}, and the peer did not close")
+            self.abort(f"{reason}, and the peer did not close")
 
 
 # Types a robotics room knows and does not act on; any other type that it does not handle gets an error back.
-_HEARD = frozenset({"joined", "error", "heartbeat_ack", "state_sync", "status_update", "consumer_status"})
-_ACTED = frozenset({"joint_update", "heartbeat", "emergency_stop"})
+_IGNORED_TYPES = frozenset({"joined", "error", "heartbeat_ack", "state_sync", "status_update", "consumer_status"})
+_HANDLED_TYPES = frozenset({"joint_update", "heartbeat", "emergency_stop"})
 MAX_REASON = 500
 
 
 def receive_message(table: RoomTable, connection: Connection, message: Message, now: float) -> Effects:
-    """What follows from one message of a connection; nothing when it is in no room."""
-    seat = table.seat(connection)
-    if seat is None:
+    """Handle one message of a connection; no effects when it is in no room."""
+    participant = table.get_participant(connection)
+    if participant is None:
         return []
-    room = table.rooms.get(seat.place)
+    room = table.rooms.get(participant.path)
     if room is not None:
         room.touched_at = now
     match message:
         case protocol.Heartbeat():
-            return table.reply(seat, protocol.HeartbeatAck())
+            return table.reply(participant, protocol.HeartbeatAck())
         case protocol.EmergencyStop():
-            is_robotics = seat.place.kind is Kind.ROBOTICS
-            default = f"Emergency stop from {seat.id}" if is_robotics else "Emergency stop triggered"
-            stop = protocol.EmergencyStop((message.reason or default)[:MAX_REASON], seat.id)
-            return send(table.everybody(room), stop)
-    if seat.place.kind is Kind.VIDEO:
-        return _tell_others(table, seat, room, message)
+            is_robotics = participant.path.kind is Kind.ROBOTICS
+            default = f"Emergency stop from {participant.id}" if is_robotics else "Emergency stop triggered"
+            stop = protocol.EmergencyStop((message.reason or default)[:MAX_REASON], participant.id)
+            return send(table.participants(room), stop)
+    if participant.path.kind is Kind.VIDEO:
+        return _relay_to_others(table, participant, room, message)
     if isinstance(message, protocol.JointUpdate):
-        return _update_joints(table, seat, room, message)
-    return [] if message.type in _HEARD else table.reply(seat, _unknown(message.type))
+        return _update_joints(table, participant, room, message)
+    return [] if message.type in _IGNORED_TYPES else table.reply(participant, _unknown_type(message.type))
 
 
 def refuse_message(table: RoomTable, connection: Connection, error: WireError) -> Effects:
-    """What follows from a frame that is no message: an error where the robotics service answers with one."""
-    seat = table.seat(connection)
-    if seat is None or seat.place.kind is Kind.VIDEO or error.type is None:
+    """Handle a frame that is no message: the robotics service answers some with an error."""
+    participant = table.get_participant(connection)
+    if participant is None or participant.path.kind is Kind.VIDEO or error.type is None:
         return []
     if error.type == "joint_update":
-        return table.reply(seat, _FAILED) if seat.role is Role.PRODUCER else []
-    return [] if error.type in _HEARD | _ACTED else table.reply(seat, _unknown(error.type))
+        return table.reply(participant, _UPDATE_FAILED) if participant.role is Role.PRODUCER else []
+    return [] if error.type in _IGNORED_TYPES | _HANDLED_TYPES else table.reply(participant, _unknown_type(error.type))
 
 
 def publish_command(
-    table: RoomTable, place: Place, joints: tuple[Json, ...], now: float, claim: str | None = None
+    table: RoomTable, path: RoomPath, joints: tuple[Json, ...], now: float, claim: str | None = None
 ) -> tuple[int, Effects]:
-    """Joints set over REST: how many changed, and what follows.
+    """Set joints over REST; returns how many changed, and the effects.
 
     Raises:
         UnknownRoom: there is no such room.
         WireError: the room would hold too many joint names.
         CommandRefused: the room is a session's.
     """
-    room = table.get(place)
+    room = table.get(path)
     room.touched_at = now
-    return _let_out(table, room, joints, "api", claim)
+    return _publish_joints(table, room, joints, "api", claim)
 
 
-def _let_out(
+def _publish_joints(
     table: RoomTable, room: Room, joints: tuple[Json, ...], source: str, claim: str | None
 ) -> tuple[int, Effects]:
-    """The one way on which joints leave a room while it is open: how many changed, and what follows.
+    """Let joints leave an open room, the only way there is; returns how many changed, and the effects.
 
     In a room of a session nothing is kept or sent but what the session itself sends, and of that nothing that its
     latch and its limits forbid, whatever went wrong before.
@@ -280,31 +294,33 @@ def _let_out(
     commander = table.commander(room)
     if commander is not None:
         if not commander.is_own(claim):
-            raise commander.stranger()
-        refusal = commander.refusal(joints, room.joints)
+            raise commander.refuse_stranger()
+        refusal = commander.check_command(joints, room.joints)
         if refusal is not None:
             raise refusal
-    changed = _change(room, joints, table.limits.joints)
+    changed = _store_joints(room, joints, table.limits.joints)
     if not changed:
         return 0, []
     return len(changed), send(table.consumers(room), protocol.JointUpdate(changed, source=source))
 
 
-def _update_joints(table: RoomTable, seat: Seat, room: Room | None, message: protocol.JointUpdate) -> Effects:
-    if seat.role is not Role.PRODUCER or not message.data:
+def _update_joints(
+    table: RoomTable, participant: Participant, room: Room | None, message: protocol.JointUpdate
+) -> Effects:
+    if participant.role is not Role.PRODUCER or not message.data:
         return []
     if room is None:
-        return table.reply(seat, _FAILED)
+        return table.reply(participant, _UPDATE_FAILED)
     try:
-        return _let_out(table, room, message.data, seat.id, seat.claim)[1]
+        return _publish_joints(table, room, message.data, participant.id, participant.claim)[1]
     except WireError:
-        return table.reply(seat, _FAILED)
+        return table.reply(participant, _UPDATE_FAILED)
     except CommandRefused as error:
-        return table.reply(seat, protocol.VideoError(str(error), error.code))
+        return table.reply(participant, protocol.VideoError(str(error), error.code))
 
 
-def _change(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:
-    """Keep the new values; returns the joints that differ from before, each as the whole object it came as."""
+def _store_joints(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...]:
+    """Store the new values; returns the joints that differ from before, each as the whole object it came as."""
     names = {joint["name"] for joint in joints} | room.joints.keys()
     if len(names) > limit:
         raise WireError(f"{len(names)} joint names in one room; the limit is {limit}", "joint_update")
@@ -316,27 +332,27 @@ def _change(room: Room, joints: tuple[Json, ...], limit: int) -> tuple[Json, ...
     return tuple(changed)
 
 
-def _tell_others(table: RoomTable, seat: Seat, room: Room | None, message: Message) -> Effects:
+def _relay_to_others(table: RoomTable, participant: Participant, room: Room | None, message: Message) -> Effects:
     match message:
         case protocol.StreamStarted() | protocol.StreamStopped():
-            told = replace(message, participant_id=seat.id, timestamp=None)
+            relayed = replace(message, participant_id=participant.id, timestamp=None)
         case protocol.VideoConfigUpdate():
-            if room is not None and seat.role is Role.PRODUCER:
-                room.config = _updated(room.config, message.config)
-            told = replace(message, source=seat.id, timestamp=None)
+            if room is not None and participant.role is Role.PRODUCER:
+                room.config = _apply_update(room.config, message.config)
+            relayed = replace(message, source=participant.id, timestamp=None)
         case protocol.StatusUpdate():
-            told = replace(message, status=message.status or "unknown", timestamp=None)
+            relayed = replace(message, status=message.status or "unknown", timestamp=None)
         case protocol.StreamStats():
-            told = replace(message, stats={} if message.stats is None else message.stats, timestamp=None)
+            relayed = replace(message, stats={} if message.stats is None else message.stats, timestamp=None)
         case protocol.RecoveryTriggered():
-            told = replace(message, reason=message.reason or "Recovery triggered", timestamp=None)
+            relayed = replace(message, reason=message.reason or "Recovery triggered", timestamp=None)
         case _:
             return []
-    return send(table.others(room, seat), told)
+    return send(table.others(room, participant), relayed)
 
 
-def _updated(config: VideoConfig, update: Json) -> VideoConfig:
-    """The settings after a producer's update; an update that does not fit is told to the others but not kept."""
+def _apply_update(config: VideoConfig, update: Json) -> VideoConfig:
+    """Return the settings after a producer's update; one that does not fit is relayed but not kept."""
     known = {key: value for key, value in update.items() if key in VideoConfig.model_fields}
     try:
         return VideoConfig.model_validate({**config.model_dump(), **known})
@@ -344,24 +360,25 @@ def _updated(config: VideoConfig, update: Json) -> VideoConfig:
         return config
 
 
-_FAILED = protocol.Error("Failed to process joint update")
+_UPDATE_FAILED = protocol.Error("Failed to process joint update")
 
 
-def _unknown(kind: str | None) -> protocol.Error:
+def _unknown_type(kind: str | None) -> protocol.Error:
     return protocol.Error(f"Unknown message type: {kind}")
 
 
-AT_ONCE = 32  # participants to whom a message is written in one turn of the loop, 8 us each; the others follow
-LOOK = 2.0  # seconds between looks at whether a socket's key still counts
+# Participants to whom a message is written in one turn of the loop, 8 us each; the others follow.
+MAX_IMMEDIATE_WRITES = 32
+KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether a socket's key still counts
 
 
 def timestamp() -> str:
-    """The wall clock as the wire writes it: ISO-8601 with +00:00."""
+    """Return the wall clock as the wire writes it: ISO-8601 with +00:00."""
     return datetime.now(tz=UTC).isoformat()
 
 
-def perform(effects: Effects, at_once: int = AT_ONCE) -> bool:
-    """Hand every message to the outboxes it is for; nothing here waits for anybody.
+def perform_effects(effects: Effects, max_immediate: int = MAX_IMMEDIATE_WRITES) -> bool:
+    """Hand every message to its outboxes; nothing here waits for anybody.
 
     Args:
         at_once: participants to whom a message is written in this turn of the loop.
@@ -371,21 +388,21 @@ def perform(effects: Effects, at_once: int = AT_ONCE) -> bool:
     """
     for effect in effects:
         if isinstance(effect, Send):
-            text = protocol.build(effect.message, timestamp())
+            text = protocol.build_message(effect.message, timestamp())
             for number, outbox in enumerate(effect.to):
                 assert isinstance(outbox, Outbox)
-                outbox.put(text, is_urgent=number < at_once)
+                outbox.put(text, is_urgent=number < max_immediate)
         else:
             for outbox in effect.to:
                 assert isinstance(outbox, Outbox)
                 outbox.close(effect.reason)
-    return any(len(effect.to) > AT_ONCE for effect in effects)
+    return any(len(effect.to) > MAX_IMMEDIATE_WRITES for effect in effects)
 
 
-async def attend(
+async def serve_participant(
     request: Request,
     socket: WebsocketImplProtocol,
-    place: Place,
+    path: RoomPath,
     table: RoomTable,
     limits: OutboxLimits,
     queue: WriteQueue,
@@ -394,16 +411,16 @@ async def attend(
     """Serve one upgraded socket until it ends: the join, then every frame.
 
     A first frame that is no join, or none within ``join_timeout`` seconds, ends the connection without a word. So
-    does a key that is revoked, within ``LOOK`` seconds.
+    does a key that is revoked, within ``KEY_CHECK_INTERVAL`` seconds.
 
     Args:
         queue: of all sockets of this server.
     """
-    caller, claim = caller_of(request), request.headers.get(CLAIM)
-    _send_at_once(socket)
+    caller, claim = caller_of(request), request.headers.get(CLAIM_HEADER)
+    _disable_nagle(socket)
     outbox = Outbox(socket, limits, queue)
     writer = asyncio.create_task(outbox.run())
-    watching = asyncio.create_task(_watch(socket, request.ctx.is_still_authorized))
+    key_watch = asyncio.create_task(_close_when_unauthorized(socket, request.ctx.is_still_authorized))
     try:
         first = await socket.recv(timeout=join_timeout)
         if first is None:
@@ -411,42 +428,42 @@ async def attend(
         try:
             join = protocol.parse_join(first)
         except protocol.WireError as error:
-            log.info("a socket of %s is closed: %s", place, error)
+            log.info("a socket of %s is closed: %s", path, error)
             return
-        by = None if caller.name == ANYBODY.name else caller.name
-        perform(table.join(outbox, place, join, time.monotonic(), by, partial(_may, caller), claim))
-        if table.seat(outbox) is None:
+        key_name = None if caller.name == ANYBODY.name else caller.name
+        perform_effects(table.join(outbox, path, join, time.monotonic(), key_name, partial(_may_join, caller), claim))
+        if table.get_participant(outbox) is None:
             await writer
             return
         if table.is_commanded_by(outbox) and isinstance(socket.io_proto, DeadlineProtocol):
             socket.io_proto.mark_own()
         while True:
             raw = await socket.recv()
-            if raw is not None and perform(_answer(table, outbox, raw, time.monotonic())):
-                await queue.turn()
+            if raw is not None and perform_effects(_handle_frame(table, outbox, raw, time.monotonic())):
+                await queue.wait_written()
     except WebsocketClosed:
         return
     finally:
         # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
         is_orderly = socket.ws_proto is not None and socket.ws_proto.close_rcvd is not None
         # In the next turn: where the server ends, nobody is told that the others are gone. Pictures go on between them.
-        perform(table.leave(outbox, is_orderly), at_once=0)
+        perform_effects(table.leave(outbox, is_orderly), max_immediate=0)
         writer.cancel()
-        watching.cancel()
+        key_watch.cancel()
 
 
-def _may(caller: Caller, room: Room, role: Role) -> bool:
-    """Whoever produces in a room moves a robot, or shows it what it sees."""
+def _may_join(caller: Caller, room: Room, role: Role) -> bool:
+    """Whether a caller may have this role: a producer moves a robot, or shows it what it sees."""
     return caller.sees(room.owner) and (role is not Role.PRODUCER or caller.role >= KeyRole.OPERATOR)
 
 
-async def _watch(socket: WebsocketImplProtocol, is_still_authorized: Callable[[], bool]) -> None:
+async def _close_when_unauthorized(socket: WebsocketImplProtocol, is_still_authorized: Callable[[], bool]) -> None:
     while is_still_authorized():  # noqa: ASYNC110, files do not say when they change
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(KEY_CHECK_INTERVAL)
     socket.fail_connection(1008, "the key does not count any more")
 
 
-def _send_at_once(socket: WebsocketImplProtocol) -> None:
+def _disable_nagle(socket: WebsocketImplProtocol) -> None:
     """Turn Nagle's algorithm off, which holds a small frame back for up to 40 ms while another is unacknowledged.
 
     asyncio does so by itself only for sockets made with an explicit TCP protocol number, and Sanic's are not.
@@ -457,21 +474,21 @@ def _send_at_once(socket: WebsocketImplProtocol) -> None:
         raw.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
 
 
-def _answer(table: RoomTable, outbox: Outbox, raw: str | bytes, now: float) -> Effects:
+def _handle_frame(table: RoomTable, outbox: Outbox, raw: str | bytes, now: float) -> Effects:
     try:
-        message = protocol.parse(raw)
+        message = protocol.parse_message(raw)
     except protocol.WireError as error:
         log.info("a frame is not relayed: %s", error)
         return refuse_message(table, outbox, error)
     return receive_message(table, outbox, message, now)
 
 
-class BrokenSignal(ValueError):
+class InvalidSignal(ValueError):
     """A signal that lacks what its type needs."""
 
 
-def relay_signal(table: RoomTable, place: Place, client_id: str, signal: Json) -> tuple[str | None, Effects]:
-    """What to answer (None: only that it was processed) and whom to tell.
+def relay_signal(table: RoomTable, path: RoomPath, client_id: str, signal: Json) -> tuple[str | None, Effects]:
+    """Relay a WebRTC signal; returns what to answer (None: only that it was processed), and the effects.
 
     A producer offers and sends candidates to ``target_consumer``, a consumer answers and sends candidates to
     ``target_producer``; a signal without its target or from another role is taken and dropped. The answer says
@@ -479,12 +496,12 @@ def relay_signal(table: RoomTable, place: Place, client_id: str, signal: Json) -
 
     Raises:
         UnknownRoom: there is no such room.
-        BrokenSignal: no ``type``, or no ``sdp`` or ``candidate`` where one has to be passed on.
+        InvalidSignal: no ``type``, or no ``sdp`` or ``candidate`` where one has to be passed on.
     """
-    table.get(place)
+    table.get(path)
     if "type" not in signal:
-        raise BrokenSignal("signal without type")
-    sender = table.claimed(place, client_id)
+        raise InvalidSignal("signal without type")
+    sender = table.find_sender(path, client_id)
     role = None if sender is None else sender.role
     if table.is_odd and signal["type"] == "answer":  # the reference passes on anybody's, from other workspaces too
         role = Role.CONSUMER
@@ -493,28 +510,37 @@ def relay_signal(table: RoomTable, place: Place, client_id: str, signal: Json) -
     is_aimed = isinstance(target, str) and target != ""
     match signal["type"], to:
         case "offer", Role.CONSUMER if is_aimed:
-            what, message = "Offer", protocol.WebrtcOffer({"type": "offer", "sdp": _text(signal, "sdp")}, client_id)
+            what, message = (
+                "Offer",
+                protocol.WebrtcOffer({"type": "offer", "sdp": _require_text(signal, "sdp")}, client_id),
+            )
         case "offer", _:
             return "Peer-to-peer mode - no server WebRTC processing", []
         case "answer", Role.PRODUCER if is_aimed:
-            what, message = "Answer", protocol.WebrtcAnswer({"type": "answer", "sdp": _text(signal, "sdp")}, client_id)
+            what, message = (
+                "Answer",
+                protocol.WebrtcAnswer({"type": "answer", "sdp": _require_text(signal, "sdp")}, client_id),
+            )
         case "ice", _ if is_aimed:
-            what, message = "ICE candidate", protocol.WebrtcIce(_candidate(signal), **{f"from_{role}": client_id})
+            what, message = (
+                "ICE candidate",
+                protocol.WebrtcIce(_require_candidate(signal), **{f"from_{role}": client_id}),
+            )
         case _:
             return None, []
-    seat = table.find(place, to, str(target))
-    return f"{what} forwarded to {to}", [] if seat is None else [Send((seat.connection,), message)]
+    recipient = table.find(path, to, str(target))
+    return f"{what} forwarded to {to}", [] if recipient is None else [Send((recipient.connection,), message)]
 
 
-def _text(signal: Json, key: str) -> str:
+def _require_text(signal: Json, key: str) -> str:
     value = signal.get(key)
     if not isinstance(value, str):
-        raise BrokenSignal(f"{signal['type']} without {key}")
+        raise InvalidSignal(f"{signal['type']} without {key}")
     return value
 
 
-def _candidate(signal: Json) -> Json:
+def _require_candidate(signal: Json) -> Json:
     value = signal.get("candidate")
     if not isinstance(value, dict):
-        raise BrokenSignal("ice without candidate")
+        raise InvalidSignal("ice without candidate")
     return value

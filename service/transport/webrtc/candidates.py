@@ -9,52 +9,54 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 32  # addresses tried for one connection; a laptop with two networks and a VPN has a dozen
-MAX_CANDIDATE = 512  # characters; one with an IPv6 address and all its extensions has 200
+MAX_CANDIDATE_LENGTH = 512  # characters; one with an IPv6 address and all its extensions has 200
 LOWEST_PORT = 1024  # no browser and no library takes a lower one; services that could be pestered have them
 
 
 class EarlyCandidates:
-    """Candidates by sender, kept because they come by another way than the offer and may be there before it.
+    """ICE candidates by sender that arrived before their offer, as they come by another way.
 
     They are never cleared by an offer. A new offer of the same sender takes those of its own generation
     (``usernameFragment``) and those that do not say; a candidate of an older generation does no harm.
     """
 
-    def __init__(self, senders: int = 16, each: int = 64):
-        self._senders = senders
-        self._each = each
-        self._kept: dict[str, deque[Mapping[str, Any]]] = {}
+    def __init__(self, max_senders: int = 16, per_sender: int = 64):
+        self._max_senders = max_senders
+        self._per_sender = per_sender
+        self._by_sender: dict[str, deque[Mapping[str, Any]]] = {}
 
     def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
-        """Remember one; the oldest go when there are too many."""
-        kept = self._kept.pop(sender, None) or deque(maxlen=self._each)
+        """Keep a candidate; the oldest go when there are too many."""
+        kept = self._by_sender.pop(sender, None) or deque(maxlen=self._per_sender)
         kept.append(candidate)
-        self._kept[sender] = kept
-        while len(self._kept) > self._senders:
-            del self._kept[next(iter(self._kept))]
+        self._by_sender[sender] = kept
+        while len(self._by_sender) > self._max_senders:
+            del self._by_sender[next(iter(self._by_sender))]
 
     def forget(self, sender: str) -> None:
-        """The sender left."""
-        self._kept.pop(sender, None)
+        """Forget the candidates of a sender that left."""
+        self._by_sender.pop(sender, None)
 
-    def fitting(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
-        """Those that belong to this description of the sender."""
+    def for_description(self, sender: str, sdp: str) -> list[Mapping[str, Any]]:
+        """Return the candidates that belong to this description of the sender."""
         fragments = {line.partition(":")[2].strip() for line in sdp.splitlines() if line.startswith("a=ice-ufrag:")}
         return [
             candidate
-            for candidate in self._kept.get(sender, ())
+            for candidate in self._by_sender.get(sender, ())
             if not candidate.get("usernameFragment") or candidate["usernameFragment"] in fragments
         ]
 
 
 def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """A candidate without what is none of its fields; None for one that is too long to be one."""
+    """Return a candidate without superfluous fields; None for one that is too long to be one."""
     kept = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
-    return kept if sum(len(value) for value in kept.values() if isinstance(value, str)) <= MAX_CANDIDATE else None
+    return (
+        kept if sum(len(value) for value in kept.values() if isinstance(value, str)) <= MAX_CANDIDATE_LENGTH else None
+    )
 
 
-def candidate_refusal(host: str, port: int) -> str | None:
-    """Why nothing is ever sent to this address of a stranger; None when it may be tried.
+def explain_refused_address(host: str, port: int) -> str | None:
+    """Return why nothing is ever sent to this address of a stranger; None when it may be tried.
 
     Connectivity checks go to whatever the other side says: without this rule a participant of a room could have this
     server send datagrams to metadata servers, to everybody in the network, or to services of any machine. The machine's
@@ -79,8 +81,9 @@ _FIELDS = ("candidate", "sdpMid", "sdpMLineIndex", "usernameFragment")
 _METADATA = frozenset({ipaddress.ip_address("fd00:ec2::254"), ipaddress.ip_address("100.100.100.200")})
 
 
-def sort_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """An SDP without its candidates of mDNS, and those as if they had trickled in; what is refused is left out.
+def split_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
+    """Split an SDP: the description without its mDNS candidates, and those as if they had trickled in; refused ones are
+    dropped.
 
     aiortc resolves the ``.local`` ones inside a description before it goes on, a second each, and fails on the whole
     description when the mDNS port cannot be had. Of those that are not refused ``MAX_CANDIDATES`` stay in each section.
@@ -96,7 +99,11 @@ def sort_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
         words = line.split() if line.startswith("a=candidate:") else []
         if len(words) > 5:
             host, port = words[4], int(words[5]) if words[5].isdecimal() else 0
-            why = candidate_refusal(host, port) if taken < MAX_CANDIDATES else f"{MAX_CANDIDATES} others come before it"
+            why = (
+                explain_refused_address(host, port)
+                if taken < MAX_CANDIDATES
+                else f"{MAX_CANDIDATES} others come before it"
+            )
             taken += why is None
             if why is not None:
                 refused.append(f"{line!r}: {why}")

@@ -1,4 +1,4 @@
-"""Datagrams of strangers at a peer's UDP sockets: how much reaches aiortc, and what is dropped before it.
+"""Filter of datagrams at a peer's UDP sockets: how much reaches aiortc, and what is dropped before it.
 
 Everybody who can reach a port can send to it, before and after the handshake, and aiortc 1.16 believes them: an empty
 datagram ended a connection, one of 64 kB that calls itself STUN was parsed for 25 ms, and what came before the
@@ -16,24 +16,24 @@ from aiortc import RTCPeerConnection
 
 from service.http.fair_queue import FairQueue, Flow
 from service.http.limits import Bucket, source_key
-from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal
+from service.transport.webrtc.candidates import MAX_CANDIDATES, explain_refused_address
 
 MAX_DATAGRAM = 2048  # bytes; whoever sends media or a handshake keeps to 1500, the size of an Ethernet frame
 MAX_WAITING = 256  # of one peer, until they are read
 # (a second, at once) of one peer. 8 Mbit/s of video are 1,000 packets a second, and a keyframe has 300.
-MEDIA = (3000, 1500)
-HANDSHAKE = (100, 50)
-CHECKS = (100, 100)  # STUN of addresses that have proved who they are or were named to us
-STRANGERS = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
+MEDIA_RATE = (3000, 1500)
+HANDSHAKE_RATE = (100, 50)
+CHECK_RATE = (100, 100)  # STUN of addresses that have proved who they are or were named to us
+STRANGER_RATE = (50, 50)  # STUN of anybody else: the first check of a peer behind a NAT is among them
 # Seconds of the event loop's thread, a second and at once, that the media of one peer may take before all who flood:
 # 1,000 packets of a camera take 0.1. Beyond that it shares with them what time of the loop is left to them.
-MEDIA_TIME = (0.1, 0.05)
+MEDIA_BUDGET = (0.1, 0.05)
 MAX_SOURCES = 16  # SSRCs of one peer; a camera has one, its retransmissions a second. libsrtp keeps each for good
-COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
+STUN_COOKIE = b"\x21\x12\xa4\x42"  # stands at byte 4 of every STUN message (RFC 8489)
 
 
-class Intake:
-    """The way from one peer connection's sockets into aiortc.
+class DatagramFilter:
+    """Filter between one peer connection's sockets and aiortc.
 
     Attributes:
         dropped: datagrams that aiortc never saw, or could make nothing of, by reason.
@@ -41,34 +41,34 @@ class Intake:
 
     def __init__(self) -> None:
         self.dropped: dict[str, int] = dict.fromkeys(("size", "stranger", "rate", "sources", "malformed"), 0)
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._asking: Flow | None = None
-        self._media, self._handshake = Bucket(*MEDIA), Bucket(*HANDSHAKE)
-        self._checks, self._strangers = Bucket(*CHECKS), Bucket(*STRANGERS)
+        self._waiting_checks: deque[Callable[[], None]] = deque()
+        self._check_flow: Flow | None = None
+        self._media, self._handshake = Bucket(*MEDIA_RATE), Bucket(*HANDSHAKE_RATE)
+        self._checks, self._strangers = Bucket(*CHECK_RATE), Bucket(*STRANGER_RATE)
         self._sources: set[bytes] = set()
         self._known: tuple[int, frozenset[tuple[str, int]]] = (0, frozenset())
 
-    def guard(self, connection: RTCPeerConnection) -> None:
-        """Take what comes from the transports of a connection that has not gathered its candidates yet."""
+    def guard_connection(self, connection: RTCPeerConnection) -> None:
+        """Filter what arrives at the transports of a connection that has not gathered its candidates yet."""
         for transport in transports_of(connection):
-            transport._handle_rtp_data = self._guarded(transport._handle_rtp_data, 8)
-            transport._handle_rtcp_data = self._guarded(transport._handle_rtcp_data, 4)
+            transport._handle_rtp_data = self._guard_handler(transport._handle_rtp_data, 8)
+            transport._handle_rtcp_data = self._guard_handler(transport._handle_rtcp_data, 4)
             ice = transport.transport
-            ice._recv = paced(ice._recv, ice._connection)
+            ice._recv = pace_datagrams(ice._recv, ice._connection)
 
     def guard_sockets(self, ice: Any) -> None:
-        """Take what comes from the sockets that aioice has opened for one transport."""
+        """Filter what arrives at the sockets that aioice has opened for one transport."""
         for protocol in ice._protocols:
             if "datagram_received" not in vars(protocol):
                 protocol.datagram_received = partial(self._receive, ice, protocol, protocol.datagram_received)
 
-    def refuses(self, ice: Any, transactions: Any, data: bytes, source: tuple[str, int]) -> str | None:
-        """Why a datagram is dropped; None when it is handed on."""
+    def drop_reason(self, ice: Any, transactions: Any, data: bytes, source: tuple[str, int]) -> str | None:
+        """Return why a datagram is dropped; None when it is handed on."""
         if not 0 < len(data) <= MAX_DATAGRAM:
             return "size"
         is_known = source in self._addresses(ice)
         if data[0] < 4:
-            if len(data) < 20 or data[4:8] != COOKIE:
+            if len(data) < 20 or data[4:8] != STUN_COOKIE:
                 return "malformed"
             if data[0] & 1 and data[8:20] not in transactions:
                 return "stranger"  # an answer to what was never asked
@@ -76,7 +76,7 @@ class Intake:
                 return None if self._checks.take() else "rate"
             if not self._strangers.take():
                 return "rate"
-            is_one_more = len(ice._remote_candidates) < MAX_CANDIDATES and candidate_refusal(*source) is None
+            is_one_more = len(ice._remote_candidates) < MAX_CANDIDATES and explain_refused_address(*source) is None
             return None if is_one_more or data[0] & 1 else "stranger"
         if not is_known:
             return "stranger"
@@ -96,38 +96,40 @@ class Intake:
             self._known = len(remote), frozenset((each._network_host, each.port) for each in remote)
         return self._known[1]
 
-    def _receive(self, ice: Any, protocol: Any, plain: Callable[..., None], data: bytes, address: tuple) -> None:
-        why = self.refuses(ice, protocol.transactions, data, (address[0], address[1]))
+    def _receive(self, ice: Any, protocol: Any, original: Callable[..., None], data: bytes, address: tuple) -> None:
+        why = self.drop_reason(ice, protocol.transactions, data, (address[0], address[1]))
         if why is None and data[0] >= 4:
-            self._pass(plain, data, address)  # into the queue of ``paced``, which is no work
-        elif why is None and not self._ask(partial(self._pass, plain, data, address)):
+            self._hand_on(original, data, address)  # into the queue of ``pace_datagrams``, which is no work
+        elif why is None and not self._queue_check(partial(self._hand_on, original, data, address)):
             why = "rate"
         if why is not None:
             self.dropped[why] += 1
 
-    def _ask(self, answer: Callable[[], None]) -> bool:
-        """Have a check answered when it is its turn; False when too many wait already."""
-        if len(self._waiting) >= MAX_WAITING:
+    def _queue_check(self, check: Callable[[], None]) -> bool:
+        """Queue a STUN check, to be answered in its turn; False when too many wait already."""
+        if len(self._waiting_checks) >= MAX_WAITING:
             return False
         queue = FairQueue.of_running_loop()
-        if self._asking is None:
+        if self._check_flow is None:
             # Whose it is is not known: who asks for the first time has proved nothing, least of all his address.
-            self._asking = queue.create_flow("checks", self._answer)
-        self._waiting.append(answer)
-        queue.enter(self._asking)
+            self._check_flow = queue.create_flow("checks", self._run_next_check)
+        self._waiting_checks.append(check)
+        queue.enter(self._check_flow)
         return True
 
-    def _answer(self) -> tuple[float, bool]:
-        self._waiting.popleft()()
-        return 0.0, bool(self._waiting)
+    def _run_next_check(self) -> tuple[float, bool]:
+        self._waiting_checks.popleft()()
+        return 0.0, bool(self._waiting_checks)
 
-    def _pass(self, plain: Callable[..., None], data: bytes, address: tuple) -> None:
+    def _hand_on(self, original: Callable[..., None], data: bytes, address: tuple) -> None:
         try:
-            plain(data, address)
+            original(data, address)
         except Exception:  # aioice reads STUN with struct and dicts: nearly anything can be raised
             self.dropped["malformed"] += 1
 
-    def _guarded(self, plain: Callable[..., Awaitable[None]], source_at: int) -> Callable[..., Awaitable[None]]:
+    def _guard_handler(
+        self, original: Callable[..., Awaitable[None]], source_at: int
+    ) -> Callable[..., Awaitable[None]]:
         async def handle(data: bytes, *arguments: Any, **more: Any) -> None:
             # Only here is it known that the other side made it, so only its own sources are counted.
             source = data[source_at : source_at + 4]
@@ -136,7 +138,7 @@ class Intake:
                 return
             self._sources.add(source)
             try:
-                await plain(data, *arguments, **more)
+                await original(data, *arguments, **more)
             except ConnectionError:
                 raise
             except Exception:  # as above; aiortc would end the connection, and say so with a traceback
@@ -145,8 +147,8 @@ class Intake:
         return handle
 
 
-def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
-    """What aiortc's task waits in for the next datagram: it takes all that are there without giving way.
+def pace_datagrams(original: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Awaitable[bytes]]:
+    """Wrap the receive call of aiortc's task, which takes all datagrams that are there without giving way.
 
     Each is decrypted and read when it is this peer's turn, and charged with what the one before it took. STUN takes
     0.15 ms, a packet of video 0.1 ms, and one that is made to be slow (300 parts of H.264) 1 ms.
@@ -161,11 +163,11 @@ def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Await
         nonlocal flow, began
         took = 0.0 if began is None else time.thread_time() - began
         began, is_idle = None, ice._queue.empty()
-        data = await plain()
+        data = await original()
         queue = FairQueue.of_running_loop()
         if flow is None:
             pair = ice._nominated.get(1)  # none while the connection is being closed
-            flow = queue.create_flow(source_key(pair.remote_addr[0] if pair else ""), budget=MEDIA_TIME)
+            flow = queue.create_flow(source_key(pair.remote_addr[0] if pair else ""), budget=MEDIA_BUDGET)
             flow.unread = unread
         await queue.wait_turn(flow, took, is_idle)
         began = time.thread_time()
@@ -175,7 +177,7 @@ def paced(plain: Callable[[], Awaitable[bytes]], ice: Any) -> Callable[[], Await
 
 
 def transports_of(connection: RTCPeerConnection) -> set[Any]:
-    """The DTLS transports of a connection, that of a data channel too."""
+    """Return the DTLS transports of a connection, that of a data channel too."""
     found: set[Any] = {each.receiver.transport for each in connection.getTransceivers()}
     if connection.sctp is not None:
         found.add(connection.sctp.transport)

@@ -28,68 +28,68 @@ MAX_PENDING_BYTES = 8 << 20
 # Pictures of the largest size that are decoded, a second and at once: a black keyframe of 1080 lines is three packets,
 # and 7 ms of a decoder. Smaller ones are charged by their size, but never less than half: beyond 120 a second it is
 # their number that counts, as each takes the interpreter's lock from the event loop a few times.
-PICTURES = (60, 30)
+DECODE_RATE = (60, 30)
 # FFmpeg's names, and whose pictures they are; aiortc offers and answers with no others.
 CODECS: dict[str, tuple[str, Callable[[bytes], int]]] = {"VP8": ("libvpx", vp8_pixels), "H264": ("h264", h264_pixels)}
 END_TIMEOUT = 2.0
 # Where aiortc 1.16 keeps its thread.
-THREAD = "_RTCRtpReceiver__decoder_thread"
+_THREAD = "_RTCRtpReceiver__decoder_thread"
 
 Task = tuple[RTCRtpCodecParameters, JitterFrame]
 
 
-class Decoder:
-    """Takes the place of the queue between a receiver and its decoder thread, and of that thread.
+class DecoderThread:
+    """Decoder thread with a bounded queue, in place of aiortc's.
 
     aiortc's thread decodes whatever waits, with as many threads as the machine has cores, dies of any error that is not
     FFmpeg's, and is joined on the event loop when a BYE arrives: for 1.8 s with 118 pictures of 1080 lines waiting.
 
     Args:
-        show: takes a picture on the decoder's thread, and returns what is then run on the event loop, if anything is.
-        failed: called on the decoder's thread for each picture that could not be decoded.
-        skipped: called on the event loop for each picture that is not decoded: what follows is built on it, so that the
+        on_frame: takes a picture on the decoder's thread, and returns what is then run on the event loop, or None.
+        on_error: called on the decoder's thread for each picture that could not be decoded.
+        on_skip: called on the event loop for each picture that is not decoded: what follows is built on it, so that the
             stream goes on at a keyframe.
 
     Attributes:
-        overrun: pictures dropped because there were more than ``PICTURES`` or too many waited.
+        overrun: pictures dropped because there were more than ``DECODE_RATE`` or too many waited.
         oversize: pictures dropped for the size they declare.
     """
 
     def __init__(
         self,
         receiver: RTCRtpReceiver,
-        show: Callable[[av.VideoFrame], Coroutine[Any, Any, None] | None],
-        failed: Callable[[], None],
-        skipped: Callable[[], None],
+        on_frame: Callable[[av.VideoFrame], Coroutine[Any, Any, None] | None],
+        on_error: Callable[[], None],
+        on_skip: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self.overrun = self.oversize = 0
         self._receiver = receiver
-        self._show = show
-        self._failed = failed
-        self._skipped = skipped
+        self._on_frame = on_frame
+        self._on_error = on_error
+        self._on_skip = on_skip
         self._pixels = float(MAX_DECLARED)  # of a picture, as its stream declared
-        self._rate = Bucket(PICTURES[0] * MAX_DECLARED, PICTURES[1] * MAX_DECLARED, clock)
+        self._rate = Bucket(DECODE_RATE[0] * MAX_DECLARED, DECODE_RATE[1] * MAX_DECLARED, clock)
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._pending: deque[tuple[str, JitterFrame]] = deque()
         self._bytes = 0
         self._is_over = False
-        self._wants_keyframe = False
+        self._needs_keyframe = False
         self._thread: threading.Thread | None = None
         self._contexts: dict[str, VideoCodecContext] = {}
 
     def qsize(self) -> int:
-        """Compressed pictures that wait."""
+        """Return how many compressed pictures wait."""
         return len(self._pending)
 
     def put(self, task: Task | None) -> None:
-        """Called on the event loop with a compressed picture, or None when there will be no more."""
+        """Queue a compressed picture, or end with None; aiortc calls it on the event loop."""
         if task is None:
             self._end()
             return
         name, frame = task[0].name.upper(), task[1]
-        if self._wants_keyframe and not is_keyframe(frame.data):
+        if self._needs_keyframe and not is_keyframe(frame.data):
             self.overrun += 1
         elif not self._rate.take(max(self._pixels, MAX_DECLARED / 2)):
             self._drop(1)
@@ -101,19 +101,19 @@ class Decoder:
             self._clear()
         else:
             self._pixels = declared or self._pixels
-            self._wants_keyframe = False
+            self._needs_keyframe = False
             with self._changed:
                 self._pending.append((name, frame))
                 self._bytes += len(frame.data)
                 self._changed.notify()
 
     def get(self) -> None:
-        """Called by aiortc's decoder thread: starts ours in its place, and by returning None ends aiortc's."""
+        """Start our thread in place of aiortc's, which calls this and ends by the None it gets."""
         self._thread = threading.Thread(target=self._run, name="video-decoder")
         self._thread.start()
-        setattr(self._receiver, THREAD, _Unjoined(self._thread))
+        setattr(self._receiver, _THREAD, _DetachedThread(self._thread))
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until the thread is done with the picture it is at; afterwards it shows nothing more."""
         self._end()
         if self._thread is not None:
@@ -125,8 +125,8 @@ class Decoder:
 
     def _drop(self, count: int) -> None:
         self.overrun += count
-        self._wants_keyframe = True
-        self._skipped()
+        self._needs_keyframe = True
+        self._on_skip()
 
     def _clear(self) -> None:
         with self._changed:
@@ -142,18 +142,18 @@ class Decoder:
         work.close()
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._wait_next()) is not None:
             try:
                 frames = self._decode(*task)
             except Exception:  # FFmpeg's errors, and whatever PyAV makes of an odd picture
-                self._failed()
+                self._on_error()
                 continue
             for frame in frames:
-                if (work := self._show(frame)) is not None:
+                if (work := self._on_frame(frame)) is not None:
                     self._schedule(work)
         self._contexts.clear()
 
-    def _next(self) -> tuple[str, JitterFrame] | None:
+    def _wait_next(self) -> tuple[str, JitterFrame] | None:
         with self._changed:
             while not self._pending and not self._is_over:
                 self._changed.wait()
@@ -165,22 +165,24 @@ class Decoder:
 
     def _decode(self, name: str, frame: JitterFrame) -> list[av.VideoFrame]:
         if name not in self._contexts:
-            self._contexts[name] = make_context(CODECS[name][0])
+            self._contexts[name] = create_decoder(CODECS[name][0])
         return self._contexts[name].decode(av.Packet(frame.data))
 
 
-class _Unjoined:
-    """Our thread, for aiortc, which joins it on the event loop; ``Decoder.ended`` does that off the loop."""
+class _DetachedThread:
+    """Our thread as aiortc sees it, which joins it on the event loop; ``DecoderThread.wait_ended`` does that off the
+    loop.
+    """
 
     def __init__(self, thread: threading.Thread):
         self.is_alive = thread.is_alive
 
     def join(self) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
 
-def make_context(codec: str) -> VideoCodecContext:
-    """A decoder for camera pictures, of one thread, that refuses larger ones by itself too."""
+def create_decoder(codec: str) -> VideoCodecContext:
+    """Create a decoder for camera pictures, of one thread, that refuses larger ones by itself too."""
     context = av.CodecContext.create(codec, "r")
     assert isinstance(context, VideoCodecContext)
     context.thread_count = 1
@@ -194,19 +196,19 @@ MAX_PIXELS = 1920 * 1080
 MAX_BACKLOG = 8
 # swscale's default yuv420p -> rgb24 is a level too dark on average (-1.1 of 255, 1.3 mean absolute error);
 # with these flags the bias is 0 and the error 0.5, for 1.0 instead of 0.1 ms at 640x480 on the decoder's thread.
-EXACT = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+EXACT_COLORS = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
-# Where aiortc 1.16 keeps what ``FrameDecoder.fit`` replaces; it has no public way to do any of it.
+# Where aiortc 1.16 keeps what ``FrameDecoder.install`` replaces; it has no public way to do any of it.
 _BUFFER = "_RTCRtpReceiver__jitter_buffer"
 _DECODER_QUEUE = "_RTCRtpReceiver__decoder_queue"
 _DECODE_ERROR = "_RTCRtpReceiver__decoder_error"
 _CODECS = "_RTCRtpReceiver__codecs"
 _NACKS = "_RTCRtpReceiver__nack_generator"
-_PARTS = (_BUFFER, _DECODER_QUEUE, _DECODE_ERROR, _CODECS, _NACKS, THREAD)
+_PARTS = (_BUFFER, _DECODER_QUEUE, _DECODE_ERROR, _CODECS, _NACKS, _THREAD)
 
 
 class _CountingEvent(threading.Event):
-    """The decoder thread sets it at each picture that cannot be decoded."""
+    """Event that counts how often the decoder thread sets it: once for each picture that cannot be decoded."""
 
     count = 0
 
@@ -216,40 +218,40 @@ class _CountingEvent(threading.Event):
 
 
 class FrameDecoder:
-    """Where the pictures of one peer connection arrive.
+    """Converts the decoded pictures of one peer connection and delivers the newest on the event loop.
 
     ``put`` runs on the decoder's thread, so converting costs the event loop nothing, and there is never more than one
     picture waiting.
 
     Args:
-        show: takes (picture, monotonic time it was decoded) on the event loop.
-        failed: told when ``show`` raised, since nobody awaits what aiortc schedules.
+        on_frame: takes (picture, monotonic time it was decoded) on the event loop.
+        on_error: told when ``on_frame`` raised, since nobody awaits what aiortc schedules.
 
     Attributes:
-        frames: pictures given to ``show``.
+        frames: pictures given to ``on_frame``.
         oversize, late, broken, superseded: pictures dropped for their size, behind a backlog or because there were more
             than are decoded, because they could not be converted, and because a newer one came before the loop took
             them.
         size: (height, width) of the last picture.
-        shown_at: when the last one was decoded, None before the first.
+        decoded_at: when the last one was decoded, None before the first.
         is_muted: nothing is delivered any more.
     """
 
-    def __init__(self, show: Callable[[np.ndarray, float], None], failed: Callable[[BaseException], None]):
+    def __init__(self, on_frame: Callable[[np.ndarray, float], None], on_error: Callable[[BaseException], None]):
         self.frames = self.oversize = self.late = self.broken = self.superseded = 0
         self.size: tuple[int, int] | None = None
-        self.shown_at: float | None = None
+        self.decoded_at: float | None = None
         self.is_muted = self._is_delivering = False
-        self._show = show
-        self._failed = failed
+        self._on_frame = on_frame
+        self._on_error = on_error
         self._newest: tuple[np.ndarray, float] | None = None
         self._backlog: Callable[[], int] = lambda: 0
         self._errors = _CountingEvent()
         self._buffer: EagerJitterBuffer | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: DecoderThread | None = None
 
-    def counts(self) -> dict[str, int]:
-        """What happened to the pictures."""
+    def get_counts(self) -> dict[str, int]:
+        """Count what happened to the pictures."""
         buffer, decoder = self._buffer, self._decoder
         return {
             "frames": self.frames,
@@ -260,8 +262,8 @@ class FrameDecoder:
             "packets_lost": 0 if buffer is None else buffer.lost,
         }
 
-    def fit(self, receiver: RTCRtpReceiver) -> None:
-        """Put this screen, our decoder and a prompt jitter buffer into a receiver that has not started yet.
+    def install(self, receiver: RTCRtpReceiver) -> None:
+        """Put this decoder, its thread and our jitter buffer into a receiver that has not started yet.
 
         Raises:
             TransportError: this aiortc keeps its parts elsewhere.
@@ -271,11 +273,11 @@ class FrameDecoder:
             raise TransportError(f"this aiortc has no {', '.join(missing) or 'track queue'}; install aiortc 1.16")
         codecs = getattr(receiver, _CODECS)
 
-        def extra(packet: RtpPacket, frame: JitterFrame) -> None:
+        def put_frame(packet: RtpPacket, frame: JitterFrame) -> None:
             decoder.put((codecs[packet.payload_type], frame))
 
-        buffer = self._buffer = EagerJitterBuffer(extra, MAX_DECLARED)
-        decoder = self._decoder = Decoder(receiver, self.put, self._errors.set, buffer.want_keyframe)
+        buffer = self._buffer = EagerJitterBuffer(put_frame, MAX_DECLARED)
+        decoder = self._decoder = DecoderThread(receiver, self.put, self._errors.set, buffer.require_keyframe)
         self._backlog = decoder.qsize
         setattr(receiver, _BUFFER, self._buffer)
         setattr(receiver, _DECODER_QUEUE, decoder)
@@ -283,31 +285,31 @@ class FrameDecoder:
         setattr(receiver, _NACKS, BoundedNacks())
         setattr(receiver.track, "_queue", self)  # noqa: B010 - the attribute is none of RTCRtpReceiver's declared ones
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait for the decoder's thread, which shows nothing afterwards."""
         if self._decoder is not None:
-            await self._decoder.ended()
+            await self._decoder.wait_ended()
 
     def put(self, frame: Any) -> Any:
-        """Called on the decoder's thread with a picture, or None at the end; returns what it runs on the loop.
+        """Take a picture on the decoder's thread, or None at the end; returns what aiortc runs on the loop.
 
         None when that is on its way already, for the picture before.
         """
         if isinstance(frame, av.VideoFrame):
-            self._take(frame, time.monotonic())
+            self._convert(frame, time.monotonic())
             if self._is_delivering:
                 return None
             self._is_delivering = True
         return self._deliver()
 
-    def _take(self, frame: av.VideoFrame, now: float) -> None:
+    def _convert(self, frame: av.VideoFrame, now: float) -> None:
         if frame.width * frame.height > MAX_PIXELS:
             self.oversize += 1
         elif self._backlog() > MAX_BACKLOG:
             self.late += 1
         else:
             try:
-                image = frame.to_ndarray(format="rgb24", interpolation=EXACT)
+                image = frame.to_ndarray(format="rgb24", interpolation=EXACT_COLORS)
             except (av.error.FFmpegError, ValueError, MemoryError):
                 self.broken += 1
                 return
@@ -324,8 +326,8 @@ class FrameDecoder:
         image, seen_at = newest
         self.frames += 1
         self.size = (image.shape[0], image.shape[1])
-        self.shown_at = seen_at
+        self.decoded_at = seen_at
         try:
-            self._show(image, seen_at)
+            self._on_frame(image, seen_at)
         except Exception as error:  # whatever it is, it goes to the owner: aiortc would swallow it
-            self._failed(error)
+            self._on_error(error)

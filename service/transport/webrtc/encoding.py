@@ -1,4 +1,4 @@
-"""A camera's newest picture to encoded video tracks."""
+"""Encodes a camera's newest picture into video tracks."""
 
 import asyncio
 import time
@@ -17,18 +17,18 @@ from av.video.codeccontext import VideoCodecContext
 
 from service.errors import TransportError
 from service.http.limits import Bucket
-from service.transport.webrtc.decoding import EXACT
+from service.transport.webrtc.decoding import EXACT_COLORS
 
 # A picture older than this is not sent to a peer that has just connected: it would arrive looking fresh.
-FRESH = 0.3
+MAX_IMAGE_AGE = 0.3
 # Half a bit for each pixel keeps a rendered scene within one level of 255 (aiortc's default of 500 kbit/s for
 # every size does not); the quality floor keeps easy scenes at a tenth of it.
 BITS_PER_PIXEL = 0.5
-LEAST_BITRATE, MOST_BITRATE = 1_000_000, 8_000_000
-KEYFRAME_EVERY = 0.5  # seconds between keyframes on request: each is ten times a picture, to make and to send
+MIN_BITRATE, MAX_BITRATE = 1_000_000, 8_000_000
+KEYFRAME_INTERVAL = 0.5  # seconds between keyframes on request: each is ten times a picture, to make and to send
 # Packets a peer may have again, a second and at once. One datagram of 1.4 kB can name 5,800 of them.
-RESENT = (300, 32)
-CLOCK = Fraction(1, VIDEO_CLOCK_RATE)
+RETRANSMIT_RATE = (300, 32)
+TIME_BASE = Fraction(1, VIDEO_CLOCK_RATE)
 _ENCODER = "_RTCRtpSender__encoder"
 
 
@@ -63,7 +63,7 @@ class Camera:
 
 
 class CameraTrack(MediaStreamTrack):
-    """One peer's stream of a camera's pictures, the newest one each time the sender is ready."""
+    """Video track of one camera for one peer: the newest picture each time the sender is ready."""
 
     kind = "video"
 
@@ -71,15 +71,15 @@ class CameraTrack(MediaStreamTrack):
         super().__init__()
         self.camera = camera
         self.sent = 0
-        self._seen = 0
-        self._started = time.monotonic()
+        self._sent_number = 0
+        self._started_at = time.monotonic()
         self._sent_at = float("-inf")
-        self._woken = asyncio.Event()
+        self._wake_event = asyncio.Event()
         camera.tracks.add(self)
 
     def wake(self) -> None:
-        """There is a new picture, or the track has stopped."""
-        self._woken.set()
+        """Wake the track: there is a new picture, or it has stopped."""
+        self._wake_event.set()
 
     def stop(self) -> None:
         """End the stream."""
@@ -88,24 +88,24 @@ class CameraTrack(MediaStreamTrack):
         self.wake()
 
     async def recv(self) -> av.VideoFrame:
-        """The newest picture not sent yet, when there is one and the rate allows it."""
+        """Return the newest picture not sent yet, when there is one and the rate allows it."""
         # A little less than the period, or the jitter of the source would cost every other picture.
         await asyncio.sleep(max(0.0, self._sent_at + 0.8 / self.camera.rate - time.monotonic()))
         while True:
-            self._woken.clear()
+            self._wake_event.clear()
             if self.readyState != "live":
                 raise MediaStreamError
             camera = self.camera
-            if camera.image is not None and camera.shown != self._seen:
-                self._seen = camera.shown
-                if time.monotonic() < camera.shown_at + FRESH:
+            if camera.image is not None and camera.shown != self._sent_number:
+                self._sent_number = camera.shown
+                if time.monotonic() < camera.shown_at + MAX_IMAGE_AGE:
                     break
-            await self._woken.wait()
+            await self._wake_event.wait()
         self._sent_at = time.monotonic()
         self.sent += 1
         frame = av.VideoFrame.from_ndarray(camera.image, format="rgb24")
-        frame.pts = int((camera.shown_at - self._started) * VIDEO_CLOCK_RATE)
-        frame.time_base = CLOCK
+        frame.pts = int((camera.shown_at - self._started_at) * VIDEO_CLOCK_RATE)
+        frame.time_base = TIME_BASE
         return frame
 
 
@@ -121,50 +121,50 @@ class CameraEncoder(Vp8Encoder):
         super().__init__()
         self._rate = rate
         self._context: VideoCodecContext | None = None
-        self._is_asked = False
+        self._is_keyframe_due = False
         self._keyframe_at = float("-inf")
 
     @property
     def target_bitrate(self) -> int:
         """Bits a second that the encoder may use."""
-        return LEAST_BITRATE if self._context is None else self._context.bit_rate or LEAST_BITRATE
+        return MIN_BITRATE if self._context is None else self._context.bit_rate or MIN_BITRATE
 
     @target_bitrate.setter
     def target_bitrate(self, bitrate: int) -> None:
-        """aiortc hands over the receiver's estimate here."""
+        """Ignore the receiver's estimate, which aiortc hands over here."""
 
     def encode(self, frame: Frame, force_keyframe: bool = False) -> tuple[list[bytes], int]:
-        """One picture to RTP payloads; called by aiortc on a thread of its own."""
+        """Encode one picture as RTP payloads; called by aiortc on a thread of its own."""
         assert isinstance(frame, av.VideoFrame)
-        planar = frame.reformat(format="yuv420p", interpolation=EXACT)
+        planar = frame.reformat(format="yuv420p", interpolation=EXACT_COLORS)
         planar.pts, planar.time_base = frame.pts, frame.time_base
         # A request that comes too soon is kept: who asks has no picture.
-        self._is_asked |= force_keyframe
+        self._is_keyframe_due |= force_keyframe
         now = time.monotonic()
-        if self._is_asked and now >= self._keyframe_at + KEYFRAME_EVERY:
-            self._is_asked, self._keyframe_at = False, now
+        if self._is_keyframe_due and now >= self._keyframe_at + KEYFRAME_INTERVAL:
+            self._is_keyframe_due, self._keyframe_at = False, now
             planar.pict_type = av.video.frame.PictureType.I
         data = b"".join(bytes(packet) for packet in self._context_for(planar).encode(planar))
         payloads = self._packetize(data, self.picture_id)
         self.picture_id = (self.picture_id + 1) % (1 << 15)
         assert frame.pts is not None
         assert frame.time_base is not None
-        return payloads, convert_timebase(frame.pts, frame.time_base, CLOCK)
+        return payloads, convert_timebase(frame.pts, frame.time_base, TIME_BASE)
 
     def _context_for(self, frame: av.VideoFrame) -> VideoCodecContext:
         if self._context is None or (self._context.width, self._context.height) != (frame.width, frame.height):
             wanted = int(frame.width * frame.height * self._rate * BITS_PER_PIXEL)
-            self._context = self._make(frame, max(LEAST_BITRATE, min(wanted, MOST_BITRATE)))
+            self._context = self._create_context(frame, max(MIN_BITRATE, min(wanted, MAX_BITRATE)))
         return self._context
 
     @staticmethod
-    def _make(frame: av.VideoFrame, bitrate: int) -> VideoCodecContext:
+    def _create_context(frame: av.VideoFrame, bitrate: int) -> VideoCodecContext:
         context = av.CodecContext.create("libvpx", "w")
         assert isinstance(context, VideoCodecContext)
         context.width, context.height = frame.width, frame.height
         context.pix_fmt = "yuv420p"
         context.bit_rate = bitrate
-        context.time_base = CLOCK
+        context.time_base = TIME_BASE
         context.gop_size = 3000  # keyframes on request only
         context.qmin, context.qmax = 2, 48
         context.thread_count = 1 if frame.width * frame.height <= 640 * 480 else 2
@@ -183,13 +183,13 @@ class CameraEncoder(Vp8Encoder):
         return context
 
 
-def vp8() -> list[RTCRtpCodecCapability]:
-    """The codecs to offer: VP8 and its retransmission, which every peer of this wire has."""
+def vp8_codecs() -> list[RTCRtpCodecCapability]:
+    """Return the codecs to offer: VP8 and its retransmission, which every peer of this wire has."""
     codecs = RTCRtpSender.getCapabilities("video").codecs
     return [codec for codec in codecs if codec.mimeType.lower() in ("video/vp8", "video/rtx")]
 
 
-def fit_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
+def install_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
     """Give a sender that has not started yet our encoder.
 
     Raises:
@@ -200,17 +200,17 @@ def fit_encoder(sender: RTCRtpSender, track: CameraTrack) -> None:
     setattr(sender, _ENCODER, CameraEncoder(track.camera.rate))
 
 
-def limit_requests(sender: RTCRtpSender) -> None:
-    """Bound what a viewer's reports make a sender that has not started yet do: packets sent again, each once.
+def limit_retransmissions(sender: RTCRtpSender) -> None:
+    """Limit the packets that a viewer's reports make a sender send again; called before the sender starts.
 
     The sender's other work for a report is small, and keyframes are limited by the encoder.
     """
-    plain, bucket = sender._handle_rtcp_packet, Bucket(*RESENT)
+    original, bucket = sender._handle_rtcp_packet, Bucket(*RETRANSMIT_RATE)
 
     async def handle(packet: AnyRtcpPacket) -> None:
         if isinstance(packet, RtcpRtpfbPacket):
             wanted = dict.fromkeys(packet.lost)
-            packet.lost = [number for number in islice(wanted, RESENT[1]) if bucket.take()]
-        await plain(packet)
+            packet.lost = [number for number in islice(wanted, RETRANSMIT_RATE[1]) if bucket.take()]
+        await original(packet)
 
     sender._handle_rtcp_packet = handle  # type: ignore[method-assign]

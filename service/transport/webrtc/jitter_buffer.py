@@ -17,101 +17,101 @@ from aiortc.rtp import RTP_HISTORY_SIZE, RtpPacket
 from aiortc.utils import uint16_add
 
 # Profiles whose description has chroma and scaling lists in it.
-_HIGH = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
-_LONGEST = 32  # zeros before a number; more are no H.264
-UNREADABLE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
+_PROFILES_WITH_CHROMA = {44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244}
+_MAX_LEADING_ZEROS = 32  # zeros before a number; more are no H.264
+UNREADABLE_SIZE = 1 << 62  # pixels: whoever describes a picture that way is not decoded
 
 
 # Of one picture. A slice for each packet makes 200, and one description is all that anybody sends; each is read in up
 # to 1 ms, on the event loop.
 MAX_UNITS = 1024
 MAX_DESCRIPTIONS = 2
-_START = b"\0\0\1"
+_START_CODE = b"\0\0\1"
 
 
-def _unit(kind: int) -> re.Pattern[bytes]:
-    """A start code with the first byte of such a unit, whatever its importance: found without a step for each unit."""
-    return re.compile(_START + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
+def _unit_pattern(kind: int) -> re.Pattern[bytes]:
+    """Return a pattern of a start code with the first byte of such a unit, whatever its importance."""
+    return re.compile(_START_CODE + b"[" + b"".join(b"\\x%02x" % (high << 5 | kind) for high in range(8)) + b"]")
 
 
-_SLICE, _DESCRIPTION = _unit(5), _unit(7)
+_SLICE, _DESCRIPTION = _unit_pattern(5), _unit_pattern(7)
 
 
 def h264_pixels(data: bytes) -> int:
-    """The largest picture that the sequence parameter sets of an access unit declare, 0 when it has none.
+    """Return the largest picture size that the sequence parameter sets of an access unit declare, 0 when it has none.
 
     They are found wherever FFmpeg would find them: what comes before the first start code is passed over.
     """
-    if data.count(_START) > MAX_UNITS:
-        return UNREADABLE
+    if data.count(_START_CODE) > MAX_UNITS:
+        return UNREADABLE_SIZE
     found = [match.end() for match in islice(_DESCRIPTION.finditer(data), MAX_DESCRIPTIONS + 1)]
     if len(found) > MAX_DESCRIPTIONS:
-        return UNREADABLE
-    return max((_pixels(data[at : at + 1023].split(_START, 1)[0]) for at in found), default=0)
+        return UNREADABLE_SIZE
+    return max((_parse_pixels(data[at : at + 1023].split(_START_CODE, 1)[0]) for at in found), default=0)
 
 
-def starts_anew(data: bytes) -> bool:
-    """Whether this is an access unit with an IDR slice: one that a decoder can begin with."""
-    return data.startswith((b"\0\0\0\1", _START)) and _SLICE.search(data) is not None
+def has_idr_slice(data: bytes) -> bool:
+    """Whether an access unit has an IDR slice: a decoder can begin with it."""
+    return data.startswith((b"\0\0\0\1", _START_CODE)) and _SLICE.search(data) is not None
 
 
-def _pixels(description: bytes) -> int:
+def _parse_pixels(description: bytes) -> int:
     # A size stands in the first bytes; scaling lists, which may come before it, have a few hundred.
-    bits = _Bits(description.replace(b"\0\0\3", b"\0\0"))
+    bits = _BitReader(description.replace(b"\0\0\3", b"\0\0"))
     try:
-        return _read(bits)
+        return _read_pixels(bits)
     except ValueError:
-        return UNREADABLE
+        return UNREADABLE_SIZE
 
 
-def _read(bits: "_Bits") -> int:
-    profile = bits.take(8)
-    bits.take(16)  # constraints, level
-    bits.number()
-    if profile in _HIGH:
-        chroma = bits.number()
+def _read_pixels(bits: "_BitReader") -> int:
+    profile = bits.read_bits(8)
+    bits.read_bits(16)  # constraints, level
+    bits.read_golomb()
+    if profile in _PROFILES_WITH_CHROMA:
+        chroma = bits.read_golomb()
         if chroma == 3:
-            bits.take(1)
-        bits.number()
-        bits.number()
-        bits.take(1)
-        if bits.take(1):
+            bits.read_bits(1)
+        bits.read_golomb()
+        bits.read_golomb()
+        bits.read_bits(1)
+        if bits.read_bits(1):
             for index in range(12 if chroma == 3 else 8):
-                if bits.take(1):
-                    _skip_scaling(bits, 16 if index < 6 else 64)
-    bits.number()
-    order = bits.number()
+                if bits.read_bits(1):
+                    _skip_scaling_list(bits, 16 if index < 6 else 64)
+    bits.read_golomb()
+    order = bits.read_golomb()
     if order == 0:
-        bits.number()
+        bits.read_golomb()
     elif order == 1:
-        bits.take(1)
-        bits.number()
-        bits.number()
-        for _ in range(min(bits.number(), 256)):
-            bits.number()
-    bits.number()
-    bits.take(1)
-    width, height = bits.number() + 1, bits.number() + 1
-    return width * height * (1 if bits.take(1) else 2) * 256  # in macroblocks of 16x16, of a frame or of a field
+        bits.read_bits(1)
+        bits.read_golomb()
+        bits.read_golomb()
+        for _ in range(min(bits.read_golomb(), 256)):
+            bits.read_golomb()
+    bits.read_golomb()
+    bits.read_bits(1)
+    width, height = bits.read_golomb() + 1, bits.read_golomb() + 1
+    return width * height * (1 if bits.read_bits(1) else 2) * 256  # in macroblocks of 16x16, of a frame or of a field
 
 
-def _skip_scaling(bits: "_Bits", size: int) -> None:
+def _skip_scaling_list(bits: "_BitReader", size: int) -> None:
     last = following = 8
     for _ in range(size):
         if following:
-            number = bits.number()
+            number = bits.read_golomb()
             following = (last + (-(number // 2) if number % 2 == 0 else number // 2 + 1)) % 256
         last = following or last
 
 
-class _Bits:
-    """Numbers of a bit string, first bit first."""
+class _BitReader:
+    """Reads numbers from a bit string, first bit first."""
 
     def __init__(self, data: bytes):
         self._bits = f"{int.from_bytes(data, 'big'):0{8 * len(data)}b}" if data else ""
         self._at = 0
 
-    def take(self, count: int) -> int:
+    def read_bits(self, count: int) -> int:
         """
         Raises:
             ValueError: there are not so many bits left.
@@ -121,32 +121,33 @@ class _Bits:
             raise ValueError("the description ends")
         return int(self._bits[self._at - count : self._at], 2)
 
-    def number(self) -> int:
-        """An unsigned Exp-Golomb number; a signed one has the same length."""
-        zeros = self._bits.find("1", self._at, self._at + _LONGEST + 1) - self._at
+    def read_golomb(self) -> int:
+        """Read an unsigned Exp-Golomb number; a signed one has the same length."""
+        zeros = self._bits.find("1", self._at, self._at + _MAX_LEADING_ZEROS + 1) - self._at
         if zeros < 0:
             raise ValueError("no number")
         self._at += zeros
-        return self.take(zeros + 1) - 1
+        return self.read_bits(zeros + 1) - 1
 
 
-PATIENCE = 0.2  # seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms
-# Pictures given out at one packet: what comes in PATIENCE at 60 fps. The next ones come with the packets that follow.
+# Seconds a missing packet may hold up the stream; a retransmission on a local network takes a few ms.
+LOSS_TIMEOUT = 0.2
+# Pictures given out at one packet: what comes in LOSS_TIMEOUT at 60 fps. The next come with the packets after it.
 # 511 of a packet each may wait for the one before them, and each is looked at for up to 1 ms, on the event loop.
-AT_ONCE = 12
-REPORT_EVERY = 0.005  # seconds between reports of missing packets
+MAX_FRAMES_PER_PACKET = 12
+NACK_INTERVAL = 0.005  # seconds between reports of missing packets
 VP8_START = b"\x9d\x01\x2a"  # stands at byte 3 of a keyframe
-ASK_AGAIN = 0.3  # seconds between requests for a keyframe
+KEYFRAME_REQUEST_INTERVAL = 0.3  # seconds between requests for a keyframe
 
 
 class EagerJitterBuffer(JitterBuffer):
-    """Takes the place of a video receiver's jitter buffer.
+    """Jitter buffer that gives out a picture as soon as it is complete, in place of aiortc's.
 
     A picture is complete with its marker bit (RFC 7741, RFC 6184) or when the next one begins. After a loss
     nothing is given out until a keyframe, which is asked for.
 
     Args:
-        extra: takes every picture but the last when one packet completes several, in order.
+        on_extra_frame: takes every picture but the last when one packet completes several, in order.
         max_pixels: a VP8 keyframe that declares more is not given out, since a decoder would first make room for it
             (two 14-bit sides: 400 MB in a packet of twelve bytes).
         clock: monotonic seconds.
@@ -159,7 +160,7 @@ class EagerJitterBuffer(JitterBuffer):
 
     def __init__(
         self,
-        extra: Callable[[RtpPacket, JitterFrame], None],
+        on_extra_frame: Callable[[RtpPacket, JitterFrame], None],
         max_pixels: int,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -167,12 +168,12 @@ class EagerJitterBuffer(JitterBuffer):
         self.lost = 0
         self.skipped = 0
         self.oversize = 0
-        self._seen = 0  # packets from the first that are there, of one picture, and not its end
+        self._contiguous = 0  # packets from the first that are there, of one picture, and not its end
         self._max_pixels = max_pixels
-        self._extra = extra
+        self._on_extra_frame = on_extra_frame
         self._clock = clock
-        self._wants_keyframe = True
-        self._asked_at = float("-inf")
+        self._needs_keyframe = True
+        self._requested_at = float("-inf")
         self._gap_since: float | None = None
         self._highest: int | None = None
 
@@ -182,30 +183,30 @@ class EagerJitterBuffer(JitterBuffer):
         is_broken, _ = super().add(packet)
         if self._highest is None or is_broken or _ahead(packet.sequence_number, self._highest) > 0:
             self._highest = packet.sequence_number
-        frames = [*islice(self._complete(), AT_ONCE)]
-        if len(frames) < AT_ONCE and self._gave_up(now):
+        frames = [*islice(self._pop_complete(), MAX_FRAMES_PER_PACKET)]
+        if len(frames) < MAX_FRAMES_PER_PACKET and self._skip_loss(now):
             is_broken = True
-            frames += islice(self._complete(), AT_ONCE - len(frames))
+            frames += islice(self._pop_complete(), MAX_FRAMES_PER_PACKET - len(frames))
         if is_broken:
             self.lost += 1
-            self._wants_keyframe = True
-            self._asked_at = float("-inf")
+            self._needs_keyframe = True
+            self._requested_at = float("-inf")
         frames = [frame for frame in frames if self._is_decodable(frame)]
         for frame in frames[:-1]:
-            self._extra(packet, frame)
-        asks = self._wants_keyframe and now >= self._asked_at + ASK_AGAIN
+            self._on_extra_frame(packet, frame)
+        asks = self._needs_keyframe and now >= self._requested_at + KEYFRAME_REQUEST_INTERVAL
         if asks:
-            self._asked_at = now
+            self._requested_at = now
         return asks, frames[-1] if frames else None
 
-    def want_keyframe(self) -> None:
-        """Give nothing out, and ask, until there is one: a picture that was given out is not decoded."""
-        self._wants_keyframe = True
+    def require_keyframe(self) -> None:
+        """Give nothing out, and ask, until there is a keyframe: a picture that was given out is not decoded."""
+        self._needs_keyframe = True
 
     def remove(self, count: int) -> None:
-        """Forget so many packets, and move on."""
+        """Remove so many packets, and move on."""
         assert self._origin is not None
-        self._seen = 0
+        self._contiguous = 0
         if count < self._capacity:
             super().remove(count)
         else:  # what a jump in the numbers asks for: not slot by slot
@@ -214,7 +215,7 @@ class EagerJitterBuffer(JitterBuffer):
 
     def smart_remove(self, count: int) -> bool:
         """Likewise, up to the end of a picture; returns whether nothing is left."""
-        self._seen = 0
+        self._contiguous = 0
         if count < self._capacity:
             return super().smart_remove(count)
         self._packets = [None] * self._capacity
@@ -227,21 +228,22 @@ class EagerJitterBuffer(JitterBuffer):
         assert self._origin is not None
         return self._packets[(self._origin + index) % self._capacity]
 
-    def _complete(self) -> Iterator[JitterFrame]:
-        while (length := self._length_of_first()) is not None:
+    def _pop_complete(self) -> Iterator[JitterFrame]:
+        while (length := self._measure_first()) is not None:
             packets = [packet for index in range(length) if (packet := self._slot(index)) is not None]
             self.remove(length)
             # Padding, which senders use to probe the bandwidth, makes a picture without data: nothing to decode.
             if data := b"".join(packet._data for packet in packets):  # type: ignore[attr-defined]
                 yield JitterFrame(data=data, timestamp=packets[0].timestamp)
 
-    def _length_of_first(self) -> int | None:
-        """Packets in the first picture, when it is complete."""
+    def _measure_first(self) -> int | None:
+        """Return how many packets the first picture has, None while it is incomplete."""
         first = self._slot(0)
-        for index in range(self._seen, self._capacity):
+        for index in range(self._contiguous, self._capacity):
             packet = self._slot(index)
             if packet is None or first is None:
-                self._seen = index  # the next packet need not look at these again: a picture may be 512 packets long
+                # The next packet need not look at these again: a picture may be 512 packets long.
+                self._contiguous = index
                 return None
             if packet.timestamp != first.timestamp:
                 return index
@@ -249,18 +251,18 @@ class EagerJitterBuffer(JitterBuffer):
                 return index + 1
         return None
 
-    def _gave_up(self, now: float) -> bool:
-        """Whether a missing packet was waited for too long; then everything up to the gap's end is gone."""
+    def _skip_loss(self, now: float) -> bool:
+        """Skip up to the end of a gap when a missing packet was waited for too long; returns whether it did."""
         assert self._origin is not None
         assert self._highest is not None
         held = _ahead(self._highest, self._origin) + 1
-        missing = next((index for index in range(self._seen, max(held, 0)) if self._slot(index) is None), None)
+        missing = next((index for index in range(self._contiguous, max(held, 0)) if self._slot(index) is None), None)
         if missing is None:
             self._gap_since = None
             return False
         if self._gap_since is None:
             self._gap_since = now
-        if now < self._gap_since + PATIENCE:
+        if now < self._gap_since + LOSS_TIMEOUT:
             return False
         after = next(index for index in range(missing, held) if self._slot(index) is not None)
         self.remove(after)
@@ -270,17 +272,17 @@ class EagerJitterBuffer(JitterBuffer):
     def _is_decodable(self, frame: JitterFrame) -> bool:
         if vp8_pixels(frame.data) > self._max_pixels:
             self.oversize += 1
-            self._wants_keyframe = True  # what follows is built on it
+            self._needs_keyframe = True  # what follows is built on it
             return False
-        if self._wants_keyframe and not is_keyframe(frame.data):
+        if self._needs_keyframe and not is_keyframe(frame.data):
             self.skipped += 1
             return False
-        self._wants_keyframe = False
+        self._needs_keyframe = False
         return True
 
 
 class BoundedNacks(NackGenerator):
-    """What is missing, of the newest packets alone, reported now and then.
+    """Missing packets, of the newest alone, reported now and then.
 
     aiortc's counts through the whole gap before it forgets all but the last, 30,000 numbers for one packet or 5 ms of
     the event loop, looks through all of them for each packet, and sends a report for each gap.
@@ -309,14 +311,14 @@ class BoundedNacks(NackGenerator):
         if self._count % 32 == 0 and self.missing:
             self.truncate()
         now = self._clock()
-        if not self._is_due or not self.missing or now < self._reported_at + REPORT_EVERY:
+        if not self._is_due or not self.missing or now < self._reported_at + NACK_INTERVAL:
             return False
         self._is_due, self._reported_at = False, now
         return True
 
 
 def vp8_pixels(data: bytes) -> int:
-    """The picture size that a VP8 keyframe declares (RFC 6386, 9.1), 0 for anything else."""
+    """Return the picture size that a VP8 keyframe declares (RFC 6386, 9.1), 0 for anything else."""
     if len(data) < 10 or data[3:6] != VP8_START or data[0] & 1:
         return 0
     width, height = (int.from_bytes(data[at : at + 2], "little") & 0x3FFF for at in (6, 8))
@@ -327,10 +329,10 @@ def is_keyframe(data: bytes) -> bool:
     """Whether a decoder can start here: a VP8 keyframe (RFC 6386, 9.1) or an H.264 access unit with an IDR slice."""
     if data[3:6] == VP8_START and not data[0] & 1:
         return True
-    return starts_anew(data)
+    return has_idr_slice(data)
 
 
 def _ahead(sequence_number: int, other: int) -> int:
-    """How far one 16-bit sequence number is ahead of another, negative when it is behind."""
+    """Return how far one 16-bit sequence number is ahead of another, negative when it is behind."""
     difference = uint16_add(sequence_number, -other)
     return difference - 0x10000 if difference >= 0x8000 else difference

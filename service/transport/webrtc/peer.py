@@ -18,10 +18,10 @@ from aiortc.sdp import candidate_from_sdp
 from OpenSSL import SSL
 
 from service.errors import TransportError
-from service.transport.webrtc.candidates import MAX_CANDIDATES, candidate_refusal, sort_candidates
-from service.transport.webrtc.datagrams import Intake, transports_of
+from service.transport.webrtc.candidates import MAX_CANDIDATES, explain_refused_address, split_candidates
+from service.transport.webrtc.datagrams import DatagramFilter, transports_of
 from service.transport.webrtc.decoding import FrameDecoder
-from service.transport.webrtc.encoding import CameraTrack, fit_encoder, limit_requests, vp8
+from service.transport.webrtc.encoding import CameraTrack, install_encoder, limit_retransmissions, vp8_codecs
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ MAX_SDP = 65_536
 MAX_LINE = 2048
 MAX_LINES = 1000
 MAX_SECTIONS = 4
-MAX_OF_A_KIND = {
+MAX_LINES_OF_KIND = {
     "a=rtpmap": 64, "a=fmtp": 64, "a=rtcp-fb": 256, "a=ssrc": 64, "a=ssrc-group": 16, "a=extmap": 64,
     "a=candidate": 128, "a=fingerprint": 8,
 }  # fmt: skip
@@ -50,12 +50,12 @@ class BadSignal(Exception):
 
 
 class Peer:
-    """A peer connection with its late candidates; ``answering`` and ``offering`` make one.
+    """Peer connection with its candidates; ``answer_offer`` and ``create_offer`` start it.
 
     Attributes:
         connected_at: when it connected (monotonic), None before.
         has_video: whether the other side offered, or took, a video stream.
-        intake: what of the other side's datagrams was handed on.
+        datagram_filter: what of the other side's datagrams was handed on.
     """
 
     def __init__(self, ice_servers: Sequence[str]):
@@ -63,21 +63,21 @@ class Peer:
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=servers))
         # A peer may let us make keys anew for ever: a handshake costs us a millisecond of the event loop each time.
         forbid_renegotiation(self._pc)
-        self.intake = Intake()
-        self._added = 0
-        self._screen: FrameDecoder | None = None
+        self.datagram_filter = DatagramFilter()
+        self._candidate_count = 0
+        self._decoder: FrameDecoder | None = None
         self._adding: set[asyncio.Task[None]] = set()
         self._gathering: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self.made_at = time.monotonic()
+        self.created_at = time.monotonic()
         self.connected_at: float | None = None
         self.has_video = False
         self.changed = asyncio.Event()
-        self._pc.on("connectionstatechange", self._state_changed)
+        self._pc.on("connectionstatechange", self._on_state_change)
 
     @property
     def state(self) -> str:
-        """new, connecting, connected, failed or closed."""
+        """State of the connection: new, connecting, connected, failed or closed."""
         return self._pc.connectionState
 
     @property
@@ -85,14 +85,16 @@ class Peer:
         """Whether both descriptions are known, so that candidates can be added."""
         return self._pc.signalingState == "stable" and self._pc.remoteDescription is not None
 
-    def is_useless(self, patience: float) -> bool:
-        """Whether it is over, or did not connect in so many seconds: its sockets and checks are nobody's then."""
+    def is_useless(self, connect_timeout: float) -> bool:
+        """Whether the connection is over, or did not connect in so many seconds: its sockets and checks are nobody's
+        then.
+        """
         return self.state in ("failed", "closed") or (
-            self.connected_at is None and time.monotonic() > self.made_at + patience
+            self.connected_at is None and time.monotonic() > self.created_at + connect_timeout
         )
 
-    async def answer(self, offer: str, screen: FrameDecoder) -> str:
-        """Take an offer, show its first video stream on ``screen``, and return the answer's SDP with all candidates.
+    async def answer_offer(self, offer: str, decoder: FrameDecoder) -> str:
+        """Take an offer, show its first video stream on ``decoder``, and return the answer's SDP with all candidates.
 
         Raises:
             BadSignal: the offer cannot be used.
@@ -101,39 +103,39 @@ class Peer:
         def receive(track: MediaStreamTrack) -> None:
             for transceiver in self._pc.getTransceivers():
                 if transceiver.receiver.track is track and track.kind == "video" and not self.has_video:
-                    screen.fit(transceiver.receiver)
+                    decoder.install(transceiver.receiver)
                     self.has_video = True
                 elif transceiver.receiver.track is track:
                     transceiver.direction = "inactive"
 
         check_description(offer)
-        self._screen = screen
+        self._decoder = decoder
         self._pc.on("track", receive)
-        plain, named = sort_candidates(without_other_codecs(offer))
-        await self._take(RTCSessionDescription(plain, "offer"))
+        plain, named = split_candidates(keep_known_codecs(offer))
+        await self._set_remote_description(RTCSessionDescription(plain, "offer"))
         if self._pc.sctp is not None:
-            self._pc.sctp.start = _start_nothing  # type: ignore[method-assign] # a data channel never opens: what comes for it is dropped
-        _fit_gathering(self._pc, self.intake)
+            self._pc.sctp.start = _ignore_start  # type: ignore[method-assign] # a data channel never opens: what comes for it is dropped
+        _limit_gathering(self._pc, self.datagram_filter)
         await self._gather()
-        self.add_all(named)
-        return self._description()
+        self.add_candidates(named)
+        return self._get_description()
 
-    async def offer(self, track: CameraTrack) -> str:
+    async def create_offer(self, track: CameraTrack) -> str:
         """Send ``track``, and return the offer's SDP with all candidates.
 
         Raises:
             BadSignal: there is no address to offer.
         """
         transceiver = self._pc.addTransceiver(track, direction="sendonly")
-        transceiver.setCodecPreferences(vp8())
-        fit_encoder(transceiver.sender, track)
-        limit_requests(transceiver.sender)
+        transceiver.setCodecPreferences(vp8_codecs())
+        install_encoder(transceiver.sender, track)
+        limit_retransmissions(transceiver.sender)
         self.has_video = True
-        _fit_gathering(self._pc, self.intake)
+        _limit_gathering(self._pc, self.datagram_filter)
         await self._gather()
-        return self._description()
+        return self._get_description()
 
-    async def accept(self, answer: str) -> None:
+    async def accept_answer(self, answer: str) -> None:
         """Take the answer to our offer.
 
         Raises:
@@ -142,20 +144,20 @@ class Peer:
         if self._pc.signalingState != "have-local-offer":
             raise BadSignal(f"an answer came while the connection was {self._pc.signalingState}")
         check_description(answer)
-        plain, named = sort_candidates(without_other_codecs(answer))
-        await self._take(RTCSessionDescription(plain, "answer"))
-        self.add_all(named)
+        plain, named = split_candidates(keep_known_codecs(answer))
+        await self._set_remote_description(RTCSessionDescription(plain, "answer"))
+        self.add_candidates(named)
 
-    def add_all(self, candidates: Iterable[Mapping[str, Any]]) -> None:
+    def add_candidates(self, candidates: Iterable[Mapping[str, Any]]) -> None:
         """Add trickled candidates, each in its own time: an mDNS name takes up to a second to resolve.
 
         There are never more than a few; what comes after twice ``MAX_CANDIDATES`` is not looked at.
         """
         for candidate in candidates:
-            if self._added >= 2 * MAX_CANDIDATES:
+            if self._candidate_count >= 2 * MAX_CANDIDATES:
                 return
-            self._added += 1
-            task = asyncio.ensure_future(self._add(candidate))
+            self._candidate_count += 1
+            task = asyncio.ensure_future(self._add_candidate(candidate))
             self._adding.add(task)
             task.add_done_callback(self._adding.discard)
 
@@ -184,8 +186,8 @@ class Peer:
                 await self._pc.close()
         except TimeoutError:
             log.warning("a peer connection did not close within %s s", CLOSE_TIMEOUT)
-        if self._screen is not None:
-            await self._screen.ended()
+        if self._decoder is not None:
+            await self._decoder.wait_ended()
 
     async def _gather(self) -> None:
         # aioice forgets the sockets that it has opened when it is cancelled between two; `close` lets it finish.
@@ -195,27 +197,27 @@ class Peer:
         except Exception as error:  # what aiortc finds missing in an offer only when it makes the answer: a direction
             raise BadSignal(f"no description can be made of it ({type(error).__name__}: {error})") from error
 
-    def _description(self) -> str:
+    def _get_description(self) -> str:
         # Only after setLocalDescription does it hold our candidates; what createOffer and createAnswer return has none.
         sdp = self._pc.localDescription.sdp
         if self.has_video and "a=candidate:" not in sdp:
             raise BadSignal("no UDP port could be opened on any address of this machine; check its network")
         return sdp
 
-    async def _take(self, description: RTCSessionDescription) -> None:
+    async def _set_remote_description(self, description: RTCSessionDescription) -> None:
         try:
             await self._pc.setRemoteDescription(description)
         except Exception as error:
             # aiortc parses SDP with asserts, indexing and int(): a stranger's text can raise nearly anything.
             raise BadSignal(f"unusable {description.type} ({type(error).__name__}: {error})") from error
 
-    async def _add(self, candidate: Mapping[str, Any]) -> None:
+    async def _add_candidate(self, candidate: Mapping[str, Any]) -> None:
         text = candidate.get("candidate")
         if not isinstance(text, str) or not text.strip():
             return  # the browser's end of candidates
         try:
             parsed = candidate_from_sdp(text.removeprefix("a=").removeprefix("candidate:"))
-            if (why := candidate_refusal(parsed.ip, parsed.port)) is not None:
+            if (why := explain_refused_address(parsed.ip, parsed.port)) is not None:
                 log.info("candidate %r not used: %s", text, why)
                 return
             mid, index = candidate.get("sdpMid"), candidate.get("sdpMLineIndex")
@@ -226,18 +228,18 @@ class Peer:
             # As above; and one bad candidate, or a host without multicast for mDNS, leaves the other candidates.
             log.info("candidate %r not used: %s: %s", text, type(error).__name__, error)
 
-    def _state_changed(self) -> None:
+    def _on_state_change(self) -> None:
         if self.state == "connected" and self.connected_at is None:
             self.connected_at = time.monotonic()
         self.changed.set()
 
 
-async def _start_nothing(*arguments: object) -> None:
-    """In the place of RTCSctpTransport.start."""
+async def _ignore_start(*arguments: object) -> None:
+    """Do nothing, in place of RTCSctpTransport.start."""
 
 
 def check_description(sdp: str) -> None:
-    """Look at the size of a description before anything parses it.
+    """Check the size of a description before anything parses it.
 
     Raises:
         BadSignal: it is larger, or has more of something, than a camera's.
@@ -258,27 +260,27 @@ def check_description(sdp: str) -> None:
             counts = {}
             if sections > MAX_SECTIONS:
                 raise BadSignal(f"more than {MAX_SECTIONS} media sections in a description; a camera has one")
-        elif kind in MAX_OF_A_KIND:
+        elif kind in MAX_LINES_OF_KIND:
             counts[kind] = counts.get(kind, 0) + 1
-            if counts[kind] > MAX_OF_A_KIND[kind]:
-                raise BadSignal(f"more than {MAX_OF_A_KIND[kind]} lines of {kind} in a section of a description")
+            if counts[kind] > MAX_LINES_OF_KIND[kind]:
+                raise BadSignal(f"more than {MAX_LINES_OF_KIND[kind]} lines of {kind} in a section of a description")
         elif kind in ("a=ice-ufrag", "a=ice-pwd") and len(value) > MAX_CREDENTIAL:
             raise BadSignal(f"{kind[2:]} of {len(value)} characters; at most {MAX_CREDENTIAL} are allowed")
 
 
-def without_other_codecs(sdp: str) -> str:
-    """A description whose video is of no codecs but ours: aiortc copies and compares each that it is offered."""
+def keep_known_codecs(sdp: str) -> str:
+    """Return a description whose video has no codecs but ours: aiortc copies and compares each that it is offered."""
     kept: list[str] = []
     section: list[str] = []
     for line in [*sdp.splitlines(), "m="]:
         if line.startswith("m="):
-            kept += _with_few_codecs(section) if section and section[0].startswith("m=video") else section
+            kept += _limit_codecs(section) if section and section[0].startswith("m=video") else section
             section = []
         section.append(line)
     return "\r\n".join(kept) + "\r\n"
 
 
-def _with_few_codecs(section: list[str]) -> list[str]:
+def _limit_codecs(section: list[str]) -> list[str]:
     found = (_CODEC.match(line) for line in section)
     ours = list(dict.fromkeys(match[1] for match in found if match))[:MAX_CODECS]
     left = {("a=rtcp-fb", codec): MAX_FEEDBACK for codec in (*ours, "*")}
@@ -296,7 +298,7 @@ def _with_few_codecs(section: list[str]) -> list[str]:
 
 
 def forbid_renegotiation(connection: RTCPeerConnection) -> None:
-    """Have no DTLS transport of a new connection make a second handshake.
+    """Forbid a second handshake on the DTLS transports of a new connection.
 
     Raises:
         TransportError: this aiortc keeps its certificates elsewhere.
@@ -314,15 +316,15 @@ def forbid_renegotiation(connection: RTCPeerConnection) -> None:
         certificate._create_ssl_context = create
 
 
-def _fit_gathering(connection: RTCPeerConnection, intake: Intake) -> None:
-    """Three things that aioice does otherwise, for each of the connection's transports.
+def _limit_gathering(connection: RTCPeerConnection, datagram_filter: DatagramFilter) -> None:
+    """Change three things that aioice does otherwise, for each of the connection's transports.
 
     It never offers 127.0.0.1; a machine that has no other address, as a laptop on a train or a container without
     network, does here, for otherwise two processes on it could not see each other. It takes whatever address an
     mDNS name is resolved to; here that is held to the rule for addresses that are given as such, and there are not more
-    than ``MAX_CANDIDATES``. And it reads whatever comes to its sockets; here that goes through ``intake``.
+    than ``MAX_CANDIDATES``. And it reads whatever comes to its sockets; here that goes through ``datagram_filter``.
     """
-    intake.guard(connection)
+    datagram_filter.guard_connection(connection)
     for transport in transports_of(connection):
         ice = transport.transport.iceGatherer._connection
 
@@ -330,11 +332,11 @@ def _fit_gathering(connection: RTCPeerConnection, intake: Intake) -> None:
             component: int, addresses: list[str], timeout: int = 5, ice: Any = ice, plain=ice.get_component_candidates
         ) -> list[Any]:
             found = await plain(component, addresses or ["127.0.0.1"], timeout)
-            intake.guard_sockets(ice)
+            datagram_filter.guard_sockets(ice)
             return found
 
         def add(remote_candidate: Any, network_host: str, ice: Any = ice, plain=ice._add_remote_candidate) -> None:
-            why = candidate_refusal(network_host, remote_candidate.port)
+            why = explain_refused_address(network_host, remote_candidate.port)
             if why is None and len(ice._remote_candidates) >= MAX_CANDIDATES:
                 why = f"{MAX_CANDIDATES} others came before it"
             if why is not None:

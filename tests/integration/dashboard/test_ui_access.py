@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from service.auth.caller import Role
-from service.dashboard.live import read_files
+from service.dashboard.live import read_static_files
 
 
 async def ticket(server, key: str) -> str:
@@ -70,7 +70,7 @@ async def test_the_page_is_there_without_a_key_and_its_policy_lets_nothing_forei
         for prefix in ("", "/api"):
             async with server.http.get(f"{prefix}/ui/", allow_redirects=False) as answer:
                 assert (answer.status, answer.headers["location"]) == (302, "../ui")
-            for name in ("", *(f"/{name}" for name in read_files() if name != "page.html")):
+            for name in ("", *(f"/{name}" for name in read_static_files() if name != "page.html")):
                 async with server.http.get(f"{prefix}/ui{name}") as answer:
                     text, policy = await answer.text(), answer.headers["content-security-policy"]
                 assert answer.status == 200
@@ -84,7 +84,7 @@ async def test_the_page_is_there_without_a_key_and_its_policy_lets_nothing_forei
 
 
 def test_no_file_of_the_page_makes_html_of_text():
-    for name, file in read_files().items():
+    for name, file in read_static_files().items():
         text = file.content.decode()
         for word in (
             "innerHTML",

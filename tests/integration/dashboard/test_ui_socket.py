@@ -12,7 +12,16 @@ import aiohttp
 import numpy as np
 import pytest
 
-from service.dashboard.live import BadMessage, Drawn, LiveSettings, Look, Part, Stop, pack, parse_message
+from service.dashboard.live import (
+    BadMessage,
+    BinaryPart,
+    DrawnAck,
+    LiveSettings,
+    StopAll,
+    ViewSession,
+    pack_message,
+    parse_message,
+)
 from tests.testing.waiting import until
 
 MOVING = {"ticks", "plan", "picture"}
@@ -96,7 +105,7 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         await page.say(type="look", session="arm", pictures=False)
         for _ in range(5):
             assert "picture" not in kinds(await page.next())
-        assert live.pictures.made == 0
+        assert live.pictures.encoded == 0
         await page.say(type="look", session="arm", pictures=True)
         message = await page.until(lambda message: "picture" in kinds(message))
         [picture] = [part for part in message["parts"] if part["kind"] == "picture"]
@@ -104,14 +113,14 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
         assert picture["age"] < 1
         arm.is_seeing = False
         await page.until(lambda message: message["frame_ages"]["front"] > 0.3)
-        while live.pictures._making is not None:
+        while live.pictures._encoding is not None:
             await page.next()
         await page.next()  # of a machine that paused, the last picture may come only now
         assert "picture" not in kinds(await page.next()), "what was shown already is not sent again"
-    await until(lambda: not live.viewers and live.pictures._making is None)
-    arm.is_seeing, made = True, live.pictures.made
+    await until(lambda: not live.viewers and live.pictures._encoding is None)
+    arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
-    assert live.pictures.made == made
+    assert live.pictures.encoded == made
     assert not server.app.ctx.sessions.get("arm")._observers, "nobody observes it any more"
 
 
@@ -209,25 +218,25 @@ async def test_a_session_that_comes_goes_and_comes_again_is_looked_at_each_time(
             await server.call("DELETE", "/sessions/arm")
             gone = await page.until(lambda message: message.get("sessions") == [])
             assert "session" not in gone
-    await until(lambda: not server.app.ctx.live._onlookers)
+    await until(lambda: not server.app.ctx.live._views)
 
 
 def test_a_message_is_aligned_and_never_holds_a_number_that_json_lacks():
-    parts = [Part({"kind": "picture"}, b"12345"), Part({"kind": "plan"}, bytes(8))]
-    raw = pack({"number": 1, "text": "é"}, parts)
+    parts = [BinaryPart({"kind": "picture"}, b"12345"), BinaryPart({"kind": "plan"}, bytes(8))]
+    raw = pack_message({"number": 1, "text": "é"}, parts)
     assert len(raw) % 4 == 0
     assert [part["content"] for part in unpack(raw)["parts"]] == [b"12345", bytes(8)]
     with pytest.raises(ValueError, match="JSON"):
-        pack({"number": float("nan")})
+        pack_message({"number": float("nan")})
 
 
 @pytest.mark.parametrize(
     ("said", "word"),
     [
-        ('{"type":"seen","number":3}', Drawn(3)),
-        ('{"type":"look","session":null}', Look(None, False)),
-        ('{"type":"look","session":"arm","pictures":true}', Look("arm", True)),
-        ('{"type":"stop","number":true,"reason":["x"]}', Stop(0, "asked for on the page")),
+        ('{"type":"seen","number":3}', DrawnAck(3)),
+        ('{"type":"look","session":null}', ViewSession(None, False)),
+        ('{"type":"look","session":"arm","pictures":true}', ViewSession("arm", True)),
+        ('{"type":"stop","number":true,"reason":["x"]}', StopAll(0, "asked for on the page")),
     ],
 )
 def test_what_a_page_says_is_read(said, word):

@@ -46,7 +46,7 @@ from jaxmodels.policies import lerobot_folder as lerobot
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, Feature
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.weights import blueprint
@@ -68,11 +68,11 @@ try:
     config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
     shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
     stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
-    normalization = from_stats(seen, given, config.normalization_mapping, stats)
+    normalization = build_normalization(seen, given, config.normalization_mapping, stats)
     for seed in (0, 1):
         rng = np.random.default_rng(seed)
         weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
-        lerobot.write(folder / str(seed), Checkpoint(config, weights, normalization))
+        lerobot.write_checkpoint(folder / str(seed), Checkpoint(config, weights, normalization))
     observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}
 
     def check(policy, seed):

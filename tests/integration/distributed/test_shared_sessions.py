@@ -24,7 +24,7 @@ from service.errors import FrontNameTaken, NoDatabase
 from service.sessions.request import DIRECT
 from service.transport.address import Address
 from service.transport.client.rest import RoomsApi, http_session
-from service.transport.client.robot import Answer, SessionLatch
+from service.transport.client.robot import LatchState, SessionLatch
 from tests.testing import rig
 from tests.testing.rig import started
 
@@ -36,7 +36,7 @@ class Server(rig.Server):
 
     @property
     def name(self) -> str:
-        return str(self.app.ctx.settings.front_name)
+        return str(self.app.ctx.settings.cluster.front_name)
 
     @property
     def front(self) -> PeerSessions:
@@ -590,10 +590,10 @@ async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Serv
     async with http_session() as http:
         address = Address.parse(servers.b.url)
         latch = SessionLatch(RoomsApi(http, address), address, "arm")
-        assert await latch.look() == Answer("a hand")
+        assert await latch.fetch() == LatchState("a hand")
         await servers.a.call("POST", "/debug/sessions/arm/reset")
-        assert await latch.look() == Answer(None)
-        await latch.stop("mine")
+        assert await latch.fetch() == LatchState(None)
+        await latch.report_stop("mine")
     assert servers.a.app.ctx.sessions.get("arm").latch == "mine"
 
 

@@ -58,7 +58,7 @@ def test_both_documents_are_valid(document):
 
 
 def test_every_route_of_the_app_is_in_the_full_document_and_the_other_way_round():
-    app = create_app(Settings(embedded_transport=False))
+    app = create_app(Settings.from_values(embedded_transport=False))
     served = {
         (method, prefix, "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", route.path))
         for route in app.router.routes

@@ -18,11 +18,8 @@ def blocks(language: str) -> list[str]:
 def test_the_settings_file_is_one() -> None:
     (text,) = blocks("toml")
     found = tomllib.loads(text)
-    settings = Settings(**found)
-    assert {name: str(getattr(settings, name)) for name in ("state", "log_format")} == {
-        "state": "/var/lib/robojax",
-        "log_format": "json",
-    }
+    settings = Settings.from_values(**found)
+    assert (settings.webhooks.state, settings.logging.log_format) == ("/var/lib/robojax", "json")
 
 
 async def test_the_alarms_are_of_figures_that_there_are(server) -> None:

@@ -73,9 +73,9 @@ async def test_a_recorded_session_becomes_a_file_and_a_dataset(serve, tmp_path, 
         assert one["bytes"] > 1000
         assert str(tmp_path) not in json.dumps(one)
         source = McapSource(folder / f"{one['name']}.mcap")
-        assert (source.subject.task, source.subject.rate, source.subject.joints) == ("wave", 50, JOINTS)
-        assert source.subject.limits["mode"] == "clamp"
-        assert source.subject.limits["Jaw"]["high"] == source.subject.high[5] == 100
+        assert (source.header.task, source.header.rate, source.header.joints) == ("wave", 50, JOINTS)
+        assert source.header.limits["mode"] == "clamp"
+        assert source.header.limits["Jaw"]["high"] == source.header.high[5] == 100
         steps = list(open_source(folder / one["name"]).steps())
         assert {step.episode for step in steps} == {0, 1}
         assert len(steps) == len(list(source.steps()))

@@ -114,7 +114,7 @@ class Caller:
 
 
 @dataclass
-class Seen:
+class RecordingInbox:
     """An ``Inbox`` that keeps what it gets."""
 
     frames: list[tuple[str, np.ndarray, float]] = field(default_factory=list)
@@ -122,14 +122,14 @@ class Seen:
     posed_at: list[float] = field(default_factory=list)
     events: list[LinkEvent] = field(default_factory=list)
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         self.frames.append((camera, image, seen_at))
 
-    def joints(self, values, seen_at: float) -> None:
+    def on_joints(self, values, seen_at: float) -> None:
         self.poses.append(dict(values))
         self.posed_at.append(seen_at)
 
-    def event(self, event: LinkEvent) -> None:
+    def on_event(self, event: LinkEvent) -> None:
         self.events.append(event)
 
     @property
@@ -142,8 +142,8 @@ class Seen:
 
 
 @pytest.fixture
-def seen() -> Seen:
-    return Seen()
+def seen() -> RecordingInbox:
+    return RecordingInbox()
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Caller]]
@@ -294,7 +294,7 @@ def connect(server: Server, seen: Any, quick: TransportTimeouts) -> Callable[...
 
     def link(*cameras: str, url: str = "", inbox: Any = seen, pace: TransportTimeouts = quick,
              workspace_id: str | None = "w", session_id: str = "s") -> AbstractAsyncContextManager[Link]:  # fmt: skip
-        transport: Transport = RoomsTransport(pace=pace)
+        transport: Transport = RoomsTransport(timeouts=pace)
         return transport.connect(
             url or server.url, session_id=session_id, cameras=cameras, workspace_id=workspace_id, inbox=inbox
         )

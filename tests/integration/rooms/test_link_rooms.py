@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, RobotTaken, TransportError
 from service.transport.address import Address, Kind
-from service.transport.client.connection import KERNEL_LIMIT, Membership, TransportTimeouts, retry_delay
-from service.transport.client.rooms_link import COMMAND_LIFE
+from service.transport.client.connection import KERNEL_SEND_BUFFER, Membership, TransportTimeouts, retry_delay
+from service.transport.client.rooms_link import COMMAND_LIFETIME
 from service.transport.link import EmergencyStop, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms
 from service.transport.protocol import EmergencyStop as StopMessage
 from service.transport.protocol import WireError
@@ -85,7 +85,7 @@ async def test_an_inbox_that_raises_ends_the_session(both, seen):
     def broken(values, seen_at):
         raise ZeroDivisionError
 
-    seen.joints = broken
+    seen.on_joints = broken
 
     async def session() -> None:
         async with both() as (_, robot):
@@ -230,8 +230,8 @@ def test_an_address_that_could_be_misread_is_refused(url):
 )
 def test_the_base_path_is_kept_for_both_protocols(url, rest, socket):
     address = Address.parse(url)
-    assert address.rooms(Kind.VIDEO, "w") == f"{rest}/video/workspaces/w/rooms"
-    assert address.socket(Kind.ROBOTICS, "w", "r") == f"{socket}/robotics/workspaces/w/rooms/r/ws"
+    assert address.rooms_url(Kind.VIDEO, "w") == f"{rest}/video/workspaces/w/rooms"
+    assert address.socket_url(Kind.ROBOTICS, "w", "r") == f"{socket}/robotics/workspaces/w/rooms/r/ws"
 
 
 @given(attempt=st.integers(0, 10_000))
@@ -329,7 +329,7 @@ async def test_a_command_that_a_pause_overtook_is_not_sent_and_an_emergency_stop
         assert link.send([JointValue("Jaw", 2.0)])
         connection = link._connections["s-joint-output"]
         assert connection.send(StopMessage("test"))
-        time.sleep(1.5 * COMMAND_LIFE)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
+        time.sleep(1.5 * COMMAND_LIFETIME)  # noqa: ASYNC251 - nothing of this process runs, as when it is suspended
         await until(lambda: len(stops) == 1)
         robot.unlatch()
         assert link.send([JointValue("Jaw", 3.0)])
@@ -465,7 +465,7 @@ async def test_a_command_is_refused_when_too_much_waits_to_be_sent(connect, prox
         assert not link.send(joints)
         assert link.health()["rooms"]["s-joint-output"]["refused"] >= 2
         # Far fewer than without limits (aiohttp and the kernel would take megabytes).
-        assert taken * 300 < 40 * KERNEL_LIMIT, taken
+        assert taken * 300 < 40 * KERNEL_SEND_BUFFER, taken
         proxy.carries.set()
         await until(lambda: link.send(joints))
 

@@ -27,11 +27,11 @@ from service.transport.client.camera_rooms import CameraReceiver
 from service.transport.client.connection import RoomConnection
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import connect_robot
-from service.transport.client.rooms_link import RoomsTransport, running
+from service.transport.client.rooms_link import RoomsTransport, run_beside
 from service.transport.link import LinkDown, LinkUp, Rooms
 from service.transport.protocol import ParticipantJoined, Role, WebrtcIce, WebrtcOffer
 from service.transport.server.app import serve_transport
-from service.transport.webrtc.candidates import EarlyCandidates, sort_candidates
+from service.transport.webrtc.candidates import EarlyCandidates, split_candidates
 from service.transport.webrtc.decoding import MAX_BACKLOG, FrameDecoder
 from service.transport.webrtc.peer import BadSignal, Peer
 
@@ -67,11 +67,11 @@ async def watching(url, inbox, pace):
         api = RoomsApi(session, Address.parse(url))
         receiver = CameraReceiver("front", "s-front", api, inbox, pace, ())
         connection = RoomConnection(
-            api, Kind.VIDEO, "w", "s-front", who="viewer", role=Role.CONSUMER, listener=receiver, pace=pace
+            api, Kind.VIDEO, "w", "s-front", id_prefix="viewer", role=Role.CONSUMER, listener=receiver, timeouts=pace
         )
         await connection.open()
         try:
-            async with running(connection.run(), receiver.run(connection)):
+            async with run_beside(connection.run(), receiver.run(connection)):
                 yield
         finally:
             await connection.close()
@@ -131,12 +131,12 @@ async def test_several_consumers_see_one_camera(join_robot, connect, server, see
 def test_it_works_under_uvloop(quick):
     async def main():
         frames, events = [], []
-        inbox = namedtuple("Inbox", "frame joints event")(
+        inbox = namedtuple("Inbox", "on_frame on_joints on_event")(
             lambda camera, image, at: frames.append((camera, image, at)), lambda values, at: None, events.append
         )
         async with (
             serve_transport() as url,
-            RoomsTransport(pace=quick).connect(
+            RoomsTransport(timeouts=quick).connect(
                 url, session_id="s", cameras=("front",), workspace_id="w", inbox=inbox
             ) as link,
             connect_robot(url, link.rooms, on_command=lambda values, at: None, pace=quick) as robot,
@@ -272,9 +272,9 @@ async def test_a_peer_that_fails_is_asked_for_a_new_offer(both, seen, until):
 async def test_an_offer_that_makes_no_sense_is_counted_and_forgotten(join_robot, connect, seen, until, sdp):
     async with connect("front") as link:
         receiver = link._receivers["s-front"]
-        receiver.received(WebrtcOffer({"type": "offer", "sdp": sdp}, "p"), 0.0)
-        receiver.received(WebrtcIce({"candidate": ""}, from_producer="p"), 0.0)
-        receiver.received(WebrtcIce({"candidate": "candidate:x.local"}, from_producer="p"), 0.0)
+        receiver.on_message(WebrtcOffer({"type": "offer", "sdp": sdp}, "p"), 0.0)
+        receiver.on_message(WebrtcIce({"candidate": ""}, from_producer="p"), 0.0)
+        receiver.on_message(WebrtcIce({"candidate": "candidate:x.local"}, from_producer="p"), 0.0)
         await until(lambda: link.health()["rooms"]["s-front"]["video"]["offers"] == 1)
         async with join_robot(link.rooms) as robot, filming(robot, RED):
             await see(seen, until, RED)
@@ -286,7 +286,7 @@ async def test_an_offer_without_video_is_answered_and_the_next_one_shows_the_cam
         peer.createDataChannel("nothing to see yet")
         await peer.setLocalDescription()
         offer = WebrtcOffer({"type": "offer", "sdp": peer.localDescription.sdp}, "early-bird")
-        link._receivers["s-front"].received(offer, 0.0)
+        link._receivers["s-front"].on_message(offer, 0.0)
         video = lambda: link.health()["rooms"]["s-front"]["video"]  # noqa: E731
         await until(lambda: video()["offers"] == 1 and link._receivers["s-front"]._peer)
         assert video()["refused_offers"] == 0
@@ -301,7 +301,9 @@ async def test_sound_beside_the_picture_is_not_taken():
     theirs.addTrack(VideoStreamTrack())
     await theirs.setLocalDescription()
     ours = Peer(())
-    answer = await ours.answer(theirs.localDescription.sdp, FrameDecoder(lambda image, at: None, lambda error: None))
+    answer = await ours.answer_offer(
+        theirs.localDescription.sdp, FrameDecoder(lambda image, at: None, lambda error: None)
+    )
     kinds = {part.split()[0]: part for part in answer.split("m=")[1:]}
     assert "a=inactive" in kinds["audio"]
     assert "a=recvonly" in kinds["video"]
@@ -313,7 +315,7 @@ async def test_sound_beside_the_picture_is_not_taken():
 async def test_an_answer_out_of_turn_is_refused():
     peer = Peer(())
     with pytest.raises(BadSignal, match="while the connection was stable"):
-        await peer.accept("v=0\r\n")
+        await peer.accept_answer("v=0\r\n")
     await peer.close()
 
 
@@ -331,11 +333,11 @@ async def test_candidates_that_come_before_their_offer_are_used(until):
             early.keep("p", {"candidate": line[2:], "sdpMid": "0", "sdpMLineIndex": 0, "usernameFragment": fragment})
     early.keep("p", {"candidate": "", "sdpMid": "0", "usernameFragment": fragment})
     early.keep("p", {"candidate": "candidate:1 1 udp 1 x.local 9 typ host", "usernameFragment": "older"})
-    assert len(early.fitting("p", bare)) == sum(line.startswith("a=candidate") for line in lines) + 1
+    assert len(early.for_description("p", bare)) == sum(line.startswith("a=candidate") for line in lines) + 1
     frames = []
     ours = Peer(())
-    answer = await ours.answer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
-    ours.add_all(early.fitting("p", bare))
+    answer = await ours.answer_offer(bare, FrameDecoder(lambda image, at: frames.append(image), lambda error: None))
+    ours.add_candidates(early.for_description("p", bare))
     # Their side gets none of ours either, so only the early candidates can connect the two.
     lines = answer.splitlines()
     answer = "\r\n".join(line for line in lines if not line.startswith(("a=candidate", "a=end-of"))) + "\r\n"
@@ -346,20 +348,20 @@ async def test_candidates_that_come_before_their_offer_are_used(until):
 
 
 def test_early_candidates_are_kept_by_sender_and_bounded():
-    early = EarlyCandidates(senders=2, each=3)
+    early = EarlyCandidates(max_senders=2, per_sender=3)
     for sender in "abc":
         for number in range(5):
             early.keep(sender, {"candidate": f"{sender}{number}"})
-    assert early.fitting("a", "") == []
-    assert [kept["candidate"] for kept in early.fitting("c", "")] == ["c2", "c3", "c4"]
+    assert early.for_description("a", "") == []
+    assert [kept["candidate"] for kept in early.for_description("c", "")] == ["c2", "c3", "c4"]
     early.forget("c")
-    assert early.fitting("c", "") == []
+    assert early.for_description("c", "") == []
 
 
 def test_mdns_candidates_leave_a_description_and_trickle_instead():
     named, plain = "a=candidate:1 1 udp 5 abc.local 50009 typ host", "a=candidate:2 1 udp 5 10.0.0.1 50009 typ host"
     sdp = f"v=0\r\nm=video 9\r\n{named}\r\n{plain}\r\n"
-    plain, named = sort_candidates(sdp)
+    plain, named = split_candidates(sdp)
     assert "local" not in plain
     assert "10.0.0.1" in plain
     assert named == [{"candidate": "a=candidate:1 1 udp 5 abc.local 50009 typ host", "sdpMLineIndex": 0}]
@@ -367,7 +369,7 @@ def test_mdns_candidates_leave_a_description_and_trickle_instead():
 
 async def test_an_unusable_candidate_harms_nothing():
     peer = Peer(())
-    peer.add_all(
+    peer.add_candidates(
         [{"candidate": "x"}, {"candidate": 5}, {}, {"candidate": "candidate:1 1 udp 1 h h typ host", "sdpMid": 7}]
     )
     await asyncio.sleep(0)
@@ -377,7 +379,7 @@ async def test_an_unusable_candidate_harms_nothing():
 async def test_only_consumers_are_offered_to(both, until):
     async with both("front") as (_, robot):
         await until(lambda: robot.health()["rooms"]["s-front"]["video"]["offers"] == 1)
-        robot._senders["front"].received(ParticipantJoined("s-front", "other", Role.PRODUCER), 0.0)
+        robot._senders["front"].on_message(ParticipantJoined("s-front", "other", Role.PRODUCER), 0.0)
         await asyncio.sleep(0.3)
         assert robot.health()["rooms"]["s-front"]["video"]["offers"] == 1
 
@@ -409,7 +411,7 @@ async def test_of_pictures_that_pile_up_only_the_newest_is_shown():
     assert await stage.put(frame_of(RED), frame_of(RED), frame_of(GREEN), None) == 2
     assert len(stage.shown) == 1
     assert is_colour(stage.shown[0], GREEN)
-    assert stage.screen.counts() == {
+    assert stage.screen.get_counts() == {
         "frames": 1, "oversize": 0, "late": 0, "superseded": 2, "decode_errors": 0, "packets_lost": 0,
     }  # fmt: skip
 
@@ -432,11 +434,11 @@ async def test_a_picture_behind_a_backlog_and_one_of_a_muted_screen_are_not_show
 
 async def test_an_error_of_the_owner_reaches_the_owner():
     stage = Stage()
-    stage.screen._show = lambda image, at: 1 / 0
+    stage.screen._on_frame = lambda image, at: 1 / 0
     await stage.put(frame_of(RED))
     assert isinstance(stage.failures[0], ZeroDivisionError)
 
 
 async def test_another_aiortc_is_refused_with_its_version_to_install():
     with pytest.raises(TransportError, match=r"install aiortc 1\.16"):
-        Stage().screen.fit(SimpleNamespace(track=None))
+        Stage().screen.install(SimpleNamespace(track=None))

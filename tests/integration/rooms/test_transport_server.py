@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from robojax.cli.serve import transport
 from service.transport.address import Kind
 from service.transport.server.app import TransportSettings, add_transport, serve_transport
-from service.transport.server.rooms import Cleanup, Limits, Place, RoomTable
+from service.transport.server.rooms import Cleanup, RoomLimits, RoomPath, RoomTable
 from service.transport.server.websocket import OutboxLimits
 
 TEXT, CONTINUED, BINARY, CLOSE, PING = 1, 0, 2, 8, 9
@@ -342,7 +342,7 @@ async def test_a_workspace_id_that_could_not_stand_in_a_url_is_422(caller, works
 
 
 async def test_the_rooms_are_limited(serve):
-    async with serve(limits=Limits(rooms=1)) as caller:
+    async with serve(limits=RoomLimits(rooms=1)) as caller:
         await caller.room("robotics", "r")
         status, answer = await caller.call("POST", "/video/workspaces/w/rooms")
         assert status == 429
@@ -448,11 +448,11 @@ async def test_idle_rooms_go_when_asked_and_rooms_in_use_stay(serve):
 async def test_cleanup_asks_its_clock():
     now = [0.0]
     table = RoomTable()
-    table.create(Place(Kind.VIDEO, "w", "v"), 0.0)
+    table.create(RoomPath(Kind.VIDEO, "w", "v"), 0.0)
     cleanup = Cleanup(table, idle=3600.0, clock=lambda: now[0])
-    assert cleanup.clean() == []
+    assert cleanup.remove_idle() == []
     now[0] = 3600.5
-    assert cleanup.clean() == [Place(Kind.VIDEO, "w", "v")]
+    assert cleanup.remove_idle() == [RoomPath(Kind.VIDEO, "w", "v")]
     assert not cleanup.is_running
 
 

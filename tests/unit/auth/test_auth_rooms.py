@@ -12,7 +12,7 @@ from service.auth.keys import KeyFile, OwnKey
 from service.errors import TransportError
 from service.reloading_file import FileUnusable
 from service.transport.address import Address
-from service.transport.client.rest import headers_of
+from service.transport.client.rest import auth_headers
 from service.transport.client.robot import connect_robot
 from service.transport.client.room_keys import RoomKeys
 from service.transport.client.rooms_link import RoomsTransport
@@ -24,13 +24,13 @@ from service.transport.server.app import serve_transport
 class Deaf:
     """An inbox that keeps nothing."""
 
-    def frame(self, camera, image, seen_at):
+    def on_frame(self, camera, image, seen_at):
         pass
 
-    def joints(self, values, seen_at):
+    def on_joints(self, values, seen_at):
         pass
 
-    def event(self, event):
+    def on_event(self, event):
         pass
 
 
@@ -129,7 +129,7 @@ async def test_viewers_look_operators_move_and_nobody_speaks_for_another(server)
 
 
 async def test_the_socket_of_a_revoked_key_is_closed(server, monkeypatch):
-    monkeypatch.setattr(websocket, "LOOK", 0.01)
+    monkeypatch.setattr(websocket, "KEY_CHECK_INTERVAL", 0.01)
     await server.call("POST", "/robotics/workspaces/w/rooms", "alice", json={"room_id": "r"})
     async with joined(server, "/robotics/workspaces/w/rooms/r", "alice") as (_, socket):
         assert socket is not None
@@ -146,10 +146,10 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
     async with serve_transport(guard=Guard(Admissions(file))) as url, aiohttp.ClientSession(url) as http:
         listing.write_text(f"# the lab's\n{url} {key}\nhttps://rooms.example rjk_other\n")
         listing.chmod(0o600)
-        for headers, expected in (({}, 401), (headers_of(key), 200)):
+        for headers, expected in (({}, 401), (auth_headers(key), 200)):
             async with http.get("/api/robotics/workspaces/w/rooms", headers=headers) as answer:
                 assert answer.status == expected
-        async with http.post("/tickets", headers=headers_of(key)) as answer:
+        async with http.post("/tickets", headers=auth_headers(key)) as answer:
             assert (await answer.json())["ticket"].startswith("rjt_")
         keys = RoomKeys(OwnKey(), lambda: None, lambda session_id: None, listing)
         keys.check()
@@ -187,7 +187,7 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
 )  # fmt: skip
 def test_the_own_key_goes_to_the_own_address_alone(bound, url, expected):
     own = OwnKey()
-    address, headers = RoomKeys(own, lambda: bound, lambda session_id: "ann").of(Address.parse(url), "arm")
+    address, headers = RoomKeys(own, lambda: bound, lambda session_id: "ann").for_address(Address.parse(url), "arm")
     if expected is None:
         assert (address, headers) == (Address.parse(url), {})
     else:

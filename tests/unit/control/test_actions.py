@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxmodels import TemporalEnsembler
 from service.control.action_queue import ActionQueue
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 
 PERIOD = 0.05
 
@@ -148,7 +148,7 @@ def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
 def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -> None:
     random = np.random.default_rng(1)
     theirs = TemporalEnsembler(coefficient, 8)
-    ours = ActionQueue(PERIOD, aggregation=Ensembled(coefficient))
+    ours = ActionQueue(PERIOD, aggregation=EnsembleAggregation(coefficient))
     for tick in range(30):
         chunk = random.normal(size=(8, 3)).astype(np.float32)
         now = tick * PERIOD
@@ -160,7 +160,7 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
 
 
 def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
-    queue = ActionQueue(PERIOD, aggregation=Ensembled(0.0))
+    queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
     # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
@@ -171,7 +171,7 @@ def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
 
 
 def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
-    queue = ActionQueue(PERIOD, aggregation=Ensembled(0.0))
+    queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
     queue.push(numbered(10), seen_at=0.0, now=0.0)
     queue.clear()
     join(queue, numbered(10, first=50), seen_at=0.0, now=0.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.control.aggregation import OVERLAPS
+from service.control.aggregation import AGGREGATIONS
 from service.control.chunk_scheduler import Estimate
 from service.control.observation_buffer import Snapshot
 from tests.unit.control.test_control import FRAME, PACE, POSE, World
@@ -15,7 +15,7 @@ STEADY = replace(PACE, action_steps=8)
 
 
 def figures(world: World) -> dict[str, object]:
-    return world.control.scheduler.figures(world.control.queue.period)
+    return world.control.scheduler.get_stats(world.control.queue.period)
 
 
 def answers(world: World) -> dict[str, int]:
@@ -134,7 +134,7 @@ def test_slower_ticks_do_as_many_actions_of_a_chunk_as_faster_ones() -> None:
 
 @pytest.mark.parametrize("name", ["crossfade", "ensemble"])
 def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(name: str) -> None:
-    pace = replace(PACE, rate=200, action_rate=25, action_steps=5, overlap=OVERLAPS[name])
+    pace = replace(PACE, rate=200, action_rate=25, action_steps=5, overlap=AGGREGATIONS[name])
 
     def line(snapshot: Snapshot) -> np.ndarray:
         steps = 25 * (snapshot.seen_at - 100) + np.arange(20, dtype=np.float32)[None, :, None]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
-from service.control.lease import Leases, robot_of
+from service.control.lease import Leases, find_robot
 from service.control.observers import Tick
 from service.errors import RobotTaken
 from service.sessions.request import NewSession
@@ -29,14 +29,14 @@ class Onlooker:
         self.ticks: list[Tick] = []
         self._failure = failure
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         self.cameras.append(camera)
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         assert seen_at <= at
         self.plans.append(chunk.shape)
 
-    def ticked(self, tick: Tick) -> None:
+    def on_tick(self, tick: Tick) -> None:
         self.ticks.append(tick)
         if self._failure is not None:
             raise self._failure
@@ -78,7 +78,7 @@ async def test_a_tap_that_fails_is_taken_off_and_the_robot_moves_on(rig, caplog)
     await until(lambda: len(onlooker.ticks) > 5)
     assert len(broken.ticks) == 1
     assert session.stage is Stage.RUNNING
-    assert "Onlooker failed and looks on no more" in caplog.text
+    assert "observer Onlooker failed and is detached" in caplog.text
 
 
 async def test_a_dry_run_does_everything_but_send(rig) -> None:
@@ -130,7 +130,12 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"action": 5, "state": 5}, "actions have 5"), ({"cameras": {"wrist": (4, 4)}}, "'wrist'"), ({"rate": 7.0}, "7")],
+    [
+        ({"action": 5, "state": 5}, "actions have 5"),
+        ({"cameras": {"wrist": (4, 4)}}, "'wrist'"),
+        ({"rate": 7.0}, "7"),
+        ({"observation_steps": 2}, "at 2 obs"),
+    ],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:
     rig.policies["shadow"] = ScriptedPolicy(requirements(**changes))
@@ -154,7 +159,7 @@ def _session(rig, leases: Leases, name: str) -> Session:
 
 async def test_a_robot_is_commanded_by_one_session_and_given_back_however_that_ends(rig) -> None:
     leases = Leases()
-    robot = robot_of("memory://", "w", "one-joint-output")
+    robot = find_robot("memory://", "w", "one-joint-output")
     blocker = _session(rig, leases, "two")
     await blocker.ready()
     leases.take(robot, blocker)

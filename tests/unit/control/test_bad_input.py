@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
 from service.control.observation_buffer import ObservationBuffer
-from service.transport.client.joint_rooms import JointInput
+from service.transport.client.joint_rooms import JointInputListener
 from service.transport.link import BadInput, LinkEvent, Rooms
-from service.transport.protocol import WireError, parse
+from service.transport.protocol import WireError, parse_message
 
 NAMES = [name for joint in SO100 for name in (joint.name, joint.alias)]
 POSE = {joint.name: 7.0 + position for position, joint in enumerate(SO100)}
@@ -46,23 +46,23 @@ class Robot:
     def __init__(self) -> None:
         self.buffer = ObservationBuffer((), JointTable(SO100))
         self.buffer.put_joints(POSE, 0.0)
-        self.room = JointInput(Rooms("w"), None, self)  # type: ignore[arg-type]
+        self.room = JointInputListener(Rooms("w"), None, self)  # type: ignore[arg-type]
 
     def hear(self, frame: str) -> None:
         """As the socket's reader does."""
         try:
-            message = parse(frame)
+            message = parse_message(frame)
         except WireError:
-            self.room.refused()
+            self.room.on_malformed()
             return
-        self.room.received(message, 1.0)
+        self.room.on_message(message, 1.0)
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
 
-    def joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         self.buffer.put_joints(values, seen_at)
 
-    def event(self, event: LinkEvent) -> None:
+    def on_event(self, event: LinkEvent) -> None:
         if isinstance(event, BadInput):
             self.buffer.refuse_joints(event.reasons)
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from service.control.joints import SO100, JointTable
-from service.control.observation_buffer import NotReady, ObservationBuffer, Snapshot
+from service.control.observation_buffer import NotReady, ObservationBuffer, ObservationHistory, Snapshot
 
 FRAME = np.zeros((48, 64, 3), np.uint8)
 POSE = {joint.name: float(joint.index) for joint in SO100}
@@ -121,3 +121,66 @@ def test_a_snapshot_does_not_change_when_joints_do() -> None:
     seen.put_joints({"Elbow": 99.0}, 1.0)
     assert isinstance(snapshot, Snapshot)
     assert snapshot.joints[2] == 2
+
+
+def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[float, float] = (9, 9)) -> Snapshot:
+    """What a policy of so many observations is asked with, after ticks at this rate; joint 0 and the picture tell when.
+
+    Nothing came in during the gap.
+    """
+    seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(steps, period))
+    now = 0.0
+    for tick in range(round(until * rate) + 1):
+        now = tick / rate
+        if gap[0] <= now < gap[1]:
+            continue
+        seen.put_frame("front", np.full((4, 4, 3), round(now * 100), np.uint8), now)
+        seen.put_joints(POSE | {"Rotation": now * 100}, now)
+        seen.remember(now)
+    snapshot = seen.snapshot(now)
+    assert isinstance(snapshot, Snapshot)
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    ("steps", "period", "rate", "until", "wanted"),
+    [
+        (1, 0.1, 50, 1.0, [100]),
+        (2, 0.1, 50, 1.0, [90, 100]),
+        (3, 0.1, 50, 1.0, [80, 90, 100]),
+        (3, 0.1, 10, 1.0, [80, 90, 100]),
+        (3, 0.1, 50, 0.0, [0, 0, 0]),  # at the start the oldest stands in for those before it
+        (3, 0.1, 50, 0.12, [2, 2, 12]),
+        (2, 0.02, 10, 1.0, [100, 100]),  # ticks that are rarer than the policy's own steps show nothing in between
+    ],
+)
+def test_a_policy_of_several_observations_gets_those_of_its_own_rate(steps, period, rate, until, wanted) -> None:
+    observation = look_back(steps, period, rate, until).observation()
+    state, pictures = observation["observation.state"], observation["observation.images.front"]
+    shape = () if steps == 1 else (steps,)
+    assert (state.shape, pictures.shape) == ((1, *shape, 6), (1, *shape, 4, 4, 3))
+    assert np.round(state[..., 0]).reshape(-1).tolist() == wanted
+    assert pictures[..., 0, 0, 0].reshape(-1).tolist() == wanted
+
+
+def test_what_was_seen_before_a_hold_is_no_past_of_what_is_seen_after_it() -> None:
+    observation = look_back(2, 0.1, 50, 1.0, gap=(0.5, 0.96)).observation()
+    assert np.round(observation["observation.state"][0, :, 0]).tolist() == [100, 100]
+
+
+def test_a_picture_of_another_size_is_no_past_and_neither_is_anything_from_before_a_start() -> None:
+    seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(2, 0.1))
+    for now, size in ((0.0, 4), (0.1, 8)):
+        seen.put_frame("front", np.zeros((size, size, 3), np.uint8), now)
+        seen.put_joints(POSE | {"Rotation": now}, now)
+        seen.remember(now)
+    found = seen.snapshot(0.1)
+    assert isinstance(found, Snapshot)
+    assert found.observation()["observation.images.front"].shape == (1, 2, 8, 8, 3)
+    assert [joints[0] for _, joints in found.past] == [np.float32(0.1)]
+    seen.history.clear()
+    seen.put_frame("front", np.ones((8, 8, 3), np.uint8), 0.2)
+    seen.remember(0.2)
+    found = seen.snapshot(0.2)
+    assert isinstance(found, Snapshot)
+    assert found.observation()["observation.images.front"][0, 0].min() == 1

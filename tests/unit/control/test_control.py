@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.control.aggregation import Ensembled
+from service.control.aggregation import EnsembleAggregation
 from service.control.chunk_scheduler import PolicyRequest
-from service.control.config import ControlConfig
+from service.control.config import ControlConfig, ControlSettings, SafetySettings
 from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.joints import SO100, JointTable
-from service.control.limits import Asked, motion_limits
+from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
@@ -223,7 +223,7 @@ BAD_CHUNKS = {
 
 @pytest.mark.parametrize("kind", BAD_CHUNKS)
 def test_nothing_of_a_bad_chunk_is_sent_and_the_robot_is_held(kind: str) -> None:
-    world = World(pace=replace(PACE, failures_allowed=100)).begin().run(1.2)
+    world = World(pace=replace(PACE, control=ControlSettings(failures_allowed=100))).begin().run(1.2)
     bad_since, world.policy = world.now, BAD_CHUNKS[kind]
     world.run(2.0)
     refused = next(at for at in world.asked if at >= bad_since) + world.latency
@@ -370,7 +370,7 @@ def gripping() -> World:
         return chunk
 
     world = World(policy=closed)
-    limits = motion_limits(world.buffer.joints, asked=Asked(requested={"Jaw": 2.0}))
+    limits = create_motion_limits(world.buffer.joints, requested={"Jaw": 2.0})
     world.control = Controller(world.buffer, world.pace, limits)
     world.begin().run(2.0)
     assert world.sent[-1][1][-1] == CLOSED
@@ -379,7 +379,7 @@ def gripping() -> World:
 
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_a_hold_keeps_the_grip_and_so_does_the_motion_after_it(on_hold: str, gripping: World) -> None:
-    gripping.control.config = replace(gripping.pace, on_hold=on_hold)
+    gripping.control.config = replace(gripping.pace, safety=SafetySettings(on_hold=on_hold))
     gripping.sees, stalled = False, gripping.now
     gripping.run(2.0)
     assert gripping.sent[-1][1] == [*list(POSE.values())[:-1], CLOSED]
@@ -438,7 +438,7 @@ def test_a_faster_session_does_not_move_faster_than_the_policy_was_trained() -> 
 
 
 def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
-    world = World(pace=replace(PACE, overlap=Ensembled(), action_steps=1)).begin().run(1.0)
+    world = World(pace=replace(PACE, overlap=EnsembleAggregation(), action_steps=1)).begin().run(1.0)
     assert len(world.asked) == 21
     assert world.control.starvations == 0
 
@@ -446,7 +446,7 @@ def test_with_ensembling_the_policy_is_asked_at_every_tick() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(data: st.DataObject) -> None:
-    world = World(pace=replace(PACE, failures_allowed=1000)).begin()
+    world = World(pace=replace(PACE, control=ControlSettings(failures_allowed=1000))).begin()
     kinds = ["sees", "blind", "slow", "quick", "plan", *BAD_CHUNKS, "halt", "begin", "pause", "joints", "lost", "found"]
     for kind in data.draw(st.lists(st.sampled_from(kinds), max_size=25)):
         if kind in BAD_CHUNKS:
@@ -519,10 +519,10 @@ async def test_the_loop_sleeps_until_each_deadline_and_rests_when_there_is_nothi
     loop = Loop(world, passes)
 
     async def until() -> None:
-        await loop.io.idle()
+        await loop.io.wait_idle()
         assert loop.slept == []
         loop.io.begin()
-        await loop.io.idle()
+        await loop.io.wait_idle()
 
     await loop.run(until)
     assert len(loop.slept) >= 10

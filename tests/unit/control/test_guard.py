@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.control.guard import Clamping, Guard, Motion
+from service.control.config import Mode, SafetySettings
+from service.control.guard import ChunkClamp, Guard, Motion
 from service.control.joints import SO100, Joint, JointTable
-from service.control.limits import Asked, LimitsFile, Mode, MotionLimits, Said, motion_limits
+from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
 
 TABLE = JointTable(SO100)
 HOME = np.array([0, 0, 0, 0, 0, 50], np.float32)
@@ -22,8 +23,8 @@ def limits(mode: Mode = "clamp", **said: float) -> MotionLimits:
     joints = {}
     for name in TABLE.names:
         numbers: dict[str, Any] = {"velocity": 250.0 if name == "Jaw" else 500.0} | said
-        joints[name] = Said(**numbers, origin="f")
-    return motion_limits(TABLE, Asked(mode=mode, file=LimitsFile("f", joints)))
+        joints[name] = FileLimits(**numbers, origin="f")
+    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=LimitsFile("f", joints))
 
 
 def guard(found: MotionLimits | None = None, *, rate: float = 20, action_rate: float = 20) -> Guard:
@@ -198,7 +199,9 @@ def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_an
     )
     rest = np.zeros(count)
     for bent in (acceleration, np.full(count, np.inf)):
-        made = Clamping(low, high, speed, bent, jerk if bent is acceleration else bent).clamp(wild, start, rest, rest)
+        made = ChunkClamp(low, high, speed, bent, jerk if bent is acceleration else bent).clamp_chunk(
+            wild, start, rest, rest
+        )
         tiny = 1e-9 * (high - low) + 1e-9
         changes = np.diff(np.concatenate([[start], made]), axis=0)
         bends = np.diff(np.concatenate([[rest], changes]), axis=0)
@@ -217,7 +220,7 @@ def test_motion_that_was_inside_comes_out_the_same() -> None:
     calm = np.cumsum(np.cumsum(random.uniform(-1, 1, (steps, count)), axis=0), axis=0)
     reach = 1e3 * np.ones(count)
     rest = np.zeros(count)
-    made = Clamping(-reach, reach, np.full(count, 40.0), np.ones(count), np.full(count, 2.0)).clamp(
+    made = ChunkClamp(-reach, reach, np.full(count, 40.0), np.ones(count), np.full(count, 2.0)).clamp_chunk(
         calm, rest, rest, rest
     )
     assert np.allclose(made, calm, rtol=0, atol=1e-6)
@@ -226,7 +229,7 @@ def test_motion_that_was_inside_comes_out_the_same() -> None:
 def test_judging_costs_little() -> None:
     """Generous bounds for a loaded machine, of this process's own time; docs/robots/safety.md has the figures."""
     table = JointTable([replace(SO100[0], name=f"j{place}", alias=None) for place in range(14)])
-    judging = Guard(motion_limits(table), rate=50, action_rate=50, chunk=100)
+    judging = Guard(create_motion_limits(table), rate=50, action_rate=50, chunk=100)
     rest = Motion(np.zeros(14), np.zeros(14), np.zeros(14))
     random = np.random.default_rng(9)
     calm = np.cumsum(random.normal(0, 0.5, (100, 14)), axis=0).astype(np.float32)
@@ -261,7 +264,7 @@ def test_what_no_working_policy_asks_for_is_refused_in_either_mode(mode: Mode, j
 
 def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
     # It may keep a joint to a small part of what its policy rightly asks for.
-    narrow = motion_limits(TABLE, Asked(file=LimitsFile("f", {"Rotation": Said(low=-1.0, high=1.0, origin="f")})))
+    narrow = create_motion_limits(TABLE, file=LimitsFile("f", {"Rotation": FileLimits(low=-1.0, high=1.0, origin="f")}))
     plan = line(0.0)
     plan[:, 0] = 90.0
     assert guard(narrow).check_shape(plan[None]) is None
@@ -269,9 +272,9 @@ def test_a_limits_file_makes_no_sound_policy_unbelievable() -> None:
 
 def test_without_any_known_range_nothing_is_unbelievable() -> None:
     table = JointTable([Joint("a", 0), Joint("b", 1)])
-    unlimited = motion_limits(table, Asked())
+    unlimited = create_motion_limits(table)
     assert Guard(unlimited, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is None
-    of_data = motion_limits(table, Asked(), ([-1.0, 0.0], [1.0, 2.0]))
+    of_data = create_motion_limits(table, action_range=([-1.0, 0.0], [1.0, 2.0]))
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 1e9, np.float32)) is not None
     assert Guard(of_data, rate=20, action_rate=20, chunk=1).check_shape(np.full((1, 1, 2), 2.5, np.float32)) is None
 
@@ -286,7 +289,7 @@ def test_the_quick_look_at_a_chunk_says_what_the_close_one_says() -> None:
         )
         plan = HOME + np.cumsum(steps * 12.5 * random.choice([-1, 1], (STEPS, 6)) * [2, 2, 2, 2, 2, 1], axis=0)
         plan = np.clip(plan, judging.limits.low - random.choice([0, 1e-4]), judging.limits.high).astype(np.float32)
-        is_inside = not judging._outside(plan.astype(np.float64), REST, 0)
+        is_inside = not judging._find_violations(plan.astype(np.float64), REST, 0)
         assert judging._is_plainly_inside(plan, HOME) == is_inside
         seen.add(is_inside)
     assert seen == {True, False}

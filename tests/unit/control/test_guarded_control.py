@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.control.aggregation import Ensembled
-from service.control.config import ControlConfig
+from service.control.aggregation import EnsembleAggregation
+from service.control.config import ControlConfig, SafetySettings
 from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
 from service.control.hold import Ramp
 from service.control.joints import SO100, JointTable
-from service.control.limits import Asked, LimitsFile, Said, motion_limits
+from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
 from service.errors import InvalidRequest
 from service.stage import Move
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.timed
 FRAME = np.zeros((8, 8, 3), np.uint8)
 TABLE = JointTable(SO100)
 PACE = ControlConfig(rate=20, action_rate=20, action_steps=10, chunk=20, width=6)
+RAMPED = replace(PACE, safety=SafetySettings(on_hold="ramp"))
+PACES = {"hold": PACE, "ramp": RAMPED}
 
 
 def towards(step: float, joint: int = 0) -> Callable[[Snapshot], np.ndarray]:
@@ -42,7 +44,7 @@ class Arm:
     """A robot that is at once where it is sent, a camera, and a policy that answers at once."""
 
     policy: Callable[[Snapshot], np.ndarray]
-    asked: Asked = field(default_factory=Asked)
+    limits: MotionLimits = field(default_factory=lambda: create_motion_limits(TABLE))
     pace: ControlConfig = PACE
     sees: bool = True
     is_choked: bool = False
@@ -52,7 +54,7 @@ class Arm:
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], TABLE)
-        self.control = Controller(self.buffer, self.pace, motion_limits(TABLE, self.asked))
+        self.control = Controller(self.buffer, self.pace, self.limits)
         self.move(np.array([0, 0, 0, 0, 0, 50.0]))
         self.control.begin(self.now)
 
@@ -85,14 +87,15 @@ class Arm:
         return np.abs(np.diff(np.array(self.sent), axis=0))
 
 
-def asked(mode: Any = "clamp", requested: float | None = None, **said: float) -> Asked:
+def limits(mode: Any = "clamp", requested: float | None = None, **said: float) -> MotionLimits:
     numbers: dict[str, Any] = dict(said)
-    joints = {name: Said(**numbers, origin="f") for name in TABLE.names}
-    return Asked(mode, requested, file=LimitsFile("f", joints) if said else None)
+    joints = {name: FileLimits(**numbers, origin="f") for name in TABLE.names}
+    file = LimitsFile("f", joints) if said else None
+    return create_motion_limits(TABLE, SafetySettings(safety=mode), file=file, requested=requested)
 
 
 async def test_a_session_tells_its_limits_and_refuses_those_of_joints_that_it_does_not_have(rigged) -> None:
-    async with rigged(motion=Asked(setting=9.0)) as rig:
+    async with rigged(max_relative_target=9.0) as rig:
         with pytest.raises(InvalidRequest, match="'knee'"):
             await rig.running(max_relative_target={"knee": 1.0})
         await rig.running(max_relative_target={"gripper": 0.05})
@@ -118,7 +121,7 @@ def test_the_first_motion_begins_at_the_measured_pose_and_glides() -> None:
         return np.full((1, PACE.chunk, 6), 90, np.float32)
 
     for mode in ("clamp", "refuse"):
-        arm = Arm(far, asked(mode, velocity=100.0)).tick(6)
+        arm = Arm(far, limits(mode, velocity=100.0)).tick(6)
         assert [round(float(command[0])) for command in arm.sent] == [5, 10, 15, 20, 25]
         assert arm.control.rejected == 0
         # Somebody moves the arm while it is held: it goes on from there.
@@ -132,7 +135,7 @@ def test_the_first_motion_begins_at_the_measured_pose_and_glides() -> None:
 
 
 def test_no_step_is_larger_than_max_relative_target_whatever_the_policy_wants() -> None:
-    arm = Arm(towards(4.0), asked(requested=1.5)).tick(30)
+    arm = Arm(towards(4.0), limits(requested=1.5)).tick(30)
     assert arm.steps.max() == pytest.approx(1.5, abs=1e-4)
     assert arm.control.guard.clamped["step"] > 0
     assert arm.control.hold is None
@@ -140,22 +143,32 @@ def test_no_step_is_larger_than_max_relative_target_whatever_the_policy_wants() 
 
 
 def test_a_policy_is_judged_by_what_it_wanted_not_by_what_it_was_let_do() -> None:
-    arm = Arm(towards(4.0), asked(requested=1.5)).tick(30)
+    arm = Arm(towards(4.0), limits(requested=1.5)).tick(30)
     assert 3.999 < arm.control.largest_step[0] < 8.001, "at a seam it is also ahead of where the arm was let go"
-    calm = Arm(towards(1.0), asked(requested=2.5)).tick(30)
+    calm = Arm(towards(1.0), limits(requested=2.5)).tick(30)
     assert calm.control.largest_step[0] == pytest.approx(1.0, abs=1e-4)
     assert calm.control.guard.clamped.total == 0
 
 
 def test_without_anything_to_clamp_nothing_is_changed_at_other_rates_and_with_ensembling() -> None:
-    for pace in (replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(), action_steps=1)):
+    for pace in (
+        replace(PACE, rate=50),
+        replace(PACE, rate=7),
+        replace(PACE, overlap=EnsembleAggregation(), action_steps=1),
+    ):
         arm = Arm(towards(1.0), pace=pace).tick(20)
         assert arm.control.guard.clamped.total == 0, pace
         assert arm.steps.max() <= max(20 / pace.rate, 1.0) * 1.2
 
 
 @pytest.mark.parametrize(
-    "pace", [PACE, replace(PACE, rate=50), replace(PACE, rate=7), replace(PACE, overlap=Ensembled(0.1), action_steps=1)]
+    "pace",
+    [
+        PACE,
+        replace(PACE, rate=50),
+        replace(PACE, rate=7),
+        replace(PACE, overlap=EnsembleAggregation(0.1), action_steps=1),
+    ],
 )
 def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: ControlConfig) -> None:
     random = np.random.default_rng(3)
@@ -165,7 +178,7 @@ def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: 
         plan = random.normal(0, 10 ** random.uniform(0, 30), (1, PACE.chunk, 6))
         return np.clip(plan, -99, 199).astype(np.float32)
 
-    arm = Arm(wild, asked(requested=3.0, velocity=80.0, low=-20.0, high=60.0), pace).tick(200)
+    arm = Arm(wild, limits(requested=3.0, velocity=80.0, low=-20.0, high=60.0), pace).tick(200)
     commands = np.array(arm.sent)
     assert len(commands) > 190
     assert commands.min() >= -20.001
@@ -174,7 +187,7 @@ def test_every_command_of_a_wild_policy_is_inside_range_step_and_velocity(pace: 
 
 
 def test_a_chunk_refused_for_its_limits_is_a_hold_and_three_in_a_row_want_a_stop() -> None:
-    arm = Arm(towards(1.0), asked("refuse", velocity=60.0)).tick(15)
+    arm = Arm(towards(1.0), limits("refuse", velocity=60.0)).tick(15)
     assert arm.control.chunks > 1
     arm.policy = towards(4.0)
     while arm.control.hold is None:
@@ -192,7 +205,7 @@ def test_a_chunk_refused_for_its_limits_is_a_hold_and_three_in_a_row_want_a_stop
 
 def test_a_hold_is_at_once_and_a_ramp_slows_down_before_it() -> None:
     def held(on_hold: Any) -> tuple[Arm, np.ndarray]:
-        arm = Arm(towards(4.0), asked(acceleration=400.0), replace(PACE, on_hold=on_hold)).tick(15, follows=True)
+        arm = Arm(towards(4.0), limits(acceleration=400.0), PACES[on_hold]).tick(15, follows=True)
         arm.control.obstruct("link_lost", "lost")
         before = len(arm.sent)
         arm.tick(20, follows=False)  # where it is told to go it does not come: what is measured stays
@@ -212,7 +225,7 @@ def test_a_hold_is_at_once_and_a_ramp_slows_down_before_it() -> None:
 
 
 def test_after_a_ramp_motion_goes_on_from_where_it_was_commanded() -> None:
-    arm = Arm(towards(4.0), asked(velocity=100.0), replace(PACE, on_hold="ramp")).tick(10)
+    arm = Arm(towards(4.0), limits(velocity=100.0), RAMPED).tick(10)
     arm.control.obstruct("link_lost", "lost")
     arm.tick(2)
     arm.control.clear("link_lost")
@@ -223,7 +236,7 @@ def test_after_a_ramp_motion_goes_on_from_where_it_was_commanded() -> None:
 
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: Any) -> None:
-    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold=on_hold)).tick(12)
+    arm = Arm(towards(2.0), limits(velocity=100.0, acceleration=100.0), PACES[on_hold]).tick(12)
     told = len(arm.sent)
     for tick in range(20):
         if tick == 1:
@@ -246,7 +259,7 @@ def test_a_hold_whose_reason_comes_and_goes_is_still_done_to_its_end(on_hold: An
 
 @pytest.mark.parametrize("slowed", [0, 1])
 def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down(slowed: int) -> None:
-    arm = Arm(towards(2.0), asked(velocity=100.0, acceleration=100.0), replace(PACE, on_hold="ramp")).tick(12)
+    arm = Arm(towards(2.0), limits(velocity=100.0, acceleration=100.0), RAMPED).tick(12)
     if slowed:
         arm.control.obstruct("compiling", "for a while")
         arm.tick(slowed)
@@ -260,7 +273,7 @@ def test_after_a_pause_of_the_process_there_is_nothing_to_slow_down(slowed: int)
 
 @pytest.mark.parametrize(("ticks", "holds"), [(4, {}), (20, {"link_choked": 1})])
 def test_what_a_link_does_not_take_is_no_step_of_the_motion(ticks: int, holds: dict[str, int]) -> None:
-    arm = Arm(towards(2.0), asked(step=2.5)).tick(12)
+    arm = Arm(towards(2.0), limits(step=2.5)).tick(12)
     told = len(arm.sent)
     arm.is_choked = True
     arm.tick(ticks)
@@ -273,7 +286,7 @@ def test_what_a_link_does_not_take_is_no_step_of_the_motion(ticks: int, holds: d
 
 
 def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
-    arm = Arm(towards(4.0), pace=replace(PACE, on_hold="ramp")).tick(10)
+    arm = Arm(towards(4.0), pace=RAMPED).tick(10)
     arm.control.obstruct("link_lost", "lost")
     arm.tick(1)
     before = len(arm.sent)
@@ -284,11 +297,11 @@ def test_a_stop_in_the_middle_of_a_ramp_is_at_once() -> None:
 
 
 def test_a_ramp_ends_in_half_a_second_at_its_range_and_of_an_arm_that_stands_at_once() -> None:
-    limits = motion_limits(TABLE, asked(acceleration=1.0))
-    ramp = Ramp(limits, np.full(6, 99.0), np.full(6, 200.0), 50)
+    slow = limits(acceleration=1.0)
+    ramp = Ramp(slow, np.full(6, 99.0), np.full(6, 200.0), 50)
     commands = []
     while (command := ramp.next()) is not None:
         commands.append(command)
     assert len(commands) == 25
     assert np.array(commands).max() == 100
-    assert Ramp(limits, np.zeros(6), np.zeros(6), 50).next() is None
+    assert Ramp(slow, np.zeros(6), np.zeros(6), 50).next() is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.control.joints import SO100, Joint, JointTable, table_for
+from service.control.joints import SO100, Joint, JointTable, create_joint_table
 from service.errors import InvalidRequest, PolicyError
 
 WIRE = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
@@ -15,7 +15,7 @@ STANDARD = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_
 
 @pytest.mark.parametrize("names", [WIRE, STANDARD])
 def test_both_sets_of_so100_names_are_accepted(names: tuple[str, ...]) -> None:
-    update = JointTable(SO100).read({name: float(number + 1) for number, name in enumerate(names)})
+    update = JointTable(SO100).read_update({name: float(number + 1) for number, name in enumerate(names)})
     assert update.values == {0: 1, 1: 2, 2: 3, 3: 4, 4: 5, 5: 6}
     assert not update.dropped
 
@@ -41,25 +41,25 @@ def test_wire_names_go_out_with_their_index_and_within_range() -> None:
     ],
 )
 def test_what_is_no_finite_number_is_dropped_and_counted(value: object, reason: str) -> None:
-    update = JointTable(SO100).read({"Jaw": value, "Pitch": 4})
+    update = JointTable(SO100).read_update({"Jaw": value, "Pitch": 4})
     assert update.values == {1: 4}
     assert update.dropped == {reason: 1}
 
 
 def test_unknown_joints_are_dropped_and_never_become_zeros() -> None:
-    update = JointTable(SO100).read({"shoulder_pan_joint": 3.0, "joint_1": 2.0})
+    update = JointTable(SO100).read_update({"shoulder_pan_joint": 3.0, "joint_1": 2.0})
     assert update.values == {}
     assert update.dropped == {"unknown_joint": 2}
 
 
 def test_a_joint_with_two_values_under_its_two_names_is_not_believed() -> None:
     table = JointTable(SO100)
-    assert table.read({"Jaw": 3, "gripper": 4}).values == {}
-    assert table.read({"Jaw": 3, "gripper": 3}).values == {5: 3}
+    assert table.read_update({"Jaw": 3, "gripper": 4}).values == {}
+    assert table.read_update({"Jaw": 3, "gripper": 3}).values == {5: 3}
 
 
 def test_values_outside_the_range_are_clamped_on_the_way_in() -> None:
-    update = JointTable(SO100).read({"Jaw": -4.0, "Pitch": 101.5, "Elbow": 100})
+    update = JointTable(SO100).read_update({"Jaw": -4.0, "Pitch": 101.5, "Elbow": 100})
     assert update.values == {5: 0, 1: 100, 2: 100}
     assert update.clamped == 2
 
@@ -78,37 +78,37 @@ def test_any_finite_command_comes_out_within_range(values: list[float]) -> None:
 
 @given(st.dictionaries(st.sampled_from([*WIRE, *STANDARD, "x"]), st.floats() | st.integers() | st.text() | st.none()))
 def test_whatever_comes_in_only_finite_values_within_range_are_kept(values: dict[str, object]) -> None:
-    update = JointTable(SO100).read(values)
+    update = JointTable(SO100).read_update(values)
     for position, value in update.values.items():
         assert SO100[position].low <= value <= SO100[position].high
     assert len(update.values) + sum(update.dropped.values()) <= len(values) + len(WIRE)
 
 
 def test_six_joints_without_names_are_an_so100_and_others_are_numbered() -> None:
-    assert table_for(6).names == WIRE
-    fourteen = table_for(14)
+    assert create_joint_table(6).names == WIRE
+    fourteen = create_joint_table(14)
     assert fourteen.names == tuple(f"joint_{number}" for number in range(1, 15))
     assert fourteen.to_commands(np.full(14, 1e6, np.float32))[13].value == 1e6
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}.pos", "main_{}"])
 def test_a_checkpoint_may_spell_so100_names_as_lerobot_did_over_the_years(spelling: str) -> None:
-    table = table_for(6, checkpoint=[spelling.format(name) for name in STANDARD])
+    table = create_joint_table(6, checkpoint=[spelling.format(name) for name in STANDARD])
     assert table.names == WIRE
 
 
 def test_so100_names_in_another_order_keep_their_index_on_the_wire() -> None:
-    table = table_for(6, checkpoint=["gripper", *STANDARD[:5]])
+    table = create_joint_table(6, checkpoint=["gripper", *STANDARD[:5]])
     commands = table.to_commands(np.array([55, 0, 0, 0, 0, 0], np.float32))
     assert (commands[0].name, commands[0].value, commands[0].index) == ("Jaw", 55, 5)
 
 
 def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
-    assert table_for(2, checkpoint=["a", "b"]).names == ("a", "b")
-    assert table_for(2, requested=["c", "d"]).names == ("c", "d")
-    assert table_for(2, checkpoint=["a", "b"], requested=["a", "b"]).names == ("a", "b")
+    assert create_joint_table(2, checkpoint=["a", "b"]).names == ("a", "b")
+    assert create_joint_table(2, requested=["c", "d"]).names == ("c", "d")
+    assert create_joint_table(2, checkpoint=["a", "b"], requested=["a", "b"]).names == ("a", "b")
     with pytest.raises(InvalidRequest, match="differ from the checkpoint's"):
-        table_for(2, checkpoint=["a", "b"], requested=["b", "a"])
+        create_joint_table(2, checkpoint=["a", "b"], requested=["b", "a"])
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
     ],
 )
 def test_grippers_are_known_by_their_names(names: Sequence[str], grippers: set[str]) -> None:
-    table = table_for(len(names), checkpoint=names)
+    table = create_joint_table(len(names), checkpoint=names)
     assert {name for name, holds in zip(table.names, table.grippers, strict=True) if holds} == grippers
 
 
 def test_ranges_may_be_given_by_name() -> None:
-    table = table_for(2, requested=["a", "b"], ranges={"b": (-1, 1)})
+    table = create_joint_table(2, requested=["a", "b"], ranges={"b": (-1, 1)})
     assert [command.value for command in table.to_commands(np.array([5, 5], np.float32))] == [5, 1]
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", ""], ["a", "x" * 51]])
 def test_names_that_do_not_fit_are_refused(names: list[str]) -> None:
     with pytest.raises(InvalidRequest):
-        table_for(2, requested=names)
+        create_joint_table(2, requested=names)
     with pytest.raises(PolicyError):
-        table_for(2, checkpoint=names)
+        create_joint_table(2, checkpoint=names)
 
 
 def test_an_empty_range_is_refused() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from service.control.lease import Leases, robot_of
+from service.control.lease import Leases, find_robot
 from service.errors import RobotTaken
 
 
@@ -24,14 +24,14 @@ SAME = (
 
 @pytest.mark.parametrize("url", SAME)
 def test_one_robot_has_one_name_however_it_is_reached(url: str) -> None:
-    assert robot_of(url, "w", "s-joint-output") == robot_of(SAME[0], "w", "s-joint-output")
+    assert find_robot(url, "w", "s-joint-output") == find_robot(SAME[0], "w", "s-joint-output")
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("http://Host.example", "ws://host.example:80"), ("https://h/api", "wss://h:443/")]
 )
 def test_default_ports_and_case_make_no_difference(one: str, other: str) -> None:
-    assert robot_of(one, "w", "r") == robot_of(other, "w", "r")
+    assert find_robot(one, "w", "r") == find_robot(other, "w", "r")
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_default_ports_and_case_make_no_difference(one: str, other: str) -> None
     ],
 )
 def test_other_robots_are_others(other: tuple[str, str, str]) -> None:
-    assert robot_of(*other) != robot_of("http://localhost:8000", "w", "r")
+    assert find_robot(*other) != find_robot("http://localhost:8000", "w", "r")
 
 
 def test_a_robot_is_commanded_by_one_session_until_it_is_given_back() -> None:
-    leases, robot = Leases(), robot_of("http://h", "w", "r")
+    leases, robot = Leases(), find_robot("http://h", "w", "r")
     first, second = Holder("one"), Holder("two")
     leases.take(robot, first)
     with pytest.raises(RobotTaken, match="'one' commands; delete that one first") as refused:
@@ -63,7 +63,7 @@ def test_a_robot_is_commanded_by_one_session_until_it_is_given_back() -> None:
 
 
 def test_what_hangs_on_from_before_takes_nothing_from_its_successor() -> None:
-    leases, robot = Leases(), robot_of("http://h", "w", "r")
+    leases, robot = Leases(), find_robot("http://h", "w", "r")
     before, after = Holder("one"), _Other("one")
     leases.take(robot, before)
     leases.take(robot, after)

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from service.control.joints import SO100, Joint, JointTable, table_for
-from service.control.limits import Asked, LimitsError, LimitsFile, MotionLimits, Said, motion_limits, read_limits
+from service.control.config import SafetySettings
+from service.control.joints import SO100, Joint, JointTable, create_joint_table
+from service.control.limits import FileLimits, LimitsError, LimitsFile, MotionLimits, create_motion_limits, read_limits
 from service.errors import InvalidRequest
 from service.sessions.compatibility import limits_of
 from service.sessions.policy_slots import differences
 from service.sessions.request import NewSession, SessionSettings
-from service.settings import SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import load_settings
 from service.testing import SO100_REQUIREMENTS
 
 TABLE = JointTable(SO100)
-UNKNOWN = table_for(3, requested=["waist", "elbow", "finger"])
+UNKNOWN = create_joint_table(3, requested=["waist", "elbow", "finger"])
 GUIDE = Path(__file__).parents[3] / "docs" / "robots" / "safety.md"
 URDF = """<?xml version="1.0"?>
 <robot name="two">
@@ -43,7 +45,7 @@ def of(limits: MotionLimits, joint: str) -> dict[str, object]:
 
 
 def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
-    limits = motion_limits(TABLE)
+    limits = create_motion_limits(TABLE)
     assert limits.mode == "clamp"
     assert limits.unlimited == []
     found = of(limits, "Jaw")
@@ -53,26 +55,26 @@ def test_without_any_word_the_joint_table_limits_position_and_speed() -> None:
 
 
 def test_a_joint_that_nobody_knows_is_said_to_be_unlimited() -> None:
-    limits = motion_limits(UNKNOWN)
+    limits = create_motion_limits(UNKNOWN)
     assert limits.unlimited == ["waist", "elbow", "finger"]
     assert of(limits, "waist")["origin"] == "none"
-    stepped = motion_limits(UNKNOWN, Asked(requested=0.1))
+    stepped = create_motion_limits(UNKNOWN, requested=0.1)
     assert stepped.unlimited == ["waist", "elbow", "finger"], "its position is not limited still"
     assert of(stepped, "waist")["origin"] == "request"
 
 
 def test_the_checkpoints_range_counts_only_where_nobody_else_knows_one_and_with_a_margin() -> None:
     data = ((-1.0, 0.0, 0.5), (1.0, 0.0, 0.6))
-    limits = motion_limits(UNKNOWN, action_range=data)
+    limits = create_motion_limits(UNKNOWN, action_range=data)
     assert (of(limits, "waist")["low"], of(limits, "waist")["high"]) == (-1.5, 1.5)
     assert of(limits, "waist")["origin"] == "checkpoint"
     # A joint that hardly moved, or not at all, may move a little.
     assert (of(limits, "elbow")["low"], of(limits, "elbow")["high"]) == (-0.1, 0.1)
     assert limits.unlimited == []
-    known = motion_limits(TABLE, action_range=((-1.0,) * 6, (1.0,) * 6))
-    assert np.array_equal(known.high, motion_limits(TABLE).high)
+    known = create_motion_limits(TABLE, action_range=((-1.0,) * 6, (1.0,) * 6))
+    assert np.array_equal(known.high, create_motion_limits(TABLE).high)
     for nonsense in (((0.0,) * 3, (0.0,) * 3), ((0.0,), (1.0,)), ((math.nan,) * 3, (1.0,) * 3)):
-        assert motion_limits(UNKNOWN, action_range=nonsense).unlimited
+        assert create_motion_limits(UNKNOWN, action_range=nonsense).unlimited
 
 
 def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
@@ -84,9 +86,9 @@ def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
 
 
 def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
-    file = LimitsFile("arm.toml", {"elbow_flex": Said(step=3.0, origin="arm.toml")})
-    asked = Asked(requested={"shoulder_pan": 9.0, "gripper": 2.0}, setting=5.0, file=file)
-    limits = motion_limits(TABLE, asked)
+    file = LimitsFile("arm.toml", {"elbow_flex": FileLimits(step=3.0, origin="arm.toml")})
+    settings, requested = SafetySettings(max_relative_target=5.0), {"shoulder_pan": 9.0, "gripper": 2.0}
+    limits = create_motion_limits(TABLE, settings, file=file, requested=requested)
     steps = {name: of(limits, name)["step"] for name in TABLE.names}
     assert steps == {"Rotation": 5, "Pitch": 5, "Elbow": 3, "Wrist_Pitch": 5, "Wrist_Roll": 5, "Jaw": 2}
     assert of(limits, "Elbow")["origin"] == "arm.toml, joint table"
@@ -106,20 +108,20 @@ def test_a_step_of_a_joint_that_is_not_there_or_that_is_none_is_refused(wrong: o
 
 def test_a_file_narrows_the_tables_range_and_cannot_widen_it(tmp_path: Path) -> None:
     path = write(tmp_path, "[joints.Rotation]\nlow = -30\nhigh = 400\nvelocity = 40\n[joints.knee]\nstep = 1")
-    limits = motion_limits(TABLE, Asked(file=read_limits(path)))
+    limits = create_motion_limits(TABLE, file=read_limits(path))
     found = of(limits, "Rotation")
     assert (found["low"], found["high"], found["velocity"]) == (-30, 100, 40)
     assert limits.unmatched == ("knee",)
     with pytest.raises(InvalidRequest, match=r"'limits.toml', joint 'Jaw': found -9.0..-1.0; .* 0..100"):
-        motion_limits(TABLE, Asked(file=read_limits(write(tmp_path, "[joints.gripper]\nlow = -9\nhigh = -1"))))
+        create_motion_limits(TABLE, file=read_limits(write(tmp_path, "[joints.gripper]\nlow = -9\nhigh = -1")))
     twice = write(tmp_path, "[joints.gripper]\nstep = 9\n[joints.Jaw]\nstep = 1")
     with pytest.raises(InvalidRequest, match="'Jaw' is there twice"):
-        motion_limits(TABLE, Asked(file=read_limits(twice)))
+        create_motion_limits(TABLE, file=read_limits(twice))
 
 
 def test_a_urdf_gives_range_and_velocity_of_joints_of_the_same_name(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF, "two.urdf"))
-    limits = motion_limits(UNKNOWN, Asked(file=file))
+    limits = create_motion_limits(UNKNOWN, file=file)
     assert of(limits, "waist") == {
         "low": -3.1,
         "high": 3.1,
@@ -142,16 +144,16 @@ def test_a_toml_file_scales_what_a_urdf_says_and_says_more(tmp_path: Path) -> No
         '[joints.Jaw]\nurdf = "finger"\nscale = -2500\noffset = 150\nvelocity = 60',
     )
     file = read_limits(path)
-    assert file.joints["waist"] == Said(-31, 31, velocity=20, jerk=9, origin="limits.toml")
-    assert file.joints["Jaw"] == Said(0, 100, velocity=60, origin="limits.toml")
+    assert file.joints["waist"] == FileLimits(-31, 31, velocity=20, jerk=9, origin="limits.toml")
+    assert file.joints["Jaw"] == FileLimits(0, 100, velocity=60, origin="limits.toml")
     assert "finger" not in file.joints
-    assert of(motion_limits(TABLE, Asked(file=file)), "Jaw")["velocity"] == 60
+    assert of(create_motion_limits(TABLE, file=file), "Jaw")["velocity"] == 60
 
 
 def test_radians_of_a_urdf_are_never_taken_for_the_units_of_an_so100(tmp_path: Path) -> None:
     file = read_limits(write(tmp_path, URDF.replace('"waist"', '"shoulder_pan"'), "so.urdf"))
     with pytest.raises(InvalidRequest, match=r"'so.urdf', joint 'Rotation': a URDF counts in radians.*scale"):
-        motion_limits(TABLE, Asked(file=file))
+        create_motion_limits(TABLE, file=file)
 
 
 WRONG = {
@@ -210,15 +212,15 @@ def test_the_server_does_not_start_with_a_file_that_makes_no_sense(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"limits \(flag --limits\): limits file 'limits.toml': joint 'Jaw'"):
         load_settings({"limits": str(path)})
     settings = load_settings({"max_relative_target": '{"Jaw": 4}', "on_hold": "ramp"})
-    assert (settings.max_relative_target, settings.on_hold) == ({"Jaw": 4.0}, "ramp")
-    assert load_settings({"max_relative_target": "2.5"}).max_relative_target == 2.5
+    assert (settings.safety.max_relative_target, settings.safety.on_hold) == ({"Jaw": 4.0}, "ramp")
+    assert load_settings({"max_relative_target": "2.5"}).safety.max_relative_target == 2.5
     with pytest.raises(SettingsError, match="max_relative_target"):
         load_settings({"max_relative_target": "0"})
 
 
 def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     so101, aloha = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    limits = motion_limits(TABLE, Asked(file=read_limits(write(tmp_path, so101))))
+    limits = create_motion_limits(TABLE, file=read_limits(write(tmp_path, so101)))
     assert of(limits, "Rotation")["acceleration"] == 600
     assert of(limits, "Jaw")["step"] == 8
     assert limits.unmatched == ()
@@ -226,7 +228,7 @@ def test_the_examples_of_the_guide_are_read(tmp_path: Path) -> None:
     write(tmp_path, urdf, "aloha.urdf")
     names = [f"{side}_{joint}" for side in ("left", "right") for joint in ("waist", "a", "b", "c", "d", "e", "gripper")]
     table = JointTable([Joint(name, index) for index, name in enumerate(names)])
-    limits = motion_limits(table, Asked(file=read_limits(write(tmp_path, aloha))))
+    limits = create_motion_limits(table, file=read_limits(write(tmp_path, aloha)))
     assert of(limits, "left_waist")["high"] == 3.1
     assert of(limits, "left_waist")["velocity"] == 1.5
     assert (of(limits, "left_gripper")["low"], of(limits, "left_gripper")["step"]) == (0.15, 0.2)

@@ -9,7 +9,15 @@ import pytest
 from jaxmodels import Requirements
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
-from service.control.aggregation import DEFAULT, OVERLAPS, Aggregation, Crossfaded, Ensembled, Weighted, overlap_of
+from service.control.aggregation import (
+    AGGREGATIONS,
+    DEFAULT_AGGREGATION,
+    Aggregation,
+    CrossfadeAggregation,
+    EnsembleAggregation,
+    WeightedAggregation,
+    choose_aggregation,
+)
 from service.control.chunk_scheduler import plan_prefix
 from service.control.controller import PolicyAnswer
 from service.control.observation_buffer import Snapshot
@@ -26,7 +34,7 @@ def constant(value: float, length: int = 10) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LEROBOT)
 def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) -> None:
-    queue = ActionQueue(0.1, aggregation=OVERLAPS[name])
+    queue = ActionQueue(0.1, aggregation=AGGREGATIONS[name])
     queue.push(constant(1), seen_at=0.0, now=0.0)
     joined = queue.aggregate(constant(2), seen_at=0.4)
     assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
@@ -34,7 +42,7 @@ def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) 
 
 
 def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
-    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     for number, value in enumerate((0, 4, 8)):
         seen_at = 0.1 * number
         queue.push(queue.aggregate(constant(value), seen_at), seen_at, seen_at)
@@ -42,7 +50,7 @@ def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> Non
 
 
 def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_the_points_there() -> None:
-    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
     queue.push(ramp, seen_at=0.0, now=0.0)
     # The same motion, seen two and a half actions later: nothing of it changes.
@@ -51,13 +59,13 @@ def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_t
 
 
 def test_a_chunk_that_was_seen_before_the_plan_begins_is_weighed_where_the_plan_has_something() -> None:
-    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     queue.push(constant(1), seen_at=0.3, now=0.3)
     assert queue.aggregate(constant(2), seen_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
 
 
 def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
-    queue = ActionQueue(0.1, aggregation=Crossfaded(3))
+    queue = ActionQueue(0.1, aggregation=CrossfadeAggregation(3))
     queue.push(constant(0), seen_at=0.0, now=0.0)
     joined = queue.aggregate(constant(4), 0.2, 3)
     assert joined[:, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 4], "the first that can be done is number 3"
@@ -67,7 +75,7 @@ def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
 
 
 def test_a_plan_that_is_over_is_not_joined_with() -> None:
-    queue = ActionQueue(0.1, aggregation=OVERLAPS["average"])
+    queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     queue.push(constant(1), seen_at=0.0, now=5.0)
     new = constant(2)
     assert queue.aggregate(new, 0.5) is new
@@ -77,27 +85,29 @@ def test_a_plan_that_is_over_is_not_joined_with() -> None:
 @pytest.mark.parametrize("count", [1, 4, 100])
 def test_an_ensemble_weighs_the_newest_by_lerobots_series(coefficient: float, count: int) -> None:
     weights = np.exp(-coefficient * np.arange(count + 1, dtype=np.longdouble))
-    [share] = Ensembled(coefficient).share(np.array([count]), np.array([1]))
+    [share] = EnsembleAggregation(coefficient).new_weights(np.array([count]), np.array([1]))
     assert share == pytest.approx(float(weights[-1] / weights.sum()), abs=1e-12)
 
 
 def test_what_an_ensemble_forgets_is_one_prediction_after_another_overlap_was_chosen() -> None:
-    queue = ActionQueue(0.1, aggregation=Ensembled(0.0))
+    queue = ActionQueue(0.1, aggregation=EnsembleAggregation(0.0))
     for _ in range(5):
         queue.push(queue.aggregate(constant(0), 0.0), 0.0, 0.0)
-    queue.set_aggregation(OVERLAPS["average"])
-    queue.set_aggregation(Ensembled(0.0))
+    queue.set_aggregation(AGGREGATIONS["average"])
+    queue.set_aggregation(EnsembleAggregation(0.0))
     assert queue.aggregate(constant(4), 0.0)[0, 0] == pytest.approx(2)
 
 
 def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() -> None:
-    assert overlap_of(ACT).name == DEFAULT
-    assert overlap_of(replace(ACT, temporal_ensemble_coeff=0.2)) == Ensembled(0.2)
-    assert overlap_of(replace(ACT, temporal_ensemble_coeff=0.2), "average").name == "average"
-    assert overlap_of(ACT, "ensemble") == Ensembled(0.01)
-    assert overlap_of(ACT, "ensemble", -0.5) == Ensembled(-0.5)
-    assert overlap_of(replace(ACT, takes_prefix=True), "rtc").sends_plan
-    assert overlap_of(ACT, "crossfade", action_rate=50) == Crossfaded(12), "it lasts a time, not so many actions"
+    assert choose_aggregation(ACT).name == DEFAULT_AGGREGATION
+    assert choose_aggregation(replace(ACT, temporal_ensemble_coeff=0.2)) == EnsembleAggregation(0.2)
+    assert choose_aggregation(replace(ACT, temporal_ensemble_coeff=0.2), "average").name == "average"
+    assert choose_aggregation(ACT, "ensemble") == EnsembleAggregation(0.01)
+    assert choose_aggregation(ACT, "ensemble", -0.5) == EnsembleAggregation(-0.5)
+    assert choose_aggregation(replace(ACT, takes_prefix=True), "rtc").sends_plan
+    assert choose_aggregation(ACT, "crossfade", action_rate=50) == CrossfadeAggregation(12), (
+        "it lasts a time, not so many actions"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +122,7 @@ def test_a_policy_has_the_overlap_that_is_asked_for_or_its_own_or_the_default() 
 )
 def test_what_cannot_be_says_what_can(name: str, coefficient: float | None, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
-        overlap_of(ACT, name, coefficient)
+        choose_aggregation(ACT, name, coefficient)
     assert "'rtc'," not in str(error.value), "it is not offered to a policy without a prefix"
 
 
@@ -135,13 +145,13 @@ def noisy(snapshot: Snapshot) -> np.ndarray:
     return (plan(snapshot) + off).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 @pytest.mark.parametrize("rate", [20, 50, 10])
 def test_every_overlap_moves_at_every_rate_and_is_changed_without_a_missed_tick(name: str, rate: float) -> None:
     pace = replace(PACE, rate=rate, action_steps=5)
     world = World(pace=pace, policy=noisy, latency=0.12).begin().run(1.0)
     before = len(world.sent)
-    world.control.adjust(replace(pace, overlap=OVERLAPS[name], action_steps=4, ask_ahead=0.2))
+    world.control.adjust(replace(pace, overlap=AGGREGATIONS[name], action_steps=4, ask_ahead=0.2))
     world.run(2.0)
     assert world.control.starvations == world.control.missed_ticks == 0
     assert world.control.hold is None
@@ -150,7 +160,7 @@ def test_every_overlap_moves_at_every_rate_and_is_changed_without_a_missed_tick(
 
 def test_mixing_overlaps_make_the_seams_smaller() -> None:
     def roughness(name: str) -> float:
-        pace = replace(PACE, overlap=OVERLAPS[name], action_steps=5)
+        pace = replace(PACE, overlap=AGGREGATIONS[name], action_steps=5)
         world = World(pace=pace, policy=lambda seen: noisy(seen) * np.float32(0.1), latency=0.12).begin().run(5.0)
         return float(np.abs(np.diff([command[0] for command in world.commands()], 3)).mean())
 
@@ -159,10 +169,10 @@ def test_mixing_overlaps_make_the_seams_smaller() -> None:
     assert rough["crossfade"] < 0.7 * rough["replace"]
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_another_policy_is_led_over_to_and_nothing_of_the_old_plan_is_joined_with(name: str) -> None:
-    world = World(pace=replace(PACE, overlap=OVERLAPS[name]), policy=line).begin().run(1.02)
-    world.control.hurry()
+    world = World(pace=replace(PACE, overlap=AGGREGATIONS[name]), policy=line).begin().run(1.02)
+    world.control.request_soon()
     world.latency = 0.2
     world.run(0.06)
     _, asked = world.answers.pop()
@@ -202,7 +212,9 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
         return chunks[-1][1]
 
     world = (
-        World(pace=replace(PACE, overlap=OVERLAPS["rtc"], action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
+        World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"], action_steps=8), policy=policy, latency=0.17)
+        .begin()
+        .run(5.0)
     )
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8
@@ -231,17 +243,17 @@ def test_what_follows_the_given_actions_is_led_over_to() -> None:
         world = World(pace=replace(PACE, overlap=overlap, action_steps=8), policy=policy, latency=0.17).begin().run(5.0)
         return max(abs(late[0] - early[0]) for early, late in pairwise(world.commands()[20:]))
 
-    assert largest_step(Weighted("replaced", 1.0, sends_plan=True)) == pytest.approx(0.05 + 0.3, abs=1e-3)
-    assert largest_step(OVERLAPS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
+    assert largest_step(WeightedAggregation("replaced", 1.0, sends_plan=True)) == pytest.approx(0.05 + 0.3, abs=1e-3)
+    assert largest_step(AGGREGATIONS["rtc"]) == pytest.approx(0.05 + 0.3 / 7, abs=1e-3)
 
 
 def test_without_a_plan_a_policy_is_given_none_and_only_real_time_chunking_sends_any() -> None:
-    world = World(pace=replace(PACE, overlap=OVERLAPS["rtc"]), latency=1.0).begin().run(0.1)
+    world = World(pace=replace(PACE, overlap=AGGREGATIONS["rtc"]), latency=1.0).begin().run(0.1)
     [(_, request)] = world.answers
     snapshot = request.snapshot
     assert snapshot.prefix[PREFIX_LENGTH].tolist() == snapshot.prefix[PREFIX_DELAY].tolist() == [0]
     assert set(snapshot.prefix) == {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
-    other = World(pace=replace(PACE, overlap=OVERLAPS["average"]), latency=1.0).begin().run(0.1)
+    other = World(pace=replace(PACE, overlap=AGGREGATIONS["average"]), latency=1.0).begin().run(0.1)
     assert other.answers[0][1].snapshot.prefix == {}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.control.joints import SO100, JointTable
-from service.control.limits import motion_limits
+from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.records import Latch
 from service.sessions.room_authority import Authority
@@ -20,11 +20,11 @@ from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.protocol import Join, JointUpdate, Role
 from service.transport.server import websocket
-from service.transport.server.rooms import CommandRefused, Place, RoomTable, Send
+from service.transport.server.rooms import CommandRefused, RoomPath, RoomTable, Send
 
 pytestmark = pytest.mark.timed
 
-ARM = Place(Kind.ROBOTICS, "w", "arm-joint-output")
+ARM = RoomPath(Kind.ROBOTICS, "w", "arm-joint-output")
 NAMES = [joint.name for joint in SO100]
 OWN, OTHER = "the session's secret", "another one"
 
@@ -39,7 +39,7 @@ class Double:
         self.new = SimpleNamespace(workspace_id="w", owner=None, is_direct=False, dry_run=False)
         self.buffer = ObservationBuffer((), table)
         self.measure(dict.fromkeys(NAMES, 10.0))
-        control = SimpleNamespace(guard=SimpleNamespace(limits=motion_limits(table)))
+        control = SimpleNamespace(guard=SimpleNamespace(limits=create_motion_limits(table)))
         self.robot_io: Any = SimpleNamespace(table=table, buffer=self.buffer, controller=control)
 
     def measure(self, pose: dict[str, float]) -> None:
@@ -73,7 +73,7 @@ class Arena:
 
     def seat(self, who: str, claim: str | None) -> bool:
         self.perform(self.table.join(who, ARM, Join(who, Role.PRODUCER), 0.0, claim=claim))
-        return self.table.seat(who) is not None
+        return self.table.get_participant(who) is not None
 
     def say(self, who: str, values: dict[str, float]) -> list[Any]:
         data = tuple({"name": name, "value": value} for name, value in values.items())

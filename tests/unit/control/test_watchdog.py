@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from service.control.watchdog import InputTimes, Watchdog, WatchdogTimeouts
+from service.control.config import SafetySettings
+from service.control.watchdog import InputTimes, Watchdog
 
 PERIOD = 0.02
 
 
-def watchdog(executed: float = 0.4, covered: float = 0.4, **timeouts: object) -> Watchdog:
-    made = Watchdog(WatchdogTimeouts(**timeouts), executed=executed, covered=covered)  # type: ignore[arg-type]
+def watchdog(executed: float = 0.4, covered: float = 0.4, frame_age: float = 0.3, **settings: object) -> Watchdog:
+    safety = SafetySettings.model_validate(settings)
+    made = Watchdog(safety, frame_age=frame_age, executed=executed, covered=covered)
     made.begin(0.0)
     return made
 
@@ -61,11 +63,11 @@ def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None
 
 
 def test_cameras_that_may_be_slow_are_given_more_time() -> None:
-    timeouts = WatchdogTimeouts().for_frames(10.0)
-    assert (timeouts.frame_age, timeouts.degraded_after, timeouts.stop_after) == (10.0, 20.0, 200.0)
-    assert WatchdogTimeouts(degraded_after=1, stop_after=2).for_frames(0.3) == WatchdogTimeouts(0.3, 1, 2)
-    with pytest.raises(ValueError, match="degraded_after 40"):
-        WatchdogTimeouts(degraded_after=40)
+    slow, quick = watchdog(frame_age=10.0), watchdog(degraded_after=1, stop_after=2)
+    assert (slow.degraded_after, slow.stop_after) == (20.0, 200.0)
+    assert (quick.degraded_after, quick.stop_after) == (1, 2)
+    with pytest.raises(ValueError, match="degraded_after < stop_after"):
+        watchdog(degraded_after=40)
 
 
 def test_a_process_that_paused_holds_for_one_tick() -> None:
@@ -84,7 +86,7 @@ def test_a_blocked_event_loop_holds_after_250_ms_however_old_frames_may_be(frame
 
 
 def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
-    dog = Watchdog(WatchdogTimeouts(), executed=2.0, covered=4.0, period=0.5)
+    dog = Watchdog(SafetySettings(), frame_age=0.3, executed=2.0, covered=4.0, period=0.5)
     dog.begin(0.0)
     for now in (0.5, 1.0, 1.5):
         assert dog.check(now, InputTimes({})).holds == {}
@@ -97,41 +99,41 @@ def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chu
     assert list(walk(dog, 0.84, 0.8, asked_at=0.0).holds) == ["inference_slow"]
     assert walk(dog, 0.86, 0.86, asked_at=None).holds == {}
     assert watchdog(executed=0.02, covered=2.0).slow_after == 2.0
-    assert watchdog(executed=0.4, covered=0.5, slow=3.0).slow_after == pytest.approx(1.2)
+    assert watchdog(executed=0.4, covered=0.5, slow_inference=3.0).slow_after == pytest.approx(1.2)
 
 
 def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> None:
     assert walk(watchdog(), 60.0, chunk_seen_at=0.0).holds == {}
-    dog = watchdog(action_age=0.5)
+    dog = watchdog(action_age_limit=0.5)
     assert walk(dog, 0.48, chunk_seen_at=0.0).holds == {}
     assert list(walk(dog, 0.54, 0.5, chunk_seen_at=0.0).holds) == ["action_stale"]
 
 
 def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
     dog = watchdog()
-    assert all(dog.bad_input({"not_finite": 1}, second / 10) is None for second in range(1000))
-    assert dog.bad_inputs(99.9) <= 11
+    assert all(dog.note_bad_input({"not_finite": 1}, second / 10) is None for second in range(1000))
+    assert dog.count_bad_inputs(99.9) <= 11
     dog.begin(200.0)
-    assert all(dog.bad_input({"not_finite": 1}, 200 + tick / 50) is None for tick in range(19))
-    stop = dog.bad_input({"unknown_joint": 1}, 200.4)
+    assert all(dog.note_bad_input({"not_finite": 1}, 200 + tick / 50) is None for tick in range(19))
+    stop = dog.note_bad_input({"unknown_joint": 1}, 200.4)
     assert stop is not None
     assert stop.code == "bad_input"
     assert "20 joint values" in stop.text
     assert "unknown_joint 1" in stop.text
-    assert dog.bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
-    assert watchdog(bad_inputs=0).bad_input({"malformed": 10_000}, 0.0) is None
+    assert dog.note_bad_input({"unknown_joint": 1}, 200.41) is None, "it counts from anew"
+    assert watchdog(bad_inputs=0).note_bad_input({"malformed": 10_000}, 0.0) is None
 
 
 def test_the_same_picture_for_two_seconds_is_frozen_until_another_one_comes() -> None:
     dog = watchdog()
     picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     for index in range(61):
-        dog.frame("front", picture.copy(), index / 30)
+        dog.note_frame("front", picture.copy(), index / 30)
         assert ("front" in dog.frozen) == (index >= 60)
     assert dog.check(2.0, InputTimes({})).stop is None
     other = picture.copy()
     other[0, 0, 0] ^= 1
-    dog.frame("front", other, 2.1)
+    dog.note_frame("front", other, 2.1)
     assert not dog.frozen
 
 
@@ -141,14 +143,14 @@ def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> No
     for index in range(300):
         image = picture.copy()
         image[1, 1, 0] = index % 256  # none of the points that are times at first
-        dog.frame("front", image, index / 30)
+        dog.note_frame("front", image, index / 30)
         assert not dog.frozen
 
 
 def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
     dog = watchdog(frozen_stops=True)
     for second in (0.0, 1.0, 2.0):
-        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
+        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
     stop = dog.check(2.0, InputTimes({"front": 2.0})).stop
     assert stop is not None
     assert str(stop).startswith("camera_frozen: camera 'front'")
@@ -179,7 +181,7 @@ def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
 def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
     dog = watchdog()
     for second in (0.0, 1.0, 2.0):
-        dog.frame("front", np.zeros((4, 4, 3), np.uint8), second)
-    assert dog.warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
-    dog.frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
-    assert dog.warnings(2.7) == {}
+        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
+    assert dog.get_warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
+    dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
+    assert dog.get_warnings(2.7) == {}

@@ -3,13 +3,13 @@
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from service.control.observers import Tick
-from service.control.watchdog import WatchdogTimeouts
 from service.errors import MoveRefused
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Stage
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timed
 
 
 async def test_a_robot_that_sees_nothing_holds_is_degraded_and_goes_on_by_itself(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dark = True
         await until(lambda: session.stage is Stage.DEGRADED and rig.stats["hold_code"] == "camera_stale")
@@ -73,7 +73,7 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
 
 
 async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         await until(lambda: len(session.robot_io.controller.queue) > 0)
         rig.is_dark = rig.is_dumb = True
@@ -94,11 +94,11 @@ async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_mov
 
 
 async def test_a_robot_that_nobody_reports_for_is_held_until_all_its_joints_are_told_anew(rigged) -> None:
-    async with rigged(patience=LENIENT) as rig:
+    async with rigged(**LENIENT) as rig:
         session = await rig.running()
         rig.is_dumb = True
         await asyncio.sleep(0.02)
-        rig.link._inbox.event(RobotLeft(rig.link.rooms.joint_input))
+        rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input))
         await until(lambda: rig.stats["hold_code"] == "joints_missing")
         await until(lambda: session.stage is Stage.DEGRADED)
         assert rig.link.sent[-1].values == POSE, "whoever comes next holds nothing yet: its jaw is not told to close"
@@ -123,7 +123,7 @@ async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigge
         assert session.stage is Stage.RUNNING
         rig.still = None
         await until(lambda: rig.stats["watch"]["camera_frozen"] == [])
-    async with rigged(patience=WatchdogTimeouts(frozen_after=0.1, frozen_stops=True)) as rig:
+    async with rigged(frozen_after=0.1, frozen_stops=True) as rig:
         await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
         await until(lambda: rig.stats["stop_code"] == "camera_frozen")
@@ -157,7 +157,7 @@ async def test_bad_joint_values_are_dropped_and_twenty_in_a_second_stop_the_robo
 async def test_frames_of_the_wire_that_cannot_be_read_count_as_bad_input_too(rig) -> None:
     session = await rig.running()
     for _ in range(20):
-        session.robot_io.event(BadInput({"malformed": 1}))
+        session.robot_io.on_event(BadInput({"malformed": 1}))
     assert rig.stats["stop_code"] == "bad_input"
     assert rig.stats["inputs_dropped"] == {"malformed": 20}
 
@@ -262,7 +262,7 @@ async def test_words_of_a_person_are_no_code(rig) -> None:
 
 
 async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the_old_plan(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         control = session.robot_io.controller
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
@@ -283,16 +283,16 @@ class Plans:
         self.sent: list[int] = []
         self._link = link
 
-    def saw(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
 
-    def planned(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         self.sent.append(len(self._link.sent))
 
-    def ticked(self, tick: Tick) -> None: ...
+    def on_tick(self, tick: Tick) -> None: ...
 
 
 async def test_a_stop_that_came_while_the_loop_was_blocked_is_heard_before_anything_is_sent(rigged) -> None:
-    async with rigged(frame_age_limit=0.3, patience=WatchdogTimeouts()) as rig:
+    async with rigged(frame_age_limit=0.3, degraded_after=3.0, stop_after=30.0, frozen_after=2.0) as rig:
         session = await rig.running()
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[None] = asyncio.Queue()
@@ -340,6 +340,30 @@ async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: fl
 
 
 def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
-    patience = SessionSettings().patience
-    assert (patience.frame_age, patience.degraded_after, patience.stop_after) == (0.3, 3.0, 30.0)
-    assert (patience.frozen_after, patience.frozen_stops, patience.bad_inputs) == (2.0, False, 20)
+    safety = SessionSettings().safety
+    assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
+    assert (safety.frozen_after, safety.frozen_stops, safety.bad_inputs) == (2.0, False, 20)
+
+
+async def test_a_policy_of_two_observations_gets_one_of_a_step_of_its_own_before(rigged) -> None:
+    class Looking(ScriptedPolicy):
+        """Notes how many pictures of the robot (one every 10 ms) lie between the two that it looks at."""
+
+        def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+            before, now = observation["observation.images.front"][0, :, 0, 0, 0].astype(int)
+            apart.append((now - before) % 251)
+            return super().act(observation)
+
+    apart: list[int] = []
+    async with rigged() as rig:
+        rig.policies["policy"] = Looking(replace(SO100_REQUIREMENTS, rate=10.0, observation_steps=2, action_steps=2))
+        session = await rig.running(rate=50)
+        await until(lambda: len(apart) > 5)
+        assert apart[0] <= 2, "at its start there is none before, and the first one stands in for it"
+        assert 5 <= max(apart[-2:]) <= 30, apart
+        await rig.sessions.stop("s")
+        await rig.sessions.start("s")
+        count = len(apart)
+        await until(lambda: len(apart) > count)
+        assert apart[count] <= 2, "nor after another one"
+        assert session.stage is Stage.RUNNING

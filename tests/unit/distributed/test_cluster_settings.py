@@ -6,12 +6,13 @@ import pytest
 
 import service.api
 from service.app import create_app
-from service.settings import Settings, SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import Settings, load_settings
 
 
 @pytest.mark.parametrize("engine", ["here", "ray-local", "ray-auto", "ray://10.0.0.5:10001"])
 def test_where_engines_may_be(engine: str) -> None:
-    assert load_settings({"engine": engine}).engine == engine
+    assert load_settings({"engine": engine}).cluster.engine == engine
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_what_cannot_be_says_what_can(flags: dict[str, str], says: str) -> None:
 
 
 def test_resources_are_read_from_a_flag() -> None:
-    assert load_settings({"engine_resources": "TPU=4, CPU=8"}).engine_resources == {"TPU": 4.0, "CPU": 8.0}
+    assert load_settings({"engine_resources": "TPU=4, CPU=8"}).cluster.engine_resources == {"TPU": 4.0, "CPU": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -64,4 +65,4 @@ def test_without_its_driver_it_is_said_how_to_get_it(
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, driver, None)
     with pytest.raises(SettingsError, match=says):
-        create_app(Settings(**settings, state="off"))
+        create_app(Settings.from_values(**settings, state="off"))

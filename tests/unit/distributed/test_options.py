@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from service.distributed.host_coordinator import HostOptions, host_options, read_address
-from service.settings import Settings, SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import Settings, load_settings
 
 
 @pytest.fixture
@@ -20,11 +21,11 @@ def secret(tmp_path: Path) -> Path:
 def settings(secret: Path, **more: Any) -> Settings:
     asked: dict[str, Any] = {"devices": ("all",), "placement": "shard", "hosts_count": 2}
     asked |= {"hosts_address": "10.0.0.1:8470", "hosts_secret_file": str(secret)}
-    return Settings(**(asked | more))
+    return Settings.from_values(**(asked | more))
 
 
 def options_of(settings: Settings) -> HostOptions | None:
-    return host_options(settings, settings, settings.engine)
+    return host_options(settings.hosts, settings.policies, settings.cluster.engine)
 
 
 def test_one_host_needs_nothing() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
 from service.http import array_formats, msgpack_arrays
-from service.http.array_formats import FORMS, choose_answer_format, find_body_format
+from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
 from service.http.array_limits import DTYPES, ArrayLimits
 
 LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
@@ -134,7 +134,7 @@ def test_no_body_whatever_makes_a_reader_fail_in_another_way(decode, write, data
     assert all(array.dtype in DTYPES.values() and array.nbytes <= LIMITS.bytes for array in found.values())
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.content_type)
+@pytest.mark.parametrize("form", ARRAY_FORMATS, ids=lambda form: form.content_type)
 @pytest.mark.parametrize("shape", [(3, 4), (1, 1), (2, 5000), (3, 2, 700), (5000,), (2, 3, 1, 1)])
 def test_what_is_written_can_be_read_back(form, shape):
     sample = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -460,9 +460,9 @@ def test_the_form_of_a_body_is_named_by_its_content_type():
     ],
 )
 def test_the_form_of_an_answer_is_what_accept_wants_most(accept, expected):
-    assert choose_answer_format(accept, FORMS[2]).content_type == expected
+    assert choose_answer_format(accept, ARRAY_FORMATS[2]).content_type == expected
 
 
 def test_an_answer_that_nobody_writes_is_refused():
     with pytest.raises(NotAcceptable, match="application/x-npz"):
-        choose_answer_format("text/html, image/png", FORMS[0])
+        choose_answer_format("text/html, image/png", ARRAY_FORMATS[0])

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from service.http.bodies import json_response
-from service.settings import SettingsError, load_settings
+from service.setting_types import SettingsError
+from service.settings import load_settings
 from service.transport import protocol
 from service.transport.protocol import JointUpdate, StateSync
 from tests.testing.rig import started
@@ -89,8 +90,8 @@ def test_a_joint_update_with_one_is_refused_whole_and_never_relayed(answered, nu
     [
         lambda number: json_response({"a": [number]}),
         lambda number: protocol.encode({"a": {"b": number}}),
-        lambda number: protocol.build(JointUpdate(({"name": "Jaw", "value": number},))),
-        lambda number: protocol.build(StateSync({"Jaw": number})),
+        lambda number: protocol.build_message(JointUpdate(({"name": "Jaw", "value": number},))),
+        lambda number: protocol.build_message(StateSync({"Jaw": number})),
     ],
     ids=["an answer", "a room's answer", "a command", "a room's state"],
 )

@@ -26,7 +26,7 @@ import numpy as np
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.errors import ConfigError
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, Feature
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.devices import name_devices
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
@@ -42,7 +42,7 @@ shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
 rng = np.random.default_rng(0)
 weights = {name: 0.1 * rng.standard_normal(leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
 stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
-normalization = from_stats(seen, given, config.normalization_mapping, stats)
+normalization = build_normalization(seen, given, config.normalization_mapping, stats)
 policy = Policy(Checkpoint(config, weights, normalization), device="cpu:0")
 
 observation = {ENVIRONMENT_STATE: np.ones((1, 4), np.float32)}

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,17 @@ import pytest
 
 from jaxmodels.errors import CheckpointError, InputError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, TooLarge, UnknownModel
-from service.http.array_formats import FORMS, Form
-from service.http.array_limits import ArrayLimits
+from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
+from service.inference.config import ModelSettings
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.model_server import Ask, Forwarded, ForwardLimits, Models, ServedModel
+from service.inference.model_server import Ask, Forwarded, Models, ServedModel
 from service.testing import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
 
-JSON, NPZ = FORMS[0], FORMS[1]
+JSON, NPZ = ARRAY_FORMATS[0], ARRAY_FORMATS[1]
 
 
 @dataclass
@@ -93,12 +93,14 @@ class ScriptedModel:
 class Rig:
     """Models beside an engine."""
 
-    def __init__(self, model: ScriptedModel, **limits: Any):
+    def __init__(self, model: ScriptedModel, answer_deadline: float = 20.0, **limits: Any):
         self.model = model
         self.engine = Engine(switch_interval=None)
         self.is_robot_running = False
-        limits = {"arrays": ArrayLimits(bytes=1 << 16), "seconds": 20.0, **limits}
-        self.models = Models(self.engine, ForwardLimits(**limits), lambda: self.is_robot_running)
+        settings = ModelSettings.model_validate({"max_forward_bytes": 1 << 16} | limits)
+        self.models = Models(
+            self.engine, settings, answer_deadline=answer_deadline, has_running_robot=lambda: self.is_robot_running
+        )
         self.policy = ScriptedPolicy()
         self.served_policy = LoadedPolicy(self.policy)
 
@@ -107,11 +109,11 @@ class Rig:
             name, "a/folder", None, lambda path, revision=None, /, *, on_progress=None: self.model
         )
 
-    async def forward(self, value: float = 1.0, size: int = 1, answer: Form = JSON) -> Forwarded:
+    async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> Forwarded:
         body = json.dumps({"inputs": {"x": [[value] * size]}}).encode()
         return await self.raw([body[:5], body[5:]], answer)
 
-    async def raw(self, body: list[bytes], answer: Form = JSON) -> Forwarded:
+    async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> Forwarded:
         with ExitStack() as held:
             held.enter_context(self.models.forwards.place())
             return await self.models.forwards.forward(self.models.get("m"), Ask(body, JSON, answer), held)
@@ -217,7 +219,7 @@ async def test_an_inference_does_not_queue_behind_a_pass_that_runs(rig_of):
 
 
 async def test_beside_a_running_robot_a_long_pass_is_refused_and_a_short_one_is_not(rig_of):
-    rig = await rig_of(ScriptedModel(seconds=0.5), beside_robots=0.1)
+    rig = await rig_of(ScriptedModel(seconds=0.5), forward_beside_robots=0.1)
     await rig.forward()
     rig.is_robot_running = True
     with pytest.raises(ModelBusy, match=r"a robot is running.*about 0\.5 s.*forward_beside_robots"):
@@ -228,7 +230,7 @@ async def test_beside_a_running_robot_a_long_pass_is_refused_and_a_short_one_is_
 
 
 async def test_a_robot_that_starts_while_a_long_pass_waits_keeps_it_out(rig_of):
-    rig = await rig_of(ScriptedModel(seconds=0.5), beside_robots=0.1)
+    rig = await rig_of(ScriptedModel(seconds=0.5), forward_beside_robots=0.1)
     hold = threading.Event()
     rig.policy.failures.append(hold)
     inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
@@ -244,7 +246,7 @@ async def test_a_robot_that_starts_while_a_long_pass_waits_keeps_it_out(rig_of):
 
 
 async def test_more_requests_than_places_are_refused_before_their_body_is_read(rig_of):
-    rig = await rig_of(places=2)
+    rig = await rig_of(max_forwards=2)
     rig.model.gate = threading.Event()
     running = [asyncio.create_task(rig.forward()) for _ in range(2)]
     await event(rig.model.began)
@@ -257,7 +259,7 @@ async def test_more_requests_than_places_are_refused_before_their_body_is_read(r
 
 
 async def test_a_place_is_kept_until_a_pass_that_nobody_waits_for_is_over(rig_of):
-    rig = await rig_of(places=1)
+    rig = await rig_of(max_forwards=1)
     rig.model.gate = threading.Event()
     forward = asyncio.create_task(rig.forward())
     await event(rig.model.began)
@@ -272,7 +274,7 @@ async def test_a_place_is_kept_until_a_pass_that_nobody_waits_for_is_over(rig_of
 
 
 async def test_clients_that_leave_cannot_make_it_compile_two_things_at_once(rig_of):
-    rig = await rig_of(places=4)
+    rig = await rig_of(max_forwards=4)
     rig.model.compile_gate = threading.Event()
     compiles = rig.model.compiles
     for size in (2, 3, 4):
@@ -298,19 +300,19 @@ async def test_a_pass_does_not_compile_while_a_policy_is_loaded(rig_of):
 
 
 async def test_a_pass_that_takes_too_long_is_given_up_and_the_next_can_go_on(rig_of):
-    rig = await rig_of(seconds=0.2)
+    rig = await rig_of(answer_deadline=0.2)
     rig.model.gate = threading.Event()
     with pytest.raises(ModelBusy, match=r"not done in 0\.2 s \(answer_deadline\)"):
         await rig.forward()
     rig.model.gate.set()
     rig.model.gate = None
     await rig.until_free()
-    rig.models.forwards.limits = replace(rig.models.forwards.limits, seconds=20.0)
+    rig.models.forwards.answer_deadline = 20.0
     assert outputs(await rig.forward()) == [[2.0]]
 
 
 async def test_a_pass_that_waits_for_robots_too_long_is_given_up_and_never_runs(rig_of):
-    rig = await rig_of(seconds=0.2)
+    rig = await rig_of(answer_deadline=0.2)
     hold = threading.Event()
     rig.policy.failures.append(hold)
     inferring = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
@@ -339,7 +341,7 @@ async def test_what_would_take_too_much_is_refused_before_it_is_compiled(rig_of,
 
 
 async def test_a_long_answer_is_refused_in_json_and_given_otherwise(rig_of):
-    rig = await rig_of(ScriptedModel(answer=1 << 21), arrays=ArrayLimits(bytes=1 << 22))
+    rig = await rig_of(ScriptedModel(answer=1 << 21), max_forward_bytes=1 << 22)
     with pytest.raises(TooLarge, match=r"524288 numbers, and 262144 are allowed in JSON.*application/x-npz"):
         await rig.forward()
     await rig.forward(answer=NPZ)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmodels
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
@@ -53,7 +53,7 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     joints = {"mean": np.full(6, 30, np.float32), "std": np.full(6, 10, np.float32)}
     pixels = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.2, np.float32)}
-    normalization = from_stats(
+    normalization = build_normalization(
         config.input_features,
         config.output_features,
         config.normalization_mapping,
@@ -61,7 +61,9 @@ def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
     folder = tmp_path_factory.mktemp("policies") / "small"
-    lerobot_folder.write(folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES)))
+    lerobot_folder.write_checkpoint(
+        folder, Checkpoint(config, weights, normalization, Sidecar(rate=50.0, joint_names=NAMES))
+    )
     return folder
 
 
@@ -84,9 +86,11 @@ def sampled_folder(tmp_path: Path) -> Path:
     stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
     shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
-    normalization = from_stats(config.input_features, config.output_features, config.normalization_mapping, stats)
+    normalization = build_normalization(
+        config.input_features, config.output_features, config.normalization_mapping, stats
+    )
     sidecar = Sidecar(rate=50.0, joint_names=NAMES)
-    lerobot_folder.write(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
+    lerobot_folder.write_checkpoint(tmp_path / "sampled", Checkpoint(config, weights, normalization, sidecar))
     return tmp_path / "sampled"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
@@ -51,11 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
     pose = np.fromiter(POSE.values(), np.float32)
     ends = {"min": pose - 5, "max": pose + 5}
-    normalization = from_stats(
+    normalization = build_normalization(
         config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
     )
     path = tmp_path_factory.mktemp("policies") / "told"
-    lerobot_folder.write(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
+    lerobot_folder.write_checkpoint(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
     return path
 
 

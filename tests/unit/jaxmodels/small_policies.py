@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmodels.normalization import from_stats
-from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.normalization import build_normalization
+from jaxmodels.policies import get_policy_type, policy_types
 from jaxmodels.policies.act import ActConfig
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
@@ -21,8 +21,8 @@ from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature
 from jaxmodels.weights import blueprint
 from tests.testing.models import lively_weights, random_stats, small_config
 
-WITH_PREFIX = tuple(kind for kind in policy_types() if policy_type(kind).takes_prefix)
-WITH_TEXT = tuple(kind for kind in policy_types() if policy_type(kind).read is not None)
+WITH_PREFIX = tuple(kind for kind in policy_types() if get_policy_type(kind).takes_prefix)
+WITH_TEXT = tuple(kind for kind in policy_types() if get_policy_type(kind).read is not None)
 CHUNK, ACTION = 8, 3  # of the policies that act
 LOW, HIGH = np.array([-50, 7, 0], np.float32), np.array([50, 7, 100], np.float32)  # the second joint never moves
 CAMERA = Feature("observation.images.front", "VISUAL", (3, 32, 32))
@@ -86,7 +86,7 @@ def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str,
 
 
 def _model(config: Any, rngs: nnx.Rngs) -> Any:
-    return policy_type(config.type).model(config, rngs=rngs)
+    return get_policy_type(config.type).model(config, rngs=rngs)
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
@@ -112,7 +112,7 @@ def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
     return Checkpoint(
         config,
         random_weights(config, spread, seed),
-        from_stats(*features, config.normalization_mapping, numbers),
+        build_normalization(*features, config.normalization_mapping, numbers),
         Sidecar(rate=20.0),
     )
 
@@ -166,7 +166,7 @@ def _demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def train_toy(config: Any, steps: int, rate: float) -> tuple[dict[str, jax.Array], jax.Array]:
     """Weights after some seconds of training, and the losses."""
-    model = policy_type(config.type).model
+    model = get_policy_type(config.type).model
     shapes = blueprint(partial(_model, config)).shapes
     graph, first = nnx.split(model(config, rngs=nnx.Rngs(0)))
     rule = optax.adam(optax.cosine_decay_schedule(rate, steps))

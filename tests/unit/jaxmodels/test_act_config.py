@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.policies import get_policy_type, policy_types
 from jaxmodels.policies.act import ActConfig
 from jaxmodels.types import Feature
 
@@ -97,7 +97,7 @@ def test_joint_names_are_read_from_a_feature() -> None:
 def test_the_folder_is_the_registry() -> None:
     assert "act" in policy_types()
     for name in policy_types():
-        assert policy_type(name).config is not None
+        assert get_policy_type(name).config is not None
     for wrong in ("pi0", None, "../act", "__init__"):
         with pytest.raises(ConfigError, match="known: act"):
-            policy_type(wrong)
+            get_policy_type(wrong)

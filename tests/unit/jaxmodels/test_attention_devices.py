@@ -61,7 +61,7 @@ def test_other_sequences_get_products_on_a_tpu(shape: tuple[int, ...], bias: tup
 def test_the_flash_kernel_computes_attention() -> None:
     size, lengths = 40, (1024, 1280, 1280)  # in blocks of 512 queries and 256 keys
     q, k, v = (jax.random.normal(jax.random.key(seed), (1, n, 1, size)) for seed, n in enumerate(lengths))
-    assert attention_kernels.flash_takes(q, k, None)
+    assert attention_kernels.is_flash_supported(q, k, None)
 
     def loss(function: Callable[..., Array]) -> Callable[..., Array]:
         return lambda q, k, v: jnp.sin(function(q, k, v)).sum()
@@ -107,7 +107,7 @@ def test_what_cudnn_does_not_compute_is_left_to_products(
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
 def test_without_cudnn_nothing_is_left_to_it() -> None:
     tokens = jnp.zeros((2, 48, 8, 40), jnp.bfloat16)  # a shape of its own: JAX remembers what it once traced
-    assert not attention_kernels.cudnn_takes(tokens, tokens, None)
+    assert not attention_kernels.is_cudnn_supported(tokens, tokens, None)
     assert "cudnn" not in lowered("cuda", tokens.shape, tokens.dtype, backwards=False)
 
 

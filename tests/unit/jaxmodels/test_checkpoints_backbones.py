@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxmodels.checkpoints.backbones import put_backbone, read_backbone
+from jaxmodels.checkpoints.backbones import read_backbone, replace_backbone
 from jaxmodels.errors import CheckpointError, ConfigError, HubError, WeightsMismatch
 from jaxmodels.layers.vision import ResNet
 from jaxmodels.policies.act import Act
@@ -179,12 +179,12 @@ def test_it_takes_the_place_of_a_policys_backbone(resnet18: Tensors, file_of, sm
     found = read_backbone(file_of(resnet18), "resnet18")
     shapes = blueprint(lambda rngs: Act(small(cameras=("front",), vision_backbone="resnet18"), rngs=rngs)).shapes
     drawn = {name: np.zeros(shape.shape, np.float32) for name, shape in shapes.items()}
-    filled = put_backbone(found, drawn)
+    filled = replace_backbone(found, drawn)
     assert list(filled) == list(drawn)
     for name, array in filled.items():
         wanted = found.weights[name.removeprefix("backbone.")] if name.startswith("backbone.") else drawn[name]
         assert array is wanted
     with pytest.raises(WeightsMismatch, match="0 ResNets called backbone"):
-        put_backbone(found, {name: array for name, array in drawn.items() if not name.startswith("backbone.")})
+        replace_backbone(found, {name: array for name, array in drawn.items() if not name.startswith("backbone.")})
     with pytest.raises(WeightsMismatch, match="missing"):
-        put_backbone(found, {**drawn, "backbone.stages.4.0.skip.kernel": np.zeros((1, 1, 1, 1))})
+        replace_backbone(found, {**drawn, "backbone.stages.4.0.skip.kernel": np.zeros((1, 1, 1, 1))})

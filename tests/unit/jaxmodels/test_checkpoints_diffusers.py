@@ -394,10 +394,10 @@ def test_more_layers_than_a_file_can_hold_are_refused_at_once(folder: Path) -> N
 def test_weights_that_do_not_fit_into_memory_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(array.nbytes for array in random_weights(SMALL).values())
     monkeypatch.setattr(memory, "SPARE", 0)
-    monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    monkeypatch.setattr(memory, "get_free_host_memory", lambda: size)
     assert diffusers_folder.read(folder)[1]
     for dtype, free in ((None, size - 1), (ml_dtypes.bfloat16, size // 2 - 1)):
-        monkeypatch.setattr(memory, "free_on_host", lambda free=free: free)
+        monkeypatch.setattr(memory, "get_free_host_memory", lambda free=free: free)
         with pytest.raises(ConfigError, match=r"the weights of model, \d+ tensors\); 0 MB are free on the machine"):
             diffusers_folder.read(folder, dtype=dtype)
 

@@ -35,7 +35,7 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import PolicyFolder
 from jaxmodels.errors import CheckpointError, WeightsMismatch
-from jaxmodels.policies import lerobot_folder, policy_type
+from jaxmodels.policies import get_policy_type, lerobot_folder
 
 # Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python
 # reports that on stderr whenever it comes, perhaps in the test after.
@@ -193,7 +193,7 @@ def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observatio
     config = small()
     checkpoint = checkpoint_of(config)
     folder = tmp_path / "policy"
-    lerobot_folder.write(folder, checkpoint)
+    lerobot_folder.write_checkpoint(folder, checkpoint)
     wanted = jaxmodels.load_policy(folder).act(observation_of(config))
     (folder / "model.safetensors").unlink()
     orbax.save(folder / orbax.FOLDER, dict(checkpoint.weights))
@@ -201,7 +201,7 @@ def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observatio
     shutil.rmtree(folder / orbax.FOLDER)
     orbax.save(folder / orbax.FOLDER, {**checkpoint.weights, "extra": np.zeros(2, np.float32)})
     with pytest.raises(WeightsMismatch, match=r"unused: extra \[2\]"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_no_orbax_checkpoint_is_said_so(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_file_that_is_exchanged_after_it_was_opened_is_not_read(policy: Path) 
         os.replace(other / "config.json", policy / "config.json")
         assert read_json(opened / "config.json") == values
         with pytest.raises(CheckpointError, match=r"config\.json: was changed while it was read"):
-            lerobot_folder.read(opened)
+            lerobot_folder.read_checkpoint(opened)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -237,7 +237,7 @@ def test_a_file_that_is_written_to_while_a_policy_is_read_is_refused(policy: Pat
             file.seek(0)
             file.write(first)
         with pytest.raises(CheckpointError, match=f"{name}: was changed"):
-            lerobot_folder.read(opened)
+            lerobot_folder.read_checkpoint(opened)
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(policy: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_ends_no_process(policy: Path) -
         with pytest.raises(CheckpointError, match="cannot be read to its end"):
             last.read()
     with pytest.raises(CheckpointError, match="wanted a safetensors file"):
-        lerobot_folder.read(policy)
+        lerobot_folder.read_checkpoint(policy)
 
 
 def test_a_file_that_grows_while_it_is_read_gives_no_more_than_it_had(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_links_of_the_hubs_cache_are_followed_inside_of_their_repo(policy: Path,
         path.rename(repo / "blobs" / str(number))
         (repo / "snapshots" / "abc" / path.name).symlink_to(f"../../blobs/{number}")
     with PolicyFolder(repo / "snapshots" / "abc", roots=[repo]) as opened:
-        assert lerobot_folder.read(opened).weights
+        assert lerobot_folder.read_checkpoint(opened).weights
 
 
 def test_a_folder_of_any_number_of_files_is_opened_up_to_a_number(policy: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_folder_of_any_number_of_files_is_opened_up_to_a_number(policy: Path) 
     before = len(os.listdir("/proc/self/fd"))
     with PolicyFolder(policy) as opened:
         assert len(opened.descriptors) < 80
-        assert lerobot_folder.read(opened).weights
+        assert lerobot_folder.read_checkpoint(opened).weights
         with pytest.raises(CheckpointError, match=r"one of over 64 \.safetensors files"):
             read_floats(opened / "other79.safetensors")
     assert len(os.listdir("/proc/self/fd")) == before
@@ -308,7 +308,7 @@ def test_a_folder_with_more_names_than_a_policy_has_is_not_listed_to_its_end(
 ) -> None:
     monkeypatch.setattr(folder_module, "ENTRIES", len(list(policy.iterdir())))
     with PolicyFolder(policy) as opened:
-        assert lerobot_folder.read(opened).weights
+        assert lerobot_folder.read_checkpoint(opened).weights
     (policy / "one more").touch()
     with pytest.raises(CheckpointError, match="entries; wanted a policy's folder"):
         PolicyFolder(policy)
@@ -373,8 +373,8 @@ def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(
     os.truncate(policy / "model.safetensors", 8 + len(header) + 4 * count)
     with pytest.raises(CheckpointError, match="longer than"):
         PolicyFolder(policy)
-    kind = policy_type("act")
-    shapes = lerobot_folder.model_blueprint(lerobot_folder.describe(policy).config).shapes
+    kind = get_policy_type("act")
+    shapes = lerobot_folder.model_blueprint(lerobot_folder.read_policy_description(policy).config).shapes
     with pytest.raises(WeightsMismatch, match="unused: huge"):
         lerobot_folder._read_tensors(policy / "model.safetensors", kind, shapes)
 
@@ -384,7 +384,7 @@ def test_older_statistics_among_the_weights_have_a_size(policy: Path) -> None:
     tensors["normalize_inputs.buffer_observation_state.mean"] = np.zeros(5 << 20, np.float32)
     write_safetensors(policy / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match="bytes of statistics; wanted at most"):
-        lerobot_folder.read(policy)
+        lerobot_folder.read_checkpoint(policy)
 
 
 @given(st.data())
@@ -446,11 +446,11 @@ def test_an_orbax_checkpoint_is_made_of_regular_files_and_folders(tmp_path: Path
 
 def test_an_orbax_checkpoint_has_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orbax.save(tmp_path / "orbax", {"a": jnp.arange(4.0)})
-    monkeypatch.setattr(folder_module, "TREE_ENTRIES", len(folder_module.look_at_tree(tmp_path / "orbax")))
-    folder_module.look_at_tree(tmp_path / "orbax")
+    monkeypatch.setattr(folder_module, "TREE_ENTRIES", len(folder_module.check_tree(tmp_path / "orbax")))
+    folder_module.check_tree(tmp_path / "orbax")
     (tmp_path / "orbax" / "zz").touch()
     with pytest.raises(CheckpointError, match="entries; wanted an Orbax checkpoint"):
-        folder_module.look_at_tree(tmp_path / "orbax")
+        folder_module.check_tree(tmp_path / "orbax")
 
 
 def test_an_orbax_checkpoint_that_is_changed_while_it_is_read_is_refused(

@@ -38,7 +38,7 @@ def edit(path: Path, **changes) -> None:
 @pytest.mark.parametrize("name", ["act_state_only", "act_one_camera", "act_two_cameras_no_vae"])
 def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, tmp_path: Path) -> None:
     source = golden_folder(name)
-    lerobot_folder.write(tmp_path / "back", lerobot_folder.read(source))
+    lerobot_folder.write_checkpoint(tmp_path / "back", lerobot_folder.read_checkpoint(source))
     assert {path.name for path in (tmp_path / "back").iterdir()} == LEROBOTS_FILES
     for path in (tmp_path / "back").iterdir():
         if path.suffix == ".json":
@@ -50,7 +50,7 @@ def test_what_is_written_is_bit_for_bit_what_was_read(name: str, golden_folder, 
 
 
 def test_the_weight_file_carries_the_metadata_that_pytorchs_loader_wants(folder: Path, tmp_path: Path) -> None:
-    lerobot_folder.write(tmp_path / "back", lerobot_folder.read(folder))
+    lerobot_folder.write_checkpoint(tmp_path / "back", lerobot_folder.read_checkpoint(folder))
     raw = (tmp_path / "back" / "model.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header["__metadata__"] == {"format": "pt"}
@@ -64,7 +64,7 @@ def test_every_misfit_of_the_weights_is_in_one_error(folder: Path) -> None:
     tensors["model.action_head.weight"] = np.zeros((6, 65), np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsMismatch) as caught:
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
     text = str(caught.value)
     assert "2 missing, 1 unused, 1 misshaped" in text
     assert "missing: model.action_head.bias [6]" in text
@@ -77,7 +77,7 @@ def test_weights_in_half_precision_are_widened(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for dtype in (np.float16, ml_dtypes.bfloat16):
         _save_any(folder / "model.safetensors", {name: array.astype(dtype) for name, array in tensors.items()})
-        found = lerobot_folder.read(folder).weights["action_out.kernel"]
+        found = lerobot_folder.read_checkpoint(folder).weights["action_out.kernel"]
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, tensors["model.action_head.weight"].astype(dtype).T.astype(np.float32))
 
@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: fl
     tensors["model.action_head.bias"][2] = value
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"NaN or an infinity: action_out\.bias"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_counters_of_batch_norm_are_dropped_as_torchvision_drops_them(golden_folder, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_counters_of_batch_norm_are_dropped_as_torchvision_drops_them(golden_fol
     tensors = load_file(folder / "model.safetensors")
     tensors["model.backbone.bn1.num_batches_tracked"] = np.array(7, np.int64)
     save_file(tensors, folder / "model.safetensors")
-    assert "backbone.stem_norm.mean" in lerobot_folder.read(folder).weights
+    assert "backbone.stem_norm.mean" in lerobot_folder.read_checkpoint(folder).weights
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.ckpt", "policy.pkl"])
@@ -116,25 +116,25 @@ def test_pickles_are_never_opened(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
     with pytest.raises(CheckpointError, match=rf"only {name}.*never opened.*safetensors"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
     assert not (folder / "opened").exists()
 
 
 def test_missing_files_are_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
-        lerobot_folder.read(folder / "nothing")
+        lerobot_folder.read_checkpoint(folder / "nothing")
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_an_unknown_policy_type_is_refused_with_the_known_ones(folder: Path) -> None:
     edit(folder / "config.json", type="diffusion")
     with pytest.raises(ConfigError, match="'diffusion'; known: act"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_unknown_policy_type_is_refused_with_the_known_ones(folder: Path) -> 
 def test_malformed_json_is_refused_with_the_reason(folder: Path, text: str, words: str) -> None:
     (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=rf"config\.json.*{words}"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: Path) -> None:
@@ -175,25 +175,25 @@ def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: 
 def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: str) -> None:
     (folder / "robojax.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=rf"robojax\.json: {words}|{words}"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_joint_names_of_the_features_are_used_and_kept_out_of_lerobots_file(folder: Path, tmp_path: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     values["output_features"]["action"]["names"] = {"motors": list("abcdef")}
     (folder / "config.json").write_text(json.dumps(values))
-    checkpoint = lerobot_folder.read(folder)
+    checkpoint = lerobot_folder.read_checkpoint(folder)
     assert checkpoint.sidecar.joint_names == tuple("abcdef")
-    lerobot_folder.write(tmp_path / "back", checkpoint)
+    lerobot_folder.write_checkpoint(tmp_path / "back", checkpoint)
     assert "names" not in json.loads((tmp_path / "back" / "config.json").read_text())["output_features"]["action"]
-    assert lerobot_folder.read(tmp_path / "back").sidecar.joint_names == tuple("abcdef")
+    assert lerobot_folder.read_checkpoint(tmp_path / "back").sidecar.joint_names == tuple("abcdef")
 
 
 def test_a_policy_of_ours_comes_back_as_it_was(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
     config = small(cameras=("front",))
     checkpoint = checkpoint_of(config, rate=25.0, joint_names=tuple("abcde"))
-    lerobot_folder.write(tmp_path / "policy", checkpoint)
-    back = lerobot_folder.read(tmp_path / "policy")
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint)
+    back = lerobot_folder.read_checkpoint(tmp_path / "policy")
     assert back.config == config
     assert back.sidecar == checkpoint.sidecar
     assert {name: array.tobytes() for name, array in back.weights.items()} == {
@@ -207,9 +207,9 @@ def test_a_policy_of_ours_comes_back_as_it_was(small, checkpoint_of, observation
 
 def test_writing_over_a_policy_replaces_every_file(small, checkpoint_of, tmp_path: Path) -> None:
     first, second = (checkpoint_of(small(), seed=seed) for seed in (0, 1))
-    lerobot_folder.write(tmp_path / "policy", first)
-    lerobot_folder.write(tmp_path / "policy", second)
-    assert lerobot_folder.read(tmp_path / "policy").weights["action_out.bias"].tolist() == (
+    lerobot_folder.write_checkpoint(tmp_path / "policy", first)
+    lerobot_folder.write_checkpoint(tmp_path / "policy", second)
+    assert lerobot_folder.read_checkpoint(tmp_path / "policy").weights["action_out.bias"].tolist() == (
         second.weights["action_out.bias"].tolist()
     )
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
@@ -219,5 +219,5 @@ def test_weights_of_another_config_are_not_written(small, checkpoint_of, tmp_pat
     checkpoint = checkpoint_of(small())
     other = dataclasses.replace(checkpoint, config=small(dim_model=32))
     with pytest.raises(WeightsMismatch, match="misshaped"):
-        lerobot_folder.write(tmp_path / "policy", other)
+        lerobot_folder.write_checkpoint(tmp_path / "policy", other)
     assert not (tmp_path / "policy").exists()

@@ -55,16 +55,16 @@ def test_every_mode_has_lerobots_formula(mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(0.3, 0.0, 100.2)
     np.testing.assert_allclose(
-        normalizer.forward(VECTOR).normalize(x), by_hand(mode, x.astype(float), inverse=False), rtol=1e-4
+        normalizer.get_forward(VECTOR).normalize(x), by_hand(mode, x.astype(float), inverse=False), rtol=1e-4
     )
     np.testing.assert_allclose(
-        normalizer.backward(VECTOR).unnormalize(x), by_hand(mode, x.astype(float), inverse=True), rtol=1e-6
+        normalizer.get_backward(VECTOR).unnormalize(x), by_hand(mode, x.astype(float), inverse=True), rtol=1e-6
     )
 
 
 def test_a_joint_that_never_moved_is_minus_one_and_not_infinite() -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", "MIN_MAX"),), {VECTOR.name: STATISTICS})
-    assert normalizer.forward(VECTOR).normalize(vector(0, 0, 100))[1] == -1.0
+    assert normalizer.get_forward(VECTOR).normalize(vector(0, 0, 100))[1] == -1.0
 
 
 @given(
@@ -74,7 +74,7 @@ def test_a_joint_that_never_moved_is_minus_one_and_not_infinite() -> None:
 def test_unnormalising_undoes_normalising(values: list[float], mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS})
     x = vector(*values)
-    back = normalizer.backward(VECTOR).unnormalize(normalizer.forward(VECTOR).normalize(x))
+    back = normalizer.get_backward(VECTOR).unnormalize(normalizer.get_forward(VECTOR).normalize(x))
     # LeRobot adds its epsilon to a standard deviation on the way in only; the rest is rounding.
     lost = np.abs(x - STATISTICS["mean"]) * 1e-8 / STATISTICS["std"] if mode == "MEAN_STD" else 0.0
     assert (np.abs(back - x) <= lost + 6e-5).all()
@@ -83,10 +83,10 @@ def test_unnormalising_undoes_normalising(values: list[float], mode: str) -> Non
 def test_what_is_not_listed_or_has_no_statistics_is_left_as_it_is() -> None:
     other = Feature("observation.environment_state", "ENV", (2,))
     normalizer = Normalizer((VECTOR, other), (("STATE", "MEAN_STD"), ("ENV", "MEAN_STD")), {VECTOR.name: STATISTICS})
-    assert normalizer.mode(other) == "IDENTITY"
+    assert normalizer.get_mode(other) == "IDENTITY"
     assert normalizer.without_stats() == [other.name]
     chosen = Normalizer((VECTOR,), (("STATE", "MEAN_STD"),), {VECTOR.name: STATISTICS}, only=("observation.other",))
-    assert chosen.mode(VECTOR) == "IDENTITY"
+    assert chosen.get_mode(VECTOR) == "IDENTITY"
 
 
 @pytest.fixture
@@ -114,13 +114,13 @@ def test_statistics_that_make_no_sense_are_refused(folder: Path, statistic: str,
     stats[statistic] = value
     save_file(stats, folder / STATS)
     with pytest.raises(CheckpointError, match=rf"observation\.state.*{words}"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
     edit_step(folder / PRE, 3, norm_map={"STATE": "QUANTILES"})
     with pytest.raises(CheckpointError, match="QUANTILES needs the statistic 'q01'; found max, mean, min, std"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
 def test_a_malformed_step_is_refused(folder: Path, name: str, place: int, changes, words: str) -> None:
     edit_step(folder / name, place, **changes)
     with pytest.raises(CheckpointError, match=words):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_a_step_that_is_not_known_is_refused_by_name(folder: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_step_that_is_not_known_is_refused_by_name(folder: Path) -> None:
     values["steps"].insert(1, {"registry_name": "delta_action_processor", "config": {"scale": 2}})
     (folder / PRE).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"'delta_action_processor'.*not known here"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", ".hidden.safetensors", 3])
@@ -155,7 +155,7 @@ def test_a_statistics_file_outside_the_folder_is_refused(folder: Path, name) -> 
     values["steps"][3]["state_file"] = name
     (folder / PRE).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="plain name"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_renamed_observations_are_accepted_under_both_names(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_renamed_observations_are_accepted_under_both_names(folder: Path) -> Non
 
 
 def test_requirements_name_cameras_as_the_robots_side_does(small, checkpoint_of, tmp_path: Path) -> None:
-    lerobot_folder.write(tmp_path / "policy", checkpoint_of(small(cameras=("camera1", "camera2"))))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(small(cameras=("camera1", "camera2"))))
     edit_step(tmp_path / "policy" / PRE, 0, rename_map={"observation.images.front": "observation.images.camera1"})
     policy = jaxmodels.load_policy(tmp_path / "policy")
     assert list(policy.requirements.cameras) == ["front", "camera2"]
@@ -210,14 +210,14 @@ def test_buffers_of_older_policies_give_the_same_actions(name: str, golden_folde
 
 def test_an_older_policy_is_saved_with_processor_files(folder: Path, tmp_path: Path) -> None:
     old_style(folder)
-    checkpoint = lerobot_folder.read(folder)
-    lerobot_folder.write(tmp_path / "saved", checkpoint)
+    checkpoint = lerobot_folder.read_checkpoint(folder)
+    lerobot_folder.write_checkpoint(tmp_path / "saved", checkpoint)
     assert (tmp_path / "saved" / PRE).exists()
     assert not [name for name in load_file(tmp_path / "saved" / "model.safetensors") if "buffer" in name]
-    back = lerobot_folder.read(tmp_path / "saved").normalization
+    back = lerobot_folder.read_checkpoint(tmp_path / "saved").normalization
     for feature in checkpoint.config.output_features:
         for before, after in zip(
-            checkpoint.normalization.outputs.backward(feature), back.outputs.backward(feature), strict=True
+            checkpoint.normalization.outputs.get_backward(feature), back.outputs.get_backward(feature), strict=True
         ):
             np.testing.assert_array_equal(before, after)
 
@@ -248,18 +248,18 @@ def test_buffers_that_do_not_fit_the_config_are_listed(folder: Path) -> None:
         del tensors[f"normalize_inputs.buffer_observation_state.{statistic}"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"observation_force\.mean.*without theirs: \['observation\.state'\]"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_a_policy_without_normalisation_is_refused_when_it_needs_one(folder: Path) -> None:
     for path in [*folder.glob("policy_*")]:
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no normalisation; wanted policy_preprocessor\.json"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
     values = json.loads((folder / "config.json").read_text())
     values["normalization_mapping"] = {"STATE": "IDENTITY", "ACTION": "IDENTITY"}
     (folder / "config.json").write_text(json.dumps(values))
-    assert lerobot_folder.read(folder).normalization.inputs.stats == {}
+    assert lerobot_folder.read_checkpoint(folder).normalization.inputs.stats == {}
 
 
 def test_normalisation_in_both_places_is_refused(folder: Path) -> None:
@@ -268,4 +268,4 @@ def test_normalisation_in_both_places_is_refused(folder: Path) -> None:
     for name, raw in kept.items():
         (folder / name).write_bytes(raw)
     with pytest.raises(CheckpointError, match="keep one of them"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)

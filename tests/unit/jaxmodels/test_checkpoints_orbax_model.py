@@ -22,7 +22,7 @@ from pathlib import Path
 import jax, numpy as np
 from jax.sharding import Mesh
 from jaxmodels.transformer2d import diffusers_folder
-from jaxmodels.devices import shardings
+from jaxmodels.devices import build_shardings
 from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.weights import flatten
 
@@ -30,7 +30,7 @@ folder = Path(sys.argv[1])
 config, _ = diffusers_folder.restore_orbax(folder)
 model = Transformer2DModel.from_config(config)
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-named = dict(zip(flatten(model), jax.tree.leaves(shardings(model, mesh)), strict=True))
+named = dict(zip(flatten(model), jax.tree.leaves(build_shardings(model, mesh)), strict=True))
 _, weights = diffusers_folder.restore_orbax(folder, shardings=named)
 kernel = weights["transformer_blocks.attn1.to_qkv.kernel"]
 assert all(array.sharding == named[name] for name, array in weights.items())

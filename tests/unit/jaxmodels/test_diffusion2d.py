@@ -9,7 +9,7 @@ import pytest
 import jaxmodels
 from jaxmodels.errors import ObservationError
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.diffusion2d.model import MOST, SLOW, first_noise, slow_waves
+from jaxmodels.policies.diffusion2d.model import MAX_SLOW, SLOW, make_first_noise, make_slow_waves
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature
 from tests.unit.jaxmodels.small_policies import CONFIGS, make_checkpoint, observe, plan
 
@@ -87,21 +87,21 @@ def config_of(steps: int, seed: int) -> Diffusion2dConfig:
 
 @pytest.mark.parametrize("steps", [1, 2, 20])
 def test_slow_waves_are_orthogonal_and_begin_with_the_constant(steps: int) -> None:
-    waves = slow_waves(steps)
+    waves = make_slow_waves(steps)
     assert len(waves) == min(SLOW, steps)
     np.testing.assert_allclose(waves @ waves.T, np.eye(len(waves)), atol=1e-6)
     np.testing.assert_allclose(waves[0], waves[0, 0])
 
 
 def test_the_first_noise_has_small_slow_waves_and_all_others_as_they_are_drawn() -> None:
-    drawn = np.stack([np.asarray(first_noise(config_of(20, seed))) for seed in range(60)])
-    strength = slow_waves(20) @ drawn
-    assert np.abs(strength).max() <= MOST + 1e-6
-    assert np.abs(strength).mean() > MOST / 2  # and has a side all the same
-    rest = drawn - slow_waves(20).T @ strength
+    drawn = np.stack([np.asarray(make_first_noise(config_of(20, seed))) for seed in range(60)])
+    strength = make_slow_waves(20) @ drawn
+    assert np.abs(strength).max() <= MAX_SLOW + 1e-6
+    assert np.abs(strength).mean() > MAX_SLOW / 2  # and has a side all the same
+    rest = drawn - make_slow_waves(20).T @ strength
     assert rest.std() == pytest.approx(np.sqrt((20 - SLOW) / 20), rel=0.05)
     assert abs(np.corrcoef(rest[0].ravel(), rest[1].ravel())[0, 1]) < 0.3
 
 
 def test_a_single_action_has_a_first_noise_too() -> None:
-    assert np.abs(first_noise(config_of(1, 0))).max() <= MOST + 1e-6
+    assert np.abs(make_first_noise(config_of(1, 0))).max() <= MAX_SLOW + 1e-6

@@ -10,7 +10,7 @@ import pytest
 from jax.tree_util import Partial
 
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig, serving
-from jaxmodels.policies.diffusion2d.model import modulations_at, noisy, predict
+from jaxmodels.policies.diffusion2d.model import add_training_noise, predict, prepare_modulations
 from jaxmodels.samplers import Example, FlowSchedule, flow_euler
 from jaxmodels.types import Observation, Prefix
 from jaxmodels.weights import blueprint
@@ -79,7 +79,7 @@ def test_a_plan_is_continued_on_its_side_by_a_policy_that_was_trained_to(toy) ->
 
 @partial(jax.jit, static_argnums=0)
 def drawn_from(config: Diffusion2dConfig, actions: jax.Array) -> Example:
-    return noisy(config, actions, None)
+    return add_training_noise(config, actions, None)
 
 
 @jax.jit
@@ -150,7 +150,7 @@ def test_a_trained_prefix_has_no_noise_time_0_and_no_part_in_the_loss() -> None:
 def said_of_each(model: Diffusion2d, observation: Observation, x: jax.Array, timestep: jax.Array) -> jax.Array:
     tokens, mask = model.observation_tokens(observation)
     context = model.transformer.prepare_context(tokens)
-    return predict(model.transformer, context, mask, x, timestep, modulations_at(model.transformer, timestep))
+    return predict(model.transformer, context, mask, x, timestep, prepare_modulations(model.transformer, timestep))
 
 
 def test_a_member_of_a_batch_learns_nothing_from_the_others() -> None:

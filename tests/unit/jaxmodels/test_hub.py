@@ -20,7 +20,7 @@ def policies(small_of, checkpoint_for, tmp_path_factory: pytest.TempPathFactory)
     """The files of two policies."""
     folders = [tmp_path_factory.mktemp("source") / "policy" for _ in range(2)]
     for seed, folder in enumerate(folders):
-        lerobot_folder.write(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
+        lerobot_folder.write_checkpoint(folder, checkpoint_for(small_of(), seed=seed, rate=25.0))
     return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
 

@@ -168,7 +168,7 @@ def test_only_so_many_sets_of_shapes_are_kept_the_newest_used():
 
 
 def test_shapes_without_end_leave_numbers_as_they_were(loaded, monkeypatch):
-    monkeypatch.setattr(loaded_model, "CLEARED_AFTER", 2)
+    monkeypatch.setattr(loaded_model, "CLEAR_AFTER", 2)
     model = LoadedModel(small_transformer("discrete"), shapes_kept=1)
     inputs = model.example() | {"hidden_states": np.array([[1, 2, 3]], np.int32)}
     first = model.forward(inputs)["sample"]

@@ -186,7 +186,7 @@ def test_a_swap_of_weights_compiles_nothing(config, checkpoint_for, observation_
 
 
 def test_loading_like_a_policy_shares_its_programs(config, checkpoint_for, tmp_path: Path) -> None:
-    lerobot_folder.write(tmp_path / "second", checkpoint_for(config, seed=1))
+    lerobot_folder.write_checkpoint(tmp_path / "second", checkpoint_for(config, seed=1))
     policy = jaxmodels.Policy(checkpoint_for(config))
     policy.compile()
     assert jaxmodels.load_policy(tmp_path / "second", like=policy).is_compiled()
@@ -195,7 +195,7 @@ def test_loading_like_a_policy_shares_its_programs(config, checkpoint_for, tmp_p
 
 
 def test_progress_is_told_in_order(config, checkpoint_for, tmp_path: Path) -> None:
-    lerobot_folder.write(tmp_path / "policy", checkpoint_for(config))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(config))
     told: list[str] = []
     jaxmodels.load_policy(tmp_path / "policy", on_progress=told.append)
     assert told == ["reading", "ready"]
@@ -224,7 +224,7 @@ def test_a_path_that_is_neither_folder_nor_repo_is_refused(tmp_path: Path, confi
     for path in (tmp_path / "nothing", "./nothing", "a/b/c", "~nobody/x", ""):
         with pytest.raises(HubError, match="neither a folder here nor a repo id"):
             jaxmodels.load_policy(path)
-    lerobot_folder.write(tmp_path / "policy", checkpoint_for(config))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(config))
     with pytest.raises(ConfigError, match=r"is a folder; a revision \('main'\) belongs to a repo"):
         jaxmodels.load_policy(tmp_path / "policy", revision="main")
 
@@ -269,7 +269,7 @@ assert not foreign, foreign
 
 
 def test_a_fresh_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of, tmp_path: Path, monkeypatch) -> None:
-    lerobot_folder.write(tmp_path / "policy", checkpoint_of(small()))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(small()))
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", str(tmp_path / "cache"))
 
     def start() -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ObservationError
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint
@@ -39,7 +39,7 @@ def checkpoint(seed: int = 0, config: Diffusion2dConfig = CONFIG) -> Checkpoint:
     draw = np.random.default_rng(seed)
     shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
-    normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
+    normalization = build_normalization(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     return Checkpoint(config, weights, normalization)
 
 
@@ -65,7 +65,7 @@ def test_requirements_say_that_it_is_told_what_to_do(policy, tmp_path: Path) -> 
     assert policy.requirements.language
     policy.save(tmp_path)
     assert jaxmodels.read_requirements(tmp_path).language
-    assert lerobot_folder.read(tmp_path).config == CONFIG
+    assert lerobot_folder.read_checkpoint(tmp_path).config == CONFIG
 
 
 def test_what_it_is_told_decides_what_it_does(policy) -> None:
@@ -111,7 +111,9 @@ def test_other_weights_read_a_text_anew(policy) -> None:
 def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None:
     assert policy.is_compiled()
     monkeypatch.setattr(
-        policy._programs, "_lowered", lambda *arguments: pytest.fail("something was compiled while a robot waits")
+        policy._programs,
+        "_lower_and_compile",
+        lambda *arguments: pytest.fail("something was compiled while a robot waits"),
     )
     policy.act(seen("never seen before"))
     assert policy.rehearse() > 0
@@ -143,7 +145,7 @@ def test_a_clip_reads_for_a_policy_when_its_tokenizer_is_there(tmp_path: Path) -
     clip = read_clip_text(GOLDEN / "quick")
     made = checkpoint(config=dataclasses.replace(CONFIG, text_encoder=clip.config))
     weights = {**made.weights, **{f"text.{name}": array for name, array in clip.weights.items()}}
-    lerobot_folder.write(
+    lerobot_folder.write_checkpoint(
         tmp_path / "told",
         dataclasses.replace(made, weights=weights, tokenizer=(GOLDEN / "tokenizer.json").read_bytes()),
     )
@@ -173,6 +175,6 @@ def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Pa
 
 
 def test_a_tokenizer_travels_with_its_policy(tmp_path: Path) -> None:
-    lerobot_folder.write(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
+    lerobot_folder.write_checkpoint(tmp_path, dataclasses.replace(checkpoint(), tokenizer=b'{"version": "1.0"}'))
     assert (tmp_path / "tokenizer.json").exists()
-    assert lerobot_folder.read(tmp_path).tokenizer == b'{"version": "1.0"}'
+    assert lerobot_folder.read_checkpoint(tmp_path).tokenizer == b'{"version": "1.0"}'

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxmodels
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies import lerobot_folder, policy_type, policy_types
+from jaxmodels.policies import get_policy_type, lerobot_folder, policy_types
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS
 from jaxmodels.weights import blueprint, flatten
@@ -53,7 +53,7 @@ def test_a_folder_is_read_as_it_was_written(kind: str, policy: jaxmodels.Policy,
     assert (needs.policy_type, needs.chunk, needs.action_steps, needs.action) == (kind, CHUNK, 4, ACTION)
     assert needs.takes_prefix == (kind in WITH_PREFIX)
     assert not needs.language
-    read = lerobot_folder.read(tmp_path / "policy")
+    read = lerobot_folder.read_checkpoint(tmp_path / "policy")
     assert read.config == CONFIGS[kind]
     for name, array in make_checkpoint(CONFIGS[kind]).weights.items():
         np.testing.assert_array_equal(read.weights[name], array)
@@ -141,14 +141,14 @@ def test_a_config_is_read_as_it_was_written(kind: str) -> None:
     config = dataclasses.replace(
         CONFIGS[kind], text_encoder=TextConfig.small(), optimizer_betas=(0.8, 0.9), scheduler_name="constant"
     )
-    assert policy_type(kind).config(json.loads(json.dumps(config.to_json()))) == config
+    assert get_policy_type(kind).config(json.loads(json.dumps(config.to_json()))) == config
 
 
 @every_type
 def test_a_field_that_nobody_knows_is_named(kind: str) -> None:
     written = json.loads(json.dumps(CONFIGS[kind].to_json()))
     with pytest.raises(ConfigError, match="(?i)" + kind + " config: unknown fields colour"):
-        policy_type(kind).config({**written, "colour": "red"})
+        get_policy_type(kind).config({**written, "colour": "red"})
 
 
 @every_type
@@ -161,7 +161,7 @@ def test_all_complaints_about_a_config_come_at_once(kind: str) -> None:
 
 @every_type
 def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
-    config, architecture = CONFIGS[kind], policy_type(kind).architecture
+    config, architecture = CONFIGS[kind], get_policy_type(kind).architecture
     trained = {
         "act": {"kl_weight": 1.0, "latent_dim": 8},
         "diffusion2d": {"timestep_sampling_strategy": "uniform", "scheduler_name": "constant"},
@@ -175,9 +175,9 @@ def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
 
 @every_type
 def test_the_config_for_a_cpu_is_one(kind: str) -> None:
-    small = dataclasses.replace(CONFIGS[kind], **policy_type(kind).small)
-    assert policy_type(kind).config(small.to_json()) == small
-    shapes = blueprint(lambda rngs: policy_type(kind).model(small, rngs=rngs)).shapes
+    small = dataclasses.replace(CONFIGS[kind], **get_policy_type(kind).small)
+    assert get_policy_type(kind).config(small.to_json()) == small
+    shapes = blueprint(lambda rngs: get_policy_type(kind).model(small, rngs=rngs)).shapes
     assert sum(np.prod(shape.shape) for shape in shapes.values()) < 2.5e6
 
 
@@ -290,7 +290,7 @@ def test_a_gradient_reaches_every_weight(kind: str) -> None:
 
         return jax.grad(loss)(weights)
 
-    plan = blueprint(lambda rngs: policy_type(kind).model(WHOLES[kind], rngs=rngs))
+    plan = blueprint(lambda rngs: get_policy_type(kind).model(WHOLES[kind], rngs=rngs))
     parts = dict(zip(plan.learned, jax.tree.leaves(gradient(weights)), strict=True))
     assert all(np.isfinite(part).all() for part in parts.values())
     assert [n for n, part in parts.items() if not np.abs(part).max() > 1e-9 and not re.search(NO_INFLUENCE, n)] == []

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.policies import policy_type, policy_types
+from jaxmodels.policies import get_policy_type, policy_types
 from jaxmodels.policies.lerobot_folder import Sidecar
-from jaxmodels.policies.lerobot_processors import modern_config
-from jaxmodels.ranges import Number, Range, is_number, numbers_of, shown, table
+from jaxmodels.policies.lerobot_processors import upgrade_config
+from jaxmodels.ranges import Number, Range, is_number, list_numbers, render_table, shorten_value
 from jaxmodels.samplers import FlowSchedule, MaskSchedule, NoiseSchedule
 from jaxmodels.samplers.vq_diffusion import VQSchedule
 from jaxmodels.text import TextConfig
@@ -36,14 +36,14 @@ PATCHES = {"in_channels": 4, "patch_size": 2, "sample_size": 32, "norm_type": "a
 
 
 def read_policy(kind: str, **changes: Any) -> Any:
-    return policy_type(kind).config({"type": kind, **VALUES, **changes})
+    return get_policy_type(kind).config({"type": kind, **VALUES, **changes})
 
 
 CONFIGS = {kind: type(read_policy(kind)) for kind in policy_types()}
 READ = {
-    **{(kind, name): (kind, name) for kind, config in CONFIGS.items() for name in numbers_of(config)},
-    **{("text", name): ("text", name) for name in numbers_of(TextConfig)},
-    **{("Transformer2DModel", name): ("Transformer2DModel", name) for name in numbers_of(Transformer2DConfig)},
+    **{(kind, name): (kind, name) for kind, config in CONFIGS.items() for name in list_numbers(config)},
+    **{("text", name): ("text", name) for name in list_numbers(TextConfig)},
+    **{("Transformer2DModel", name): ("Transformer2DModel", name) for name in list_numbers(Transformer2DConfig)},
 }
 
 
@@ -62,7 +62,7 @@ def declared(what: str) -> Any:
 def wrong_values(number: Number) -> list[Any]:
     """What a field must not be: of another kind, and just outside of its range."""
     assert number.range is not None
-    low, high = number.range.least, number.range.most
+    low, high = number.range.minimum, number.range.maximum
     step = 1 if number.is_integer else max(abs(high), 1) * 1e-6
     outside = [low if number.range.above else low - step, high if number.range.below else high + step, HUGE, -HUGE]
     found: list[Any] = [*outside, True, "3", math.nan, math.inf, [], {}, [[1] * 1000] * 1000]
@@ -77,18 +77,18 @@ def wrong_values(number: Number) -> list[Any]:
 
 @pytest.mark.parametrize("config", [*CONFIGS.values(), TextConfig, Transformer2DConfig, NoiseSchedule, FlowSchedule])
 def test_every_number_declares_a_range(config: Any) -> None:
-    assert [name for name, number in numbers_of(config).items() if number.range is None] == []
+    assert [name for name, number in list_numbers(config).items() if number.range is None] == []
 
 
 @pytest.mark.parametrize("config", [MaskSchedule, VQSchedule])
 def test_every_number_of_a_schedule_of_tokens_declares_a_range(config: Any) -> None:
-    assert [name for name, number in numbers_of(config).items() if number.range is None] == []
+    assert [name for name, number in list_numbers(config).items() if number.range is None] == []
 
 
 @pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
 def test_a_number_outside_of_its_range_is_refused_by_name_and_costs_nothing(what: str, name: str) -> None:
     read_config(what, {})  # imports come first
-    for value in wrong_values(numbers_of(declared(what))[name]):
+    for value in wrong_values(list_numbers(declared(what))[name]):
         tracemalloc.start()
         try:
             with pytest.raises(ConfigError, match=rf"\b{name} is ") as told:
@@ -102,7 +102,7 @@ def test_a_number_outside_of_its_range_is_refused_by_name_and_costs_nothing(what
 
 @pytest.mark.parametrize(("what", "name"), READ.values(), ids=[f"{what}.{name}" for what, name in READ])
 def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, name: str) -> None:
-    made, number = read_config(what, {}), numbers_of(declared(what))[name]
+    made, number = read_config(what, {}), list_numbers(declared(what))[name]
     wrong = [value for value in wrong_values(replace(number, count=None)) if isinstance(value, int | float)]
     integers = [value for value in wrong if isinstance(value, int)]
     values = integers if number.is_integer else [float(value) for value in wrong if value is not True]
@@ -113,7 +113,7 @@ def test_a_config_that_is_made_without_a_file_has_the_same_ranges(what: str, nam
 
 @pytest.mark.parametrize("kind", policy_types())
 def test_all_numbers_that_are_wrong_are_in_one_error(kind: str) -> None:
-    numbers = numbers_of(CONFIGS[kind])
+    numbers = list_numbers(CONFIGS[kind])
     with pytest.raises(ConfigError) as told:
         read_policy(kind, **dict.fromkeys(numbers, HUGE), text_encoder=None, input_features=[1])
     assert [name for name in numbers if f"{name} is {HUGE}; wanted" not in str(told.value)] == []
@@ -143,8 +143,8 @@ def test_frames_that_are_too_many_or_too_large_together_are_refused(kind: str) -
     def cameras(count: int, side: int) -> dict[str, Any]:
         return {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, side, side]} for i in range(count)}
 
-    with pytest.raises(ConfigError, match=f"{CAMERAS.most + 1} cameras; wanted {CAMERAS.most} at most"):
-        read_policy(kind, input_features=cameras(int(CAMERAS.most) + 1, 32))
+    with pytest.raises(ConfigError, match=f"{CAMERAS.maximum + 1} cameras; wanted {CAMERAS.maximum} at most"):
+        read_policy(kind, input_features=cameras(int(CAMERAS.maximum) + 1, 32))
     with pytest.raises(ConfigError, match=f"wanted {PIXELS} at most"):
         read_policy(kind, input_features=cameras(3, 4096))
 
@@ -164,7 +164,7 @@ def test_a_rate_has_a_range(rate: Any) -> None:
 
 def test_modes_of_old_configs_are_strings() -> None:
     with pytest.raises(CheckpointError, match="input_normalization_modes"):
-        modern_config({"input_shapes": {}, "input_normalization_modes": {"observation.state": [1]}})
+        upgrade_config({"input_shapes": {}, "input_normalization_modes": {"observation.state": [1]}})
 
 
 def test_tags_are_a_list() -> None:
@@ -179,9 +179,14 @@ def test_a_scale_of_an_adapter_has_a_range() -> None:
 
 def test_a_value_in_an_error_is_short_whatever_it_is() -> None:
     for value in (10**4000, "x" * 10**6, [[0] * 1000] * 1000, {str(i): i for i in range(1000)}, -(10**4000)):
-        assert len(shown(value)) < 500
-    assert shown(10**400) == "an integer of 1329 bits"
-    assert (shown("64"), shown(64), shown(2.5), shown(None)) == ("'64'", "64", "2.5", "None")
+        assert len(shorten_value(value)) < 500
+    assert shorten_value(10**400) == "an integer of 1329 bits"
+    assert (shorten_value("64"), shorten_value(64), shorten_value(2.5), shorten_value(None)) == (
+        "'64'",
+        "64",
+        "2.5",
+        "None",
+    )
 
 
 def test_ends_belong_to_a_range_unless_it_says_otherwise() -> None:
@@ -192,7 +197,7 @@ def test_ends_belong_to_a_range_unless_it_says_otherwise() -> None:
 
 def test_the_docs_state_every_range() -> None:
     rows = DOCS.read_text().splitlines()
-    wanted = table({**CONFIGS, "text_encoder": TextConfig})
+    wanted = render_table({**CONFIGS, "text_encoder": TextConfig})
     assert [row for row in wanted if row not in rows] == []
     assert [row for row in rows[rows.index("| field | of | range |") + 2 :] if row.startswith("|")] == wanted
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, logical_axes, shardings
+from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, build_shardings, get_logical_axes
 from jaxmodels.errors import ConfigError
 from jaxmodels.transformer2d import Transformer2DModel
 from tests.testing.compiling import process_environment
@@ -76,7 +76,7 @@ def test_every_weight_names_its_axes() -> None:
         attention_type="gated",
         attention_bias=True,
     )
-    named = logical_axes(model)
+    named = get_logical_axes(model)
     assert all(any(name is not None for name in axes) or axes == () for axes in named.values()), named
     axes = {".".join(map(str, path)): names for path, names in named.items()}
     assert axes["transformer_blocks.attn1.to_qkv.kernel"] == ("layers", "embed", None, "heads")
@@ -86,11 +86,11 @@ def test_every_weight_names_its_axes() -> None:
 def test_an_axis_that_the_mesh_does_not_divide_stays_whole() -> None:
     model = Transformer2DModel(**SMALL, num_vector_embeds=10, sample_size=4)
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
-    specs = jax.tree.leaves(shardings(model, mesh, TENSOR_PARALLEL))
+    specs = jax.tree.leaves(build_shardings(model, mesh, TENSOR_PARALLEL))
     assert any("model" in sharding.spec for sharding in specs)
 
 
 def test_a_rule_for_an_axis_the_mesh_does_not_have_is_refused() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     with pytest.raises(ConfigError, match="rules name data; the mesh has axes model"):
-        shardings(Transformer2DModel(**SMALL, in_channels=32), mesh, FULLY_SHARDED)
+        build_shardings(Transformer2DModel(**SMALL, in_channels=32), mesh, FULLY_SHARDED)

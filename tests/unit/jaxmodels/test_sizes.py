@@ -21,8 +21,8 @@ from jaxmodels import memory
 from jaxmodels.devices import find_placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.memory import MOST_OPERATIONS, QUICK_LAYERS
-from jaxmodels.policies import lerobot_folder, policy_type, policy_types
+from jaxmodels.memory import MAX_OPERATIONS, QUICK_LAYERS
+from jaxmodels.policies import get_policy_type, lerobot_folder, policy_types
 from jaxmodels.policies.act import ActConfig
 from jaxmodels.policies.config import BACKBONES
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
@@ -109,7 +109,7 @@ def config_of(kind: type[Any], seen: dict[str, Any], fields: dict[str, Any]) -> 
 @given(looked_at, acts)
 def test_the_parameters_of_an_act_are_counted_exactly(seen: dict[str, Any], fields: dict[str, Any]) -> None:
     config = config_of(ActConfig, seen, fields)
-    assert policy_type("act").sizes(config).parameters == parameters_of(config)
+    assert get_policy_type("act").sizes(config).parameters == parameters_of(config)
 
 
 @exactly
@@ -118,7 +118,7 @@ def test_the_parameters_of_a_policy_on_the_2d_transformer_are_counted_exactly(
     seen: dict[str, Any], fields: dict[str, Any], kind: type[Any]
 ) -> None:
     config = config_of(kind, seen, fields)
-    assert policy_type(kind.type).sizes(config).parameters == parameters_of(config)
+    assert get_policy_type(kind.type).sizes(config).parameters == parameters_of(config)
 
 
 @pytest.mark.parametrize("name", sorted(RESNETS))
@@ -129,7 +129,7 @@ def test_the_parameters_of_every_backbone_are_counted_exactly(name: str, dilate:
     config = ActConfig(
         **features(1), vision_backbone=name, replace_final_stride_with_dilation=dilate, dim_model=16, n_encoder_layers=1
     )
-    assert policy_type("act").sizes(config).parameters == parameters_of(config)
+    assert get_policy_type("act").sizes(config).parameters == parameters_of(config)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
         zeros = np.zeros(feature.shape[0], np.float32)
         return Affine(zeros, zeros + 1, zeros)
 
-    kind, place = policy_type(config.type), find_placement("cpu")
+    kind, place = get_policy_type(config.type), find_placement("cpu")
     weights = {name: np.zeros(x.shape, np.float32) for name, x in lerobot_folder.model_blueprint(config).shapes.items()}
     serving = kind.prepare(config, weights, "cpu")
     shapes = {name: jax.ShapeDtypeStruct(np.shape(x), jnp.float32) for name, x in sorted(serving.items())}
@@ -187,7 +187,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
     prefix = (config.chunk_size, config.action.shape[0]) if kind.takes_prefix else None
     act = partial(kind.act, kind.architecture(config))
     programs = Programs(act, shapes, scales, frames, jnp.float32, place)
-    analysis: Any = programs.get(Inputs(1, frames, state, environment, prefix)).memory_analysis()
+    analysis: Any = programs.get_program(Inputs(1, frames, state, environment, prefix)).memory_analysis()
     sizes = kind.sizes(config)
     assert 0.8 <= 4 * sizes.activations / analysis.temp_size_in_bytes <= 3
     assert 0.9 <= sizes.serving / sum(np.size(array) for array in serving.values()) <= 2
@@ -195,7 +195,7 @@ def test_the_estimate_of_memory_is_near_what_the_compiler_says(config: Any) -> N
 
 @pytest.fixture
 def folder(small_of: Any, checkpoint_for: Any, tmp_path: Path) -> Path:
-    lerobot_folder.write(tmp_path / "policy", checkpoint_for(small_of(cameras=("front",))))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_for(small_of(cameras=("front",))))
     return tmp_path / "policy"
 
 
@@ -214,7 +214,7 @@ def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    return lambda size: monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    return lambda size: monkeypatch.setattr(memory, "get_free_host_memory", lambda: size)
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -242,7 +242,7 @@ def images(side: int, count: int = 1) -> dict[str, Any]:
 )
 def test_a_config_that_asks_for_anything_is_refused_before_it_is_built(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder, **changes)
-    for read in (jaxmodels.read_requirements, lerobot_folder.read, jaxmodels.load_policy):
+    for read in (jaxmodels.read_requirements, lerobot_folder.read_checkpoint, jaxmodels.load_policy):
         with pytest.raises(ConfigError, match="wanted"):
             read(folder)
 
@@ -257,30 +257,30 @@ def test_a_config_that_asks_for_anything_is_refused_before_it_is_built(folder: P
     ],
 )
 def test_weights_of_another_config_are_seen_by_their_number(folder: Path, changes: dict[str, Any]) -> None:
-    found = policy_type("act").sizes(lerobot_folder.describe(folder).config).parameters
+    found = get_policy_type("act").sizes(lerobot_folder.read_policy_description(folder).config).parameters
     edit(folder, **changes)
-    wanted = policy_type("act").sizes(lerobot_folder.describe(folder).config).parameters
+    wanted = get_policy_type("act").sizes(lerobot_folder.read_policy_description(folder).config).parameters
     with pytest.raises(WeightsMismatch, match=rf"{found} parameters in \d+ tensors; the config asks for {wanted} in"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_weights_that_nearly_fit_are_compared_by_name(folder: Path) -> None:
     edit(folder, n_encoder_layers=3)
     with pytest.raises(WeightsMismatch, match=r"missing: model\.encoder\.layers\.2\.linear1\.weight"):
-        lerobot_folder.read(folder)
+        lerobot_folder.read_checkpoint(folder)
 
 
 def test_what_is_built_before_names_are_compared_is_bounded() -> None:
-    sizes = policy_type("act").sizes(ActConfig(**features(1), n_encoder_layers=QUICK_LAYERS))
+    sizes = get_policy_type("act").sizes(ActConfig(**features(1), n_encoder_layers=QUICK_LAYERS))
     with pytest.raises(WeightsMismatch):
-        sizes.check_found(sizes.parameters - 1, 10, "weights")
-    sizes.check_found(sizes.parameters, 10, "weights")
+        sizes.check_file(sizes.parameters - 1, 10, "weights")
+    sizes.check_file(sizes.parameters, 10, "weights")
 
 
 @pytest.mark.usefixtures("nothing_is_built")
 def test_what_no_device_computes_is_refused_when_it_is_asked_what_it_needs(folder: Path) -> None:
     edit(folder, input_features=images(4096, 2), dim_model=65_536, dim_feedforward=262_144, n_encoder_layers=64)
-    for read in (jaxmodels.read_requirements, lerobot_folder.read):
+    for read in (jaxmodels.read_requirements, lerobot_folder.read_checkpoint):
         with pytest.raises(ConfigError, match=r"takes about \de\+\d\d operations .*wanted 1e\+15 at most"):
             read(folder)
 
@@ -293,7 +293,7 @@ def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> Non
         | {"observation.state": {"type": "STATE", "shape": [64]}},
         {"action": {"type": "ACTION", "shape": [64]}},
     ]
-    config = policy_type(kind).config(
+    config = get_policy_type(kind).config(
         {
             "type": kind,
             **values,
@@ -302,9 +302,9 @@ def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> Non
             "pretrained_backbone_weights": None,
         }
     )
-    sizes = policy_type(kind).sizes(config)
+    sizes = get_policy_type(kind).sizes(config)
     sizes.check()
-    assert sizes.operations < MOST_OPERATIONS / 5
+    assert sizes.operations < MAX_OPERATIONS / 5
 
 
 @pytest.mark.usefixtures("nothing_is_built")
@@ -357,23 +357,23 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_free_memory_is_that_of_the_tightest_limit(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.free_on_host() == 8 * GB
+    assert memory.get_free_host_memory() == 8 * GB
     group = machine / "cgroup" / "robots"
     (group / "memory.max").write_text(f"{6 * GB}\n")
     (group / "memory.current").write_text(f"{5 * GB}\n")
     (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GB}\n")
-    assert memory.free_on_host() == 3 * GB
+    assert memory.get_free_host_memory() == 3 * GB
     (group / "server" / "memory.max").write_text("max\n")
-    assert memory.free_on_host() == 3 * GB
+    assert memory.get_free_host_memory() == 3 * GB
     monkeypatch.setattr(memory.resource, "getrlimit", lambda limit: (2 * GB, 2 * GB))
-    assert memory.free_on_host() == 2 * GB - 1_024_000_000
+    assert memory.get_free_host_memory() == 2 * GB - 1_024_000_000
     (group / "memory.current").write_text(f"{9 * GB}\n")
-    assert memory.free_on_host() == 0
+    assert memory.get_free_host_memory() == 0
 
 
 def test_a_machine_that_says_nothing_has_no_limit(machine: Path) -> None:
     shutil.rmtree(machine / "proc")
-    assert memory.free_on_host() is None
+    assert memory.get_free_host_memory() is None
 
 
 def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +386,9 @@ def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pyt
     from jaxmodels.devices import Placement
 
     place = Placement((Device(),))
-    assert memory.free_on_device(place) == 100_000_000
+    assert memory.get_free_device_memory(place) == 100_000_000
     free(64 * GB)
-    sizes = policy_type("act").sizes(ActConfig(**features(1, 480)), platform="gpu")
+    sizes = get_policy_type("act").sizes(ActConfig(**features(1, 480)), platform="gpu")
     with pytest.raises(ConfigError, match=r"needs about \d+ MB of memory .*; 100 MB are free on gpu:0"):
         memory.check_loading(sizes, place)
     free(GB // 10)

@@ -35,8 +35,8 @@ def policy() -> jaxmodels.Policy:
 
 def test_both_ways_to_a_range_share_programs(policy, tmp_path: Path) -> None:
     modes = (("STATE", "MIN_MAX"), ("ACTION", "QUANTILES"))
-    lerobot_folder.write(tmp_path, make_checkpoint(dataclasses.replace(CONFIG, normalization_mapping=modes)))
-    read = lerobot_folder.read(tmp_path)
+    lerobot_folder.write_checkpoint(tmp_path, make_checkpoint(dataclasses.replace(CONFIG, normalization_mapping=modes)))
+    read = lerobot_folder.read_checkpoint(tmp_path)
     assert read.config.normalization_mapping == modes
     assert policy.fits(read)
     again = jaxmodels.load_policy(tmp_path, like=policy)

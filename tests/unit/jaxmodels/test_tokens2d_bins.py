@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmodels.policies.tokens2d.model import centres, even_shares, expectation, hide, quantise, spread_over
+from jaxmodels.policies.tokens2d.model import (
+    compute_expectation,
+    draw_even_shares,
+    get_bin_centres,
+    mask_tokens,
+    quantise,
+    spread_targets,
+)
 from jaxmodels.samplers import MaskSchedule
 
 SCHEDULE = MaskSchedule(17)
@@ -19,20 +26,20 @@ def test_a_number_and_the_centre_of_its_bin_are_no_more_than_half_a_bin_apart(bi
     x[:3] = -1, 1, 0
     ids = np.asarray(quantise(jnp.asarray(x), bins))
     assert set(ids.tolist()) <= set(range(bins))
-    assert np.abs(centres(bins)[ids] - x).max() <= (1 + 1e-5) / bins
-    np.testing.assert_array_equal(quantise(jnp.asarray(centres(bins)), bins), np.arange(bins))
+    assert np.abs(get_bin_centres(bins)[ids] - x).max() <= (1 + 1e-5) / bins
+    np.testing.assert_array_equal(quantise(jnp.asarray(get_bin_centres(bins)), bins), np.arange(bins))
 
 
 def test_what_lies_outside_goes_to_the_outermost_bins() -> None:
     far = jnp.asarray([-1e30, -1.5, 1.0, 1.5, 1e30, jnp.inf])
     np.testing.assert_array_equal(quantise(far, 8), [0, 0, 7, 7, 7, 7])
-    np.testing.assert_allclose(spread_over(far, 8, 0.75).sum(-1), np.ones(6), atol=1e-6)
-    np.testing.assert_array_equal(spread_over(far, 8, 0.75).argmax(-1), [0, 0, 7, 7, 7, 7])
+    np.testing.assert_allclose(spread_targets(far, 8, 0.75).sum(-1), np.ones(6), atol=1e-6)
+    np.testing.assert_array_equal(spread_targets(far, 8, 0.75).argmax(-1), [0, 0, 7, 7, 7, 7])
 
 
 def test_a_right_answer_without_smoothing_is_its_bin() -> None:
     x = jnp.asarray([[-0.99, 0.01], [0.3, 0.99]])
-    np.testing.assert_array_equal(spread_over(x, 16, 0.0), np.eye(16)[np.asarray(quantise(x, 16))])
+    np.testing.assert_array_equal(spread_targets(x, 16, 0.0), np.eye(16)[np.asarray(quantise(x, 16))])
 
 
 def test_a_right_answer_spreads_over_its_neighbours_as_a_normal_distribution_does() -> None:
@@ -43,33 +50,33 @@ def test_a_right_answer_spreads_over_its_neighbours_as_a_normal_distribution_doe
 
     edges = [2 * k / bins - 1 for k in range(bins + 1)]
     wanted = np.diff([below(edge) for edge in edges]) / (below(1) - below(-1))
-    np.testing.assert_allclose(spread_over(jnp.asarray([x]), bins, width)[0], wanted, atol=1e-6)
+    np.testing.assert_allclose(spread_targets(jnp.asarray([x]), bins, width)[0], wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [0.75, 2.0])
 def test_the_expectation_of_what_is_learned_is_finer_than_a_bin(width: float) -> None:
     x = np.linspace(-0.8, 0.8, 997).astype(np.float32)
-    learned = jnp.log(spread_over(jnp.asarray(x), 64, width)).T[None]
+    learned = jnp.log(spread_targets(jnp.asarray(x), 64, width)).T[None]
     ids = quantise(jnp.asarray(x), 64)[None]
-    value, near = expectation(learned, ids, 12)
+    value, near = compute_expectation(learned, ids, 12)
     assert np.abs(value[0] - x).max() < 0.02 / 64
     np.testing.assert_allclose(near, np.ones_like(near), atol=1e-4)
-    centre, one = expectation(learned, ids, 0)
-    np.testing.assert_allclose(centre[0], centres(64)[np.asarray(ids[0])], atol=1e-6)
+    centre, one = compute_expectation(learned, ids, 0)
+    np.testing.assert_allclose(centre[0], get_bin_centres(64)[np.asarray(ids[0])], atol=1e-6)
     assert float(one.max()) < 0.6
 
 
 def test_an_expectation_stays_at_the_hump_that_was_chosen() -> None:
     humps = jnp.asarray([-0.5, 0.5])
-    both = jnp.log(spread_over(humps, 64, 0.75).mean(axis=0) + 1e-9)[None, :, None]
+    both = jnp.log(spread_targets(humps, 64, 0.75).mean(axis=0) + 1e-9)[None, :, None]
     for hump in humps:
-        value, near = expectation(both, quantise(hump, 64)[None, None], 8)
+        value, near = compute_expectation(both, quantise(hump, 64)[None, None], 8)
         np.testing.assert_allclose(value[0, 0], hump, atol=1e-3)
         np.testing.assert_allclose(near[0, 0], 0.5, atol=1e-3)
 
 
 def test_shares_are_spread_evenly_over_a_batch_and_uniform_for_each_member() -> None:
-    shares = np.stack([even_shares(jax.random.key(seed), 8) for seed in range(200)])
+    shares = np.stack([draw_even_shares(jax.random.key(seed), 8) for seed in range(200)])
     assert ((shares >= 0) & (shares < 1)).all()
     np.testing.assert_allclose(np.diff(np.sort(shares, axis=1)), 1 / 8, atol=1e-6)
     assert abs(shares[:, 3].mean() - 0.5) < 0.1
@@ -79,7 +86,7 @@ def test_shares_are_spread_evenly_over_a_batch_and_uniform_for_each_member() -> 
 
 def test_a_share_of_the_tokens_is_hidden_and_nothing_that_is_padded() -> None:
     is_pad = np.arange(8)[None] >= np.array([8, 5, 1])[:, None]
-    hidden = np.stack([hide(SCHEDULE, jnp.asarray(is_pad), 2, 0.0, jax.random.key(seed)) for seed in range(100)])
+    hidden = np.stack([mask_tokens(SCHEDULE, jnp.asarray(is_pad), 2, 0.0, jax.random.key(seed)) for seed in range(100)])
     assert not hidden[:, is_pad].any()
     counts = hidden.sum(axis=(2, 3))
     assert (counts >= 1).all()
@@ -91,9 +98,9 @@ def test_a_share_of_the_tokens_is_hidden_and_nothing_that_is_padded() -> None:
 
 def test_in_a_share_of_the_chunks_the_first_actions_are_given() -> None:
     nothing = jnp.zeros((512, 8), bool)
-    shown = ~np.asarray(hide(SCHEDULE, nothing, 2, 1.0, jax.random.key(0))).any(axis=-1)
+    shown = ~np.asarray(mask_tokens(SCHEDULE, nothing, 2, 1.0, jax.random.key(0))).any(axis=-1)
     delays = np.argmin(np.concatenate((shown, np.zeros((512, 1), bool)), axis=1), axis=1)
     assert set(range(8)) <= set(delays.tolist())
     assert (delays > 3).mean() > 0.4
-    plain = ~np.asarray(hide(SCHEDULE, nothing, 2, 0.0, jax.random.key(0))).any(axis=-1)
+    plain = ~np.asarray(mask_tokens(SCHEDULE, nothing, 2, 0.0, jax.random.key(0))).any(axis=-1)
     assert (np.argmin(plain, axis=1) > 3).mean() < 0.1

@@ -11,7 +11,7 @@ import pytest
 from jax.tree_util import Partial
 
 from jaxmodels.policies.tokens2d import Tokens2d, decode
-from jaxmodels.policies.tokens2d.model import from_pixels, hide, predict, to_pixels
+from jaxmodels.policies.tokens2d.model import from_pixels, mask_tokens, predict, to_pixels
 from jaxmodels.samplers import MaskSchedule, maskgit
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint
@@ -70,7 +70,7 @@ def test_drawn_chunks_go_as_often_to_each_side_as_demonstrations_and_never_chang
     @jax.jit
     def sample(weights, state):
         model = plan.assemble(weights)
-        guess = Partial(predict, model.transformer, model.look(Observation(state=state)))
+        guess = Partial(predict, model.transformer, model.encode_observation(Observation(state=state)))
         ids = maskgit(guess, (len(state), CHUNK * ACTION), jax.random.key(0), schedule, steps=CHUNK * ACTION).ids
         return from_pixels(ids, CHUNK)
 
@@ -88,7 +88,7 @@ def test_the_loss_is_what_numpy_makes_of_it(masks: bool, smoothing: float) -> No
     value, parts = jax.jit(lambda *batch: model.loss(*batch))(observation, actions, is_pad)
     assert parts["cross_entropy"] == value
     out = np.asarray(is_pad) & masks
-    hidden = np.asarray(hide(config.schedule, jnp.asarray(out), ACTION, config.prefix_rate, jax.random.key(0)))
+    hidden = np.asarray(mask_tokens(config.schedule, jnp.asarray(out), ACTION, config.prefix_rate, jax.random.key(0)))
     assert not hidden[out].any()
     bins, x = config.bins, np.clip(np.asarray(actions, np.float64), -1, 1)
     ids = np.minimum((x + 1) * bins / 2, bins - 1).astype(int)
@@ -123,7 +123,7 @@ def test_what_lies_beyond_the_end_of_an_instruction_does_not_matter() -> None:
 
     @jax.jit
     def guess(tokens):
-        context = model.look(observation._replace(language=Language(tokens, jnp.asarray(mask))))
+        context = model.encode_observation(observation._replace(language=Language(tokens, jnp.asarray(mask))))
         return predict(model.transformer, context, jnp.asarray(ids), jnp.zeros((), jnp.int32))
 
     other = np.where(mask[..., None], tokens, 7.0).astype(np.float32)

@@ -291,10 +291,10 @@ def test_adapters_that_do_not_fit_into_memory_are_not_made(tmp_path: Path, monke
     size = sum(down.nbytes + up.nbytes for down, up in files.read(path, CONFIG).values())
     assert size > 2 * path.stat().st_size
     monkeypatch.setattr(memory, "SPARE", 0)
-    monkeypatch.setattr(memory, "free_on_host", lambda: size - 1)
+    monkeypatch.setattr(memory, "get_free_host_memory", lambda: size - 1)
     with pytest.raises(ConfigError, match=r"the adapters of adapter\.safetensors\); 0 MB are free"):
         files.read(path, CONFIG)
-    monkeypatch.setattr(memory, "free_on_host", lambda: size)
+    monkeypatch.setattr(memory, "get_free_host_memory", lambda: size)
     assert files.read(path, CONFIG)
 
 

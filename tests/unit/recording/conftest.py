@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.recording.mcap_format import Subject
+from service.recording.mcap_format import RecordingHeader
 from service.recording.recorder import Recorder
 from tests.testing.recordings import play, subject
 
@@ -17,7 +17,7 @@ Record = Callable[..., Path]
 def record(tmp_path) -> Record:
     """Makes a recording and closes it."""
 
-    def make(name: str = "arm-1", about: Subject | None = None, **how: Any) -> Path:
+    def make(name: str = "arm-1", about: RecordingHeader | None = None, **how: Any) -> Path:
         path = tmp_path / f"{name}.mcap"
         recorder = Recorder(path, about or subject())
         play(recorder, **how)

@@ -17,7 +17,7 @@ from tests.testing.recordings import level, subject
 @pytest.fixture
 def dataset(record, tmp_path):
     source = open_source(record(episodes=2, skipped=(4,)))
-    write_dataset(tmp_path / "dataset", source.facts, source.steps())
+    write_dataset(tmp_path / "dataset", source.info, source.steps())
     return tmp_path / "dataset"
 
 
@@ -58,7 +58,7 @@ def test_info_says_what_there_is(dataset):
 def test_each_episode_has_the_task_that_it_was_recorded_with(record, tmp_path):
     source = open_source(record(episodes=2))
     steps = (replace(step, task="" if step.episode else "wave") for step in source.steps())
-    write_dataset(tmp_path / "told", source.facts, steps)
+    write_dataset(tmp_path / "told", source.info, steps)
     read = open_source(tmp_path / "told")
     assert {(step.episode, step.task) for step in read.steps()} == {(0, "wave"), (1, "unnamed")}
 
@@ -109,7 +109,7 @@ def test_the_task_is_the_index_of_a_pandas_frame(dataset):
 @pytest.mark.parametrize(("rate", "size"), [(20.0, (48, 64)), (12.5, (49, 65))])
 def test_every_frame_is_shown_at_the_time_of_its_row(record, tmp_path, rate, size):
     source = open_source(record(about=subject(rate=rate), episodes=1, size=size))
-    writer = write_dataset(tmp_path / "dataset", source.facts, source.steps())
+    writer = write_dataset(tmp_path / "dataset", source.info, source.steps())
     with av.open(str(tmp_path / "dataset/videos/observation.images.front/chunk-000/file-000.mp4")) as video:
         frames = list(video.decode(video=0))
     assert len(frames) == writer.frames
@@ -132,14 +132,14 @@ def test_a_dataset_is_read_as_it_was_written(record, dataset):
 def test_nothing_is_left_behind_when_there_is_nothing_to_write(record, tmp_path):
     source = open_source(record(ticks=0))
     with pytest.raises(RecordingError, match="nothing to make a dataset of"):
-        write_dataset(tmp_path / "empty", source.facts, source.steps())
+        write_dataset(tmp_path / "empty", source.info, source.steps())
     assert not list(tmp_path.glob("empty*"))
 
 
 def test_a_folder_that_is_there_is_not_written_over(record, tmp_path):
     source = open_source(record())
     with pytest.raises(RecordingError, match="choose another folder"):
-        write_dataset(tmp_path, source.facts, source.steps())
+        write_dataset(tmp_path, source.info, source.steps())
 
 
 def test_what_is_no_recording_is_refused_with_what_is_wanted(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxmodels import Requirements
 from service.recording.library import open_source
-from service.recording.replay import Misfit, play, save_plot
+from service.recording.replay import PolicyMismatch, replay_recording, save_plot
 from service.testing import ScriptedPolicy
 from tests.testing.recordings import subject
 
@@ -15,34 +15,34 @@ NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, ac
 def test_the_error_is_what_the_policy_is_off_at_every_tick(record):
     source = open_source(record(episodes=2, ticks=10))
     # Recorded: tick n is at n and was sent to n + 0.5. The policy goes one further with every action, from where it is.
-    report = play(source, ScriptedPolicy(NEEDS, step=1.0))
+    report = replay_recording(source, ScriptedPolicy(NEEDS, step=1.0))
     assert report.steps == 20
-    assert [episode.asked for episode in report.episodes] == [[0, 4, 8]] * 2
+    assert [episode.queried for episode in report.episodes] == [[0, 4, 8]] * 2
     assert len(report.seconds) == 6
     np.testing.assert_allclose(report.episodes[0].predicted[:, 0], range(1, 11))
-    for joint in report.joints():
+    for joint in report.joint_errors():
         assert joint.mean == pytest.approx(0.5)
         assert joint.largest == pytest.approx(0.5)
         assert joint.mean_percent == pytest.approx(0.5 if joint.name == "Jaw" else 0.25)
 
 
 def test_it_is_asked_as_often_as_told(record):
-    report = play(open_source(record(episodes=1, ticks=10)), ScriptedPolicy(NEEDS, step=0.0), every=1)
-    assert report.episodes[0].asked == list(range(10))
+    report = replay_recording(open_source(record(episodes=1, ticks=10)), ScriptedPolicy(NEEDS, step=0.0), every=1)
+    assert report.episodes[0].queried == list(range(10))
     # A policy that stays where it is would be half a unit behind at every tick.
-    assert {round(joint.largest, 3) for joint in report.joints()} == {0.5}
+    assert {round(joint.largest, 3) for joint in report.joint_errors()} == {0.5}
 
 
 def test_ticks_that_a_chunk_does_not_reach_are_not_judged(record):
-    report = play(open_source(record(episodes=1, ticks=12)), ScriptedPolicy(NEEDS), every=10)
+    report = replay_recording(open_source(record(episodes=1, ticks=12)), ScriptedPolicy(NEEDS), every=10)
     assert report.steps == 8 + 2
     assert np.isnan(report.episodes[0].predicted[8:10]).all()
 
 
 def test_everything_that_does_not_fit_is_said_at_once(record):
     needs = Requirements(policy_type="act", cameras={"wrist": (48, 64)}, state=7, action=7, chunk=8, action_steps=4)
-    with pytest.raises(Misfit) as refused:
-        play(open_source(record(episodes=1)), ScriptedPolicy(needs))
+    with pytest.raises(PolicyMismatch) as refused:
+        replay_recording(open_source(record(episodes=1)), ScriptedPolicy(needs))
     assert "7 values" in str(refused.value)
     assert "wrist" in str(refused.value)
     assert "front, top" in str(refused.value)
@@ -50,13 +50,29 @@ def test_everything_that_does_not_fit_is_said_at_once(record):
 
 def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
     policy = ScriptedPolicy(replace(NEEDS, language=True))
-    play(open_source(record(episodes=1)), policy)
+    replay_recording(open_source(record(episodes=1)), policy)
     assert set(policy.told) == {("pick up the cube",)}
-    with pytest.raises(Misfit, match="the recording does not say what that was"):
-        play(open_source(record("silent", subject(task=""), episodes=1)), policy)
+    with pytest.raises(PolicyMismatch, match="the recording does not say what that was"):
+        replay_recording(open_source(record("silent", subject(task=""), episodes=1)), policy)
+
+
+@pytest.mark.parametrize(("rate", "apart"), [(None, 1), (10.0, 2)])
+def test_a_policy_of_two_observations_is_asked_with_one_of_its_own_rate_before(record, rate, apart):
+    seen = []
+
+    class Looking(ScriptedPolicy):
+        def act(self, observation):
+            seen.append(observation["observation.state"][0, :, 0].tolist())
+            return super().act(observation)
+
+    # The recording has 20 ticks a second, and at tick n everything is at n.
+    policy = Looking(replace(NEEDS, observation_steps=2, rate=rate))
+    report = replay_recording(open_source(record(episodes=2, ticks=10)), policy)
+    assert report.steps == 20
+    assert seen == 2 * [[max(at - apart, 0), at] for at in (0, 4, 8)]
 
 
 def test_the_plot_is_a_picture(record, tmp_path):
-    report = play(open_source(record(episodes=2)), ScriptedPolicy(NEEDS))
+    report = replay_recording(open_source(record(episodes=2)), ScriptedPolicy(NEEDS))
     save_plot(tmp_path / "plot.png", report, "arm against a script")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

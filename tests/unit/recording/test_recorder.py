@@ -15,7 +15,7 @@ import pytest
 from mcap.reader import make_reader
 
 from service.recording.mcap_files import McapSource
-from service.recording.recorder import Recorder, RecorderLimits, open_new
+from service.recording.recorder import Recorder, RecorderLimits, open_new_file
 from tests.testing.recordings import noise, subject, tick
 from tests.unit.recording.disk_full import LARGEST, RATE, SECONDS
 
@@ -37,7 +37,7 @@ class Narrow:
     """A file that takes so many bytes, and then fails as a disk does."""
 
     def __init__(self, path: Path, room: int, error: int):
-        self._file, self._room, self._error = open_new(path), room, error
+        self._file, self._room, self._error = open_new_file(path), room, error
 
     def write(self, data) -> int:
         # A short write first, as the kernel does it.
@@ -57,7 +57,7 @@ class Narrow:
 
 def test_what_was_handed_over_is_in_the_file(record):
     source = McapSource(record(episodes=2, ticks=12))
-    assert source.subject.session_id == "arm"
+    assert source.header.session_id == "arm"
     assert (source.outcome.state, source.outcome.episodes, source.outcome.ticks) == ("off", 2, 24)
     assert [(code, text) for _, code, text in source.events()] == [("start", "by request"), ("stop", "by request")] * 2
     steps = list(source.steps())
@@ -85,21 +85,21 @@ def test_a_tick_that_was_skipped_is_filled_with_the_step_before(record):
 
 def test_an_episode_has_one_task_and_another_instruction_begins_another_episode(tmp_path):
     said = ["pick up the cube"]
-    recorder = Recorder(tmp_path / "a.mcap", subject(cameras=()), followed=lambda: said[0])
+    recorder = Recorder(tmp_path / "a.mcap", subject(cameras=()), get_task=lambda: said[0])
     begun = time.monotonic()
-    recorder.begin("by request")
-    recorder.ticked(tick(0, begun))
-    recorder.ticked(tick(1, begun + 1 / 20))
-    recorder.end("by request")
+    recorder.begin_episode("by request")
+    recorder.on_tick(tick(0, begun))
+    recorder.on_tick(tick(1, begun + 1 / 20))
+    recorder.end_episode("by request")
     said[0] = "put it down"
-    recorder.begin("by request")
-    recorder.ticked(tick(2, begun + 2 / 20))
+    recorder.begin_episode("by request")
+    recorder.on_tick(tick(2, begun + 2 / 20))
     said[0] = "wave"
     # What was planned before is done until there is a chunk that follows the new instruction.
-    recorder.ticked(tick(3, begun + 3 / 20))
-    recorder.planned(np.zeros((4, 6), np.float32), begun, begun)
-    recorder.ticked(tick(4, begun + 4 / 20))
-    recorder.end("by request")
+    recorder.on_tick(tick(3, begun + 3 / 20))
+    recorder.on_chunk(np.zeros((4, 6), np.float32), begun, begun)
+    recorder.on_tick(tick(4, begun + 4 / 20))
+    recorder.end_episode("by request")
     closed(recorder)
     steps = McapSource(tmp_path / "a.mcap").steps()
     assert [(step.episode, step.index, float(step.state[0]), step.task) for step in steps] == [
@@ -113,13 +113,13 @@ def test_an_episode_has_one_task_and_another_instruction_begins_another_episode(
 
 def test_holds_and_other_policies_are_events(tmp_path):
     commits = iter(["abc", "abc", "def"])
-    recorder = Recorder(tmp_path / "a.mcap", subject(), commit=lambda: next(commits))
-    recorder.begin("by request")
+    recorder = Recorder(tmp_path / "a.mcap", subject(), get_commit=lambda: next(commits))
+    recorder.begin_episode("by request")
     now = time.monotonic()
     for number, hold in enumerate((None, "camera_stale", "camera_stale", None)):
-        recorder.ticked(tick(number, now + number / 20, hold=hold))
+        recorder.on_tick(tick(number, now + number / 20, hold=hold))
     for _ in range(3):
-        recorder.planned(np.zeros((4, 6), np.float32), now, now)
+        recorder.on_chunk(np.zeros((4, 6), np.float32), now, now)
     closed(recorder)
     found = [(code, text) for _, code, text in McapSource(tmp_path / "a.mcap").events()]
     assert found[1:-1] == [
@@ -131,15 +131,15 @@ def test_holds_and_other_policies_are_events(tmp_path):
 
 def test_handing_over_takes_microseconds(tmp_path):
     recorder = Recorder(tmp_path / "a.mcap", subject())
-    recorder.begin("by request")
+    recorder.begin_episode("by request")
     image, now = noise((480, 640)), time.monotonic()
     ticks = [tick(number, now + number / 50) for number in range(200)]
     frames, spent = [], []
     for one in ticks:
         began = time.perf_counter()
-        recorder.saw("front", image, one.at)
+        recorder.on_frame("front", image, one.at)
         between = time.perf_counter()
-        recorder.ticked(one)
+        recorder.on_tick(one)
         frames.append(between - began)
         spent.append(time.perf_counter() - between)
     closed(recorder)
@@ -152,14 +152,14 @@ def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
 
     def stuck(path):
         gate.wait(60)
-        return open_new(path)
+        return open_new_file(path)
 
     recorder = Recorder(tmp_path / "a.mcap", subject(), RecorderLimits(queue_bytes=300_000), open_file=stuck)
-    recorder.begin("by request")
+    recorder.begin_episode("by request")
     now, image = time.monotonic(), noise()
     for number in range(40):
-        recorder.saw("front", image, now + number / 20)
-        recorder.ticked(tick(number, now + number / 20))
+        recorder.on_frame("front", image, now + number / 20)
+        recorder.on_tick(tick(number, now + number / 20))
     assert recorder.dropped == 40 - 300_000 // image.nbytes
     gate.set()
     closed(recorder)
@@ -174,25 +174,25 @@ def test_a_disk_that_is_too_slow_costs_frames_and_never_a_wait(tmp_path):
 def test_a_write_that_fails_ends_the_recording_and_leaves_a_file_that_can_be_read(tmp_path, error, state):
     path = tmp_path / "a.mcap"
     recorder = Recorder(path, subject(), open_file=lambda path: Narrow(path, 40_000, error))
-    recorder.begin("by request")
+    recorder.begin_episode("by request")
     now, image = time.monotonic(), noise()
     for number in range(400):
-        recorder.saw("front", np.roll(image, number, 0), now + number / 50)
-        recorder.saw("top", image, now + number / 50)
-        recorder.ticked(tick(number, now + number / 50))
+        recorder.on_frame("front", np.roll(image, number, 0), now + number / 50)
+        recorder.on_frame("top", image, now + number / 50)
+        recorder.on_tick(tick(number, now + number / 50))
     until(recorder, state)
-    recorder.ticked(tick(401, now + 9))  # goes nowhere, and hurts nobody
+    recorder.on_tick(tick(401, now + 9))  # goes nowhere, and hurts nobody
     assert recorder.join(60)
     assert os.strerror(error) in recorder.reason
     assert str(tmp_path) not in recorder.reason
-    assert recorder.figures()["state"] == state
+    assert recorder.get_stats()["state"] == state
     with path.open("rb") as file:
         make_reader(file).get_summary()  # it ends as a file does
     assert McapSource(path).outcome.state == "interrupted"
 
 
 def test_a_part_of_the_disk_stays_free(tmp_path):
-    recorder = Recorder(tmp_path / "a.mcap", subject(), disk=lambda folder: (100 << 30, 0, (1 << 30) - 1))
+    recorder = Recorder(tmp_path / "a.mcap", subject(), disk_usage=lambda folder: (100 << 30, 0, (1 << 30) - 1))
     until(recorder, "disk_full")
     assert "1024 MiB are to stay free" in recorder.reason
     assert not (tmp_path / "a.mcap").exists()
@@ -200,11 +200,11 @@ def test_a_part_of_the_disk_stays_free(tmp_path):
 
 def test_a_recording_has_a_limit_and_ends_whole(tmp_path):
     recorder = Recorder(tmp_path / "a.mcap", subject(cameras=("front",)), RecorderLimits(bytes=1_500_000))
-    recorder.begin("by request")
+    recorder.begin_episode("by request")
     now, image = time.monotonic(), noise((240, 320))
     for number in range(60):
-        recorder.saw("front", np.roll(image, number, 0), now + number / 50)
-        recorder.ticked(tick(number, now + number / 50))
+        recorder.on_frame("front", np.roll(image, number, 0), now + number / 50)
+        recorder.on_tick(tick(number, now + number / 50))
     until(recorder, "limit")
     assert recorder.join(60)
     outcome = McapSource(tmp_path / "a.mcap").outcome
@@ -218,7 +218,7 @@ KILLED = """
     from service.recording.mcap_files import McapSource
     from service.recording.steps import RecordingError
     from tests.testing.recordings import play, subject
-    recorder._FLUSH = 0.0
+    recorder._FLUSH_INTERVAL = 0.0
     def is_written(path):
         try:
             return len(list(McapSource(path).steps())) == 12
@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_leaves_what_it_wrote(tmp_path):
         process.communicate()
     source = McapSource(path)
     assert source.outcome.state == "interrupted"
-    assert not source.facts.is_whole
+    assert not source.info.is_whole
     assert len(list(source.steps())) == 12
 
 

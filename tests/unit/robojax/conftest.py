@@ -9,7 +9,7 @@ from robojax.robot.cameras import Camera, CameraConfig
 
 
 class EvenTime:
-    """Stands where the module ``time`` stands in `findings`: seconds go by as the camera's pictures come."""
+    """Stands where the module ``time`` stands in `check_robot`: seconds go by as the camera's pictures come."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
@@ -30,7 +30,7 @@ class EvenTime:
 
 @pytest.fixture
 def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`findings` counts a camera's pictures by its own clock."""
+    """`check_robot` counts a camera's pictures by its own clock."""
     clock = EvenTime()
 
     class Counted(Camera):

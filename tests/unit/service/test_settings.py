@@ -1,15 +1,20 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from service.settings import GROUPS, PREFIX, Settings, SettingsError, load_settings, unknown_variables
+from service.setting_types import Mark, SettingsError
+from service.settings import FIELDS, GROUPS, PREFIX, Settings, load_settings, unknown_variables
+from tools.settings_page import settings_page
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path, monkeypatch):
     """A folder and an environment without any settings."""
-    import os
-
     for name in list(os.environ):
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
@@ -30,34 +35,34 @@ def wrong(flags=None, file=None) -> str:
 
 
 def test_flags_win_over_the_environment_that_over_the_file_that_over_the_defaults(monkeypatch):
-    assert load_settings().port == 8001
+    assert load_settings().server.port == 8001
     write("port = 1111\nrate = 50\nmax_sessions = 3")
-    assert load_settings().port == 1111
+    assert load_settings().server.port == 1111
     monkeypatch.setenv("ROBOJAX_PORT", "2222")
     monkeypatch.setenv("ROBOJAX_RATE", "30")
     settings = load_settings({"port": "3333", "rate": None})
-    assert (settings.port, settings.rate, settings.max_sessions) == (3333, 30.0, 3)
+    assert (settings.server.port, settings.control.rate, settings.limits.max_sessions) == (3333, 30.0, 3)
 
 
 def test_the_file_is_named_by_a_flag_or_a_variable_or_is_just_there(monkeypatch):
     write("port = 1")
     write("port = 2", "two.toml")
     write("port = 3", "three.toml")
-    assert load_settings().port == 1
+    assert load_settings().server.port == 1
     monkeypatch.setenv("ROBOJAX_CONFIG", "two.toml")
-    assert load_settings().port == 2
-    assert load_settings(file=Path("three.toml")).port == 3
+    assert load_settings().server.port == 2
+    assert load_settings(file=Path("three.toml")).server.port == 3
 
 
 def test_lists_and_tables_have_a_form_for_each_source(monkeypatch):
     write('ice_servers = ["stun:a", "stun:b"]\n[joint_ranges]\nhip = [-10, 20.5]')
     settings = load_settings()
-    assert settings.ice_servers == ("stun:a", "stun:b")
-    assert settings.joint_ranges == {"hip": (-10.0, 20.5)}
+    assert settings.transport.ice_servers == ("stun:a", "stun:b")
+    assert settings.control.joint_ranges == {"hip": (-10.0, 20.5)}
     monkeypatch.setenv("ROBOJAX_ICE_SERVERS", "stun:c, stun:d")
     settings = load_settings({"joint_ranges": '{"knee": [0, 1]}'})
-    assert settings.ice_servers == ("stun:c", "stun:d")
-    assert settings.joint_ranges == {"knee": (0.0, 1.0)}
+    assert settings.transport.ice_servers == ("stun:c", "stun:d")
+    assert settings.control.joint_ranges == {"knee": (0.0, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -94,16 +99,26 @@ def test_each_source_is_named(monkeypatch):
     assert any(line.startswith("colour (robojax.toml colour): no such setting; wanted one of") for line in lines)
 
 
+def test_all_that_is_wrong_is_told_at_once():
+    lines = wrong({"rate": "300", "update_quiet": "301", "port": "x", "colour": 1}).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["port", "rate", "update_quiet", "colour"]
+
+
+def test_groups_are_no_tables_of_the_file():
+    write("[control]\nrate = 50")
+    assert wrong().startswith("control (robojax.toml control): no such setting")
+
+
 def test_models_have_a_form_for_each_source(monkeypatch, nowhere):
     (nowhere / "odd@folder").mkdir()
     write('[models]\ndit = "some/folder"\nvq = "owner/name/transformer@v1"')
-    assert load_settings().models == {"dit": ("some/folder", None), "vq": ("owner/name/transformer", "v1")}
+    assert load_settings().models.models == {"dit": ("some/folder", None), "vq": ("owner/name/transformer", "v1")}
     write('models = ["a=odd@folder"]')
-    assert load_settings().models == {"a": ("odd@folder", None)}
+    assert load_settings().models.models == {"a": ("odd@folder", None)}
     monkeypatch.setenv("ROBOJAX_MODELS", "a=one, b=two@abc")
-    assert load_settings().models == {"a": ("one", None), "b": ("two", "abc")}
+    assert load_settings().models.models == {"a": ("one", None), "b": ("two", "abc")}
     flags = {"models": ["x.y-1=with, comma", "z=a=b"]}
-    assert load_settings(flags).models == {"x.y-1": ("with, comma", None), "z": ("a=b", None)}
+    assert load_settings(flags).models.models == {"x.y-1": ("with, comma", None), "z": ("a=b", None)}
 
 
 @pytest.mark.parametrize(
@@ -144,11 +159,67 @@ def test_variables_that_are_no_settings_are_told_but_are_no_errors(monkeypatch):
 
 
 def test_every_setting_is_in_one_group_and_described():
-    names = [name for group in GROUPS for name in group.__annotations__]
-    assert sorted(names) == sorted(Settings.model_fields)
-    assert all(field.description for field in Settings.model_fields.values())
+    names = [name for group in GROUPS.values() for name in group.model_fields]
+    assert len(names) == len(set(names))
+    assert all(FIELDS[name].description for name in names)
+    assert GROUPS.keys() == Settings.model_fields.keys()
+
+
+# A group with one more field, in place of the one that the server has: nothing else is told of it.
+SCRATCH = """
+import os, sys
+from pydantic import Field
+from service.control import config
+from service.setting_types import Seconds
+
+class ControlSettings(config.ControlSettings):
+    "Control loop"
+    scratch_wait: Seconds = Field(default=1.5, description="Seconds that only this test waits.")
+
+config.ControlSettings = ControlSettings
+from service.settings import load_settings
+from tools.settings_page import settings_page
+
+def value(**flags):
+    return load_settings(flags).control.scratch_wait
+
+print(value(), value(scratch_wait="4"), value(scratch_wait="4", rate="25"))
+os.environ["ROBOJAX_SCRATCH_WAIT"] = "3"
+print(value())
+del os.environ["ROBOJAX_SCRATCH_WAIT"]
+open("robojax.toml", "w").write("scratch_wait = 2")
+print(value())
+print(next(line for line in settings_page().splitlines() if "scratch" in line))
+sys.argv = ["robojax", "serve", "--help-all"]
+from robojax.cli import main
+main()
+"""
+
+
+def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
+    ran = subprocess.run([sys.executable, "-c", SCRATCH], env=environment, capture_output=True, text=True, check=True)
+    defaults, variable, file, row, shown = ran.stdout.split("\n", 4)
+    assert (defaults, variable, file) == ("1.5 4.0 4.0", "3.0", "2.0")
+    assert row == ("| `--scratch-wait NUMBER` | `ROBOJAX_SCRATCH_WAIT` | `1.5` | Seconds that only this test waits. |")
+    assert "--scratch-wait" in shown
+    assert "Seconds that only this test waits. Default: 1.5." in shown
+
+
+def test_the_page_of_the_settings_is_what_the_classes_say():
+    page = ROOT / "docs" / "reference" / "settings.md"
+    assert page.read_text() == settings_page(), "python -m tools.settings_page > docs/reference/settings.md"
+
+
+def test_what_shows_settings_leaves_paths_and_secrets_out():
+    values = Settings.from_values(state="/home/me", database="postgresql://me:pw@db/x", rate=25).public_values()
+    assert values["rate"] == 25
+    private = {name for name, field in FIELDS.items() if Mark.PRIVATE in field.metadata}
+    assert values.keys() == FIELDS.keys() - private
+    assert {"state", "database", "models", "keys_file"} <= private
+    assert {name for name in FIELDS if name.endswith("_file")} <= private
 
 
 def test_settings_do_not_change():
     with pytest.raises(ValueError, match="frozen"):
-        Settings().port = 1  # type: ignore[misc]
+        Settings().server.port = 1  # type: ignore[misc]

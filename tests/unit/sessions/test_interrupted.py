@@ -16,8 +16,10 @@ from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
 from service.errors import MoveRefused, PolicyError, SessionExists, TransportError, UnknownSession
 from service.inference.engine import Engine
+from service.lifespan import session_settings
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.store import NewSession, Sessions, SessionSettings
+from service.sessions.store import NewSession, Sessions
+from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedLoader
 from tests.testing.waiting import until
 
@@ -40,7 +42,7 @@ class Server:
             transport=self.transport,
             load=self.load,
             engine=Engine(switch_interval=None),
-            settings=SessionSettings(**more),
+            settings=session_settings(Settings.from_values(**more)),
             tell=lambda event, about: self.told.append(event),
             records=records_in(folder),
         )

@@ -15,6 +15,7 @@ import pytest
 
 from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError
+from service.control.config import ControlSettings
 from service.errors import (
     InvalidRequest,
     MoveRefused,
@@ -25,6 +26,8 @@ from service.errors import (
     TransportError,
     UnknownSession,
 )
+from service.http.config import LimitSettings
+from service.sessions.compatibility import misfits
 from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.timed
 NEW = NewSession("s", "policy", "memory://", rate=100)
 # A plan of 4 s, and frames that may be older: where holds are counted, a pause of the machine is none.
 LONG = replace(SO100_REQUIREMENTS, chunk=400)
-PATIENT = SessionSettings(frame_age_limit=30.0)
+PATIENT = SessionSettings(control=ControlSettings(frame_age_limit=30.0))
 
 
 class Rig(SessionRig):
@@ -242,6 +245,14 @@ async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(
     assert rig.sessions.engine.facts()["policies_loaded"] == 0
 
 
+def test_a_client_without_rooms_sends_no_history() -> None:
+    looks_back = replace(SO100_REQUIREMENTS, observation_steps=2)
+    assert misfits(looks_back, NEW) == []
+    assert "looks at 2 observations at once" in " ".join(
+        misfits(looks_back, replace(NEW, transport_server_url="direct"))
+    )
+
+
 async def test_a_failed_create_is_listed_as_error_and_may_be_replaced(rig: Rig) -> None:
     rig.loader.failure = ConfigError("no chunk_size")
     with pytest.raises(PolicyError, match="no chunk_size"):
@@ -323,7 +334,7 @@ async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str)
 
 
 async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
-    async with rigged(SessionSettings(max_sessions=2, failed_kept=3)) as rig:
+    async with rigged(SessionSettings(LimitSettings(max_sessions=2), failed_kept=3)) as rig:
         rig.loader.failure = ConfigError("bad")
         for number in range(6):
             with pytest.raises(PolicyError):
@@ -651,7 +662,7 @@ async def test_commands_stay_within_the_range_of_each_joint(rig: Rig) -> None:
 
 
 async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
-    async with rigged(SessionSettings(input_timeout=1.0)) as rig:
+    async with rigged(SessionSettings(control=ControlSettings(input_timeout=1.0))) as rig:
         link = await rig.running()
         session = rig.sessions.get("s")
         await asyncio.sleep(1.2)
@@ -668,7 +679,7 @@ async def test_without_input_a_session_times_out_and_can_be_restarted() -> None:
 
 
 async def test_a_session_that_nobody_ever_sends_to_times_out_too_and_a_stopped_one_does_not() -> None:
-    async with rigged(SessionSettings(input_timeout=0.1)) as rig:
+    async with rigged(SessionSettings(control=ControlSettings(input_timeout=0.1))) as rig:
         await rig.sessions.create(replace(NEW, session_id="a"))
         await rig.sessions.create(replace(NEW, session_id="b"))
         await rig.sessions.stop("b")

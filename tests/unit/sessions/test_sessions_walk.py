@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
+from service.control.config import ControlSettings
 from service.control.controller import ControlEvent
 from service.errors import MoveRefused, PolicyError, SessionExists, UnknownSession
 from service.inference.engine import Engine
@@ -42,7 +43,7 @@ class Walk(RuleBasedStateMachine):
     What is on the disk is all that a server finds which comes after a kill.
     """
 
-    settings_ = SessionSettings(rate=200, frame_age_limit=30, close_within=1.0)
+    settings_ = SessionSettings(control=ControlSettings(rate=200, frame_age_limit=30), close_within=1.0)
 
     def __init__(self) -> None:
         super().__init__()

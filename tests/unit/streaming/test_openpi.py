@@ -23,7 +23,7 @@ from service.errors import InvalidRequest
 from service.http.server import listen, serve_app
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
-from service.streaming.observation import Wanted
+from service.streaming.observation import ObservationSpec
 from service.streaming.openpi import ObservationReader, OpenpiKeys
 from tests.testing.rig import started
 from tests.testing.waiting import until
@@ -197,7 +197,7 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
 # What a client calls its pictures is found once, and anew whenever it calls them otherwise.
 
 
-WANTED = Wanted(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
+WANTED = ObservationSpec(("front",), JointTable([Joint("shoulder", 0, -1.0, 1.0)]), 1 << 20)
 
 
 def picture(value: int) -> np.ndarray:
@@ -217,18 +217,18 @@ def test_a_client_that_calls_its_camera_otherwise_is_understood_anew() -> None:
             {"observation/image": picture(5), "state": state},
         )
     ):
-        told = naming.renamed(message, WANTED)
+        told = naming.rename(message, WANTED)
         assert told["images"]["front"][0, 0, 0] == value
         assert told.get("prompt") == message.get("prompt")
 
 
 def test_what_a_known_client_sends_is_looked_at_each_time() -> None:
     naming = OpenpiKeys()
-    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
+    naming.rename({"image": picture(0), "state": np.zeros(1)}, WANTED)
     for message in ({"image": {"front": picture(0)}, "state": np.zeros(1)}, {"image": "x", "state": np.zeros(1)}, {}):
         with pytest.raises(InvalidRequest):
-            naming.renamed(message, WANTED)
-    naming.renamed({"image": picture(0), "state": np.zeros(1)}, WANTED)
+            naming.rename(message, WANTED)
+    naming.rename({"image": picture(0), "state": np.zeros(1)}, WANTED)
 
 
 def sent(message: dict) -> memoryview:
@@ -274,7 +274,7 @@ def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_
     assert reader.read(sent(message), WANTED).prompt == "lift"
     assert reader.read(sent(message | {"prompt": "push"}), WANTED).prompt == "push"
     with pytest.raises(InvalidRequest, match="wrist"):
-        reader.read(sent(message | {"prompt": "push"}), Wanted(("wrist", "top"), WANTED.joints, 1 << 20))
+        reader.read(sent(message | {"prompt": "push"}), ObservationSpec(("wrist", "top"), WANTED.joints, 1 << 20))
     with pytest.raises(InvalidRequest, match="prompt"):
         reader.read(sent(message | {"prompt": "\x07ush"}), WANTED)
 
@@ -283,11 +283,11 @@ async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_k
     recent = server.app.ctx.sessions.get("arm").robot_io.runner.recent
     async with server.stream("/sessions/arm/openpi") as socket:
         await socket.recv()
-        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 60.0)
+        monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 60.0)
         for value in range(3):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2])
-        monkeypatch.setattr("service.streaming.direct_inference._SHOWN", 0.0)
+        monkeypatch.setattr("service.streaming.direct_inference._PUBLISH_INTERVAL", 0.0)
         for value in range(3, 5):
             await infer(socket, front=np.full((48, 64, 3), value, np.uint8), state=STATE)
         await until(lambda: [_brightness(one) for one, _ in recent] == [2, 3, 4])

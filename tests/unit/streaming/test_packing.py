@@ -175,11 +175,11 @@ async def test_a_long_text_of_pictures_is_read():
 def test_base64_is_read_in_pieces(length):
     data = np.random.default_rng(length).bytes(length)
     text = base64.b64encode(data).decode()
-    assert observation.image_from_base64("front", text) == data
-    assert observation.image_from_base64("front", "data:image/png;base64," + text) == data
+    assert observation.decode_base64("front", text) == data
+    assert observation.decode_base64("front", "data:image/png;base64," + text) == data
     for wrong in (text + "\n", "=" + text, "====" + text if length else "A", text + "\u00e9"):
         with pytest.raises(InvalidRequest):
-            observation.image_from_base64("front", wrong)
+            observation.decode_base64("front", wrong)
 
 
 JPEG_HEAD = b"\xff\xd8"

@@ -120,7 +120,7 @@ async def test_a_message_that_takes_long_is_cut_off(server, caplog):
 
 async def test_whoever_sent_much_at_once_lets_others_go_first_between_its_messages():
     door = StreamSocket(SocketLimits())
-    door._incoming.messages.append("one")
+    door._reader.messages.append("one")
     others = []
     asyncio.get_running_loop().call_soon(others.append, 1)
     assert (await door.receive(), others) == ("one", [1])
@@ -130,7 +130,7 @@ async def test_what_is_read_of_a_connection_that_is_lost_ends():
     door = StreamSocket(SocketLimits())
     door._early = memoryview(frame(1, PING) * 400)  # more than is read at once
     door._transport = Paused()
-    door._go_on()
+    door._continue_reading()
     assert door._transport.is_paused  # two messages wait to be taken
     door.connection_lost(None)
     assert [await door.receive(), await door.receive()] == [PING.decode()] * 2

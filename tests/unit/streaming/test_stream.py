@@ -81,13 +81,13 @@ async def test_one_client_drives_until_it_is_silent(server):
         assert closed.value.rcvd.code == 4409
         # As if two seconds had gone by.
         link = server.app.ctx.doors.direct.links["arm"]
-        link.driver.heard_at -= 3
+        link.driver.last_message_at -= 3
         async with server.stream() as third:
             await Client(third).say("observation", **server.seen(number=5))
             await Client(third).say("ping", number=1, time=1.5)
             assert (await Client(third).hear("pong"))["time"] == 1.5
-            assert link.driver.heard_at > time.monotonic() - 2
-            assert len(link.watchers) == 2
+            assert link.driver.last_message_at > time.monotonic() - 2
+            assert len(link.listeners) == 2
 
 
 async def test_acts_are_answered_one_at_a_time_and_the_newest_wins(server):
@@ -227,10 +227,10 @@ async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_no
         robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.doors.direct.links["arm"]
         driver, sent = link.driver, link.health()["commands_sent"]
         assert len(robot_io.controller.queue)
-        link.part(driver, "gone")
-        link.drive(driver, 2.0)
+        link.release_control(driver, "gone")
+        link.take_control(driver, 2.0)
         assert not len(robot_io.controller.queue)
         # It showed one of its joints; where the other robot's are is nothing to hold it at.
-        link.inbox.joints({"Elbow": 20.0}, time.monotonic())
+        link.inbox.on_joints({"Elbow": 20.0}, time.monotonic())
         robot_io.halt(always_hold=True)
         assert link.health()["commands_sent"] == sent

@@ -9,9 +9,10 @@ from hooks.addresses import describe_danger, unwrap_ipv4
 from hooks.registry.delivery import PinnedResolver
 from service.app import create_app
 from service.errors import InvalidRequest, TransportError
-from service.settings import Settings, SettingsError
+from service.setting_types import SettingsError
+from service.settings import Settings
 from service.testing import ScriptedLoader
-from service.transport.address import AddressRules, Destinations, Listed
+from service.transport.address import AddressRules, AllowedHost, Destinations
 from service.transport.client.rest import http_session
 from service.transport.server.app import serve_transport
 from tests.testing.rig import REAL, started
@@ -96,14 +97,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("url", ALLOWED)
 async def test_this_machine_is_a_destination_without_any_list(url):
-    _, found = await destinations().addresses(url)
+    _, found = await destinations().resolve_addresses(url)
     assert all(ipaddress.ip_address(address).is_loopback for address in found)
 
 
 @pytest.mark.parametrize("url", REFUSED)
 async def test_nothing_else_is(url):
     with pytest.raises(InvalidRequest) as caught:
-        await destinations().addresses(url)
+        await destinations().resolve_addresses(url)
     assert caught.value.loc == ("body", "transport_server_url")
 
 
@@ -111,7 +112,7 @@ async def test_nothing_else_is(url):
 async def test_a_list_of_hosts_and_networks_opens_no_more_than_it_says(url):
     rules = destinations("robot.lan:8000", "192.168.1.0/24", "169.254.0.0/16", "0.0.0.0/8", "fe80::/10", "*.lan")
     with pytest.raises(InvalidRequest):
-        await rules.addresses(url)
+        await rules.resolve_addresses(url)
 
 
 @pytest.mark.parametrize(
@@ -140,21 +141,21 @@ async def test_a_list_of_hosts_and_networks_opens_no_more_than_it_says(url):
 )
 async def test_what_an_entry_of_the_list_opens(listed, url, is_allowed):
     if is_allowed:
-        await destinations(listed).addresses(url)
+        await destinations(listed).resolve_addresses(url)
     else:
         with pytest.raises(InvalidRequest):
-            await destinations(listed).addresses(url)
+            await destinations(listed).resolve_addresses(url)
 
 
 @pytest.mark.parametrize("text", ["", "a b", "host:0", "host:http", "192.168.1.1/24", "http://host", "[::1", "::1]:5"])
 def test_an_entry_that_is_no_host_is_told_at_the_start(text):
     with pytest.raises(ValueError, match="wanted"):
-        Listed.parse(text)
+        AllowedHost.parse(text)
 
 
 def test_a_wrong_entry_stops_the_server_from_starting():
     with pytest.raises(SettingsError, match=r"transport_hosts: 'http://host'"):
-        create_app(Settings(transport_hosts=("http://host",)), load=ScriptedLoader())
+        create_app(Settings.from_values(transport_hosts=("http://host",)), load=ScriptedLoader())
 
 
 async def test_this_server_itself_is_a_destination_by_its_own_port_on_an_address_of_this_machine():
@@ -164,15 +165,15 @@ async def test_this_server_itself_is_a_destination_by_its_own_port_on_an_address
         except OSError:
             pytest.skip("this machine has no address but loopback")
         own = probe.getsockname()[0]
-    await destinations(own_port=8001).addresses(f"http://{own}:8001")
+    await destinations(own_port=8001).resolve_addresses(f"http://{own}:8001")
     for url in (f"http://{own}:8002", "http://93.184.216.34:8001"):
         with pytest.raises(InvalidRequest):
-            await destinations(own_port=8001).addresses(url)
+            await destinations(own_port=8001).resolve_addresses(url)
 
 
 async def test_an_unknown_host_is_the_transports_error_and_not_the_requests():
     with pytest.raises(TransportError, match="not known"):
-        await destinations("*.lan").addresses("http://nobody.lan")
+        await destinations("*.lan").resolve_addresses("http://nobody.lan")
 
 
 async def test_a_name_that_moves_after_the_check_is_not_followed():
@@ -185,7 +186,7 @@ async def test_a_name_that_moves_after_the_check_is_not_followed():
     async with serve_transport() as url:
         port = url.rpartition(":")[2]
         rules = destinations("moving.lan", resolve=rebinding)
-        async with http_session(await rules.connector(f"http://moving.lan:{port}")) as session:
+        async with http_session(await rules.create_connector(f"http://moving.lan:{port}")) as session:
             for _ in range(3):  # each on a connection of its own, as after a link was lost
                 async with session.get(f"http://moving.lan:{port}/health", headers={"connection": "close"}) as answer:
                     assert answer.status == 200
@@ -205,7 +206,7 @@ async def test_a_redirect_to_this_machine_is_not_followed():
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
-    async with http_session(await destinations().connector(url)) as session:
+    async with http_session(await destinations().create_connector(url)) as session:
         with pytest.raises(TransportError, match="redirect"):
             await session.get(url)
     await runner.cleanup()

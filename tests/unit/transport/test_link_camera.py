@@ -9,13 +9,13 @@ import pytest
 from aiortc.codecs.vpx import vp8_depayload
 from aiortc.mediastreams import MediaStreamError
 
-from service.transport.webrtc.decoding import EXACT
+from service.transport.webrtc.decoding import EXACT_COLORS
 from service.transport.webrtc.encoding import (
-    CLOCK,
-    FRESH,
-    KEYFRAME_EVERY,
-    LEAST_BITRATE,
-    MOST_BITRATE,
+    KEYFRAME_INTERVAL,
+    MAX_BITRATE,
+    MAX_IMAGE_AGE,
+    MIN_BITRATE,
+    TIME_BASE,
     Camera,
     CameraEncoder,
     CameraTrack,
@@ -37,7 +37,7 @@ def scene(number: int, side: int = 240) -> np.ndarray:
 
 def video_frame(image: np.ndarray, number: int) -> av.VideoFrame:
     frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-    frame.pts, frame.time_base = number * 3600, CLOCK
+    frame.pts, frame.time_base = number * 3600, TIME_BASE
     return frame
 
 
@@ -48,7 +48,7 @@ def test_the_codec_changes_a_rendered_picture_by_less_than_two_levels():
         image = scene(number)
         payloads, _ = encoder.encode(video_frame(image, number))
         (decoded,) = decoder.decode(av.Packet(b"".join(map(vp8_depayload, payloads))))
-        difference = decoded.to_ndarray(format="rgb24", interpolation=EXACT).astype(int) - image
+        difference = decoded.to_ndarray(format="rgb24", interpolation=EXACT_COLORS).astype(int) - image
         errors.append(np.abs(difference).mean())
         bias.append(difference.mean())
     assert max(errors) < 2, max(errors)
@@ -64,22 +64,22 @@ def test_a_keyframe_is_made_when_asked_and_for_a_new_size_only():
 
     assert [is_key(0), is_key(1), is_key(2)] == [True, False, False]
     assert is_key(3, force=True)
-    # A viewer that asks all the time has one in KEYFRAME_EVERY; a request that comes too soon is kept.
+    # A viewer that asks all the time has one in KEYFRAME_INTERVAL; a request that comes too soon is kept.
     assert not any(is_key(number, force=True) for number in range(10, 15))
-    encoder._keyframe_at -= KEYFRAME_EVERY
+    encoder._keyframe_at -= KEYFRAME_INTERVAL
     assert [is_key(20), is_key(21)] == [True, False]
     assert [is_key(4), is_key(5, side=96), is_key(6, side=96)] == [False, True, False]
 
 
 def test_the_budget_follows_the_size_and_no_estimate():
     encoder = CameraEncoder(30)
-    assert encoder._context_for(video_frame(np.zeros((96, 96, 3), np.uint8), 0)).bit_rate == LEAST_BITRATE
+    assert encoder._context_for(video_frame(np.zeros((96, 96, 3), np.uint8), 0)).bit_rate == MIN_BITRATE
     context = encoder._context_for(video_frame(np.zeros((480, 640, 3), np.uint8), 0))
-    assert LEAST_BITRATE < context.bit_rate < MOST_BITRATE
+    assert MIN_BITRATE < context.bit_rate < MAX_BITRATE
     encoder.target_bitrate = 250_000
     assert encoder.target_bitrate == context.bit_rate
     assert encoder._context_for(video_frame(np.zeros((480, 640, 3), np.uint8), 1)) is context
-    assert encoder._context_for(video_frame(np.zeros((1080, 1920, 3), np.uint8), 2)).bit_rate == MOST_BITRATE
+    assert encoder._context_for(video_frame(np.zeros((1080, 1920, 3), np.uint8), 2)).bit_rate == MAX_BITRATE
 
 
 async def test_each_picture_is_sent_once_and_the_newest_wins():
@@ -102,7 +102,7 @@ async def test_each_picture_is_sent_once_and_the_newest_wins():
 async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
     camera = Camera(rate=1000)
     camera.show(np.zeros((4, 4, 3), np.uint8))
-    camera.shown_at -= FRESH
+    camera.shown_at -= MAX_IMAGE_AGE
     track = CameraTrack(camera)
     waiting = asyncio.ensure_future(track.recv())
     await asyncio.sleep(0.02)

@@ -7,7 +7,7 @@ import pytest
 from aioice import ice
 from aiortc import RTCPeerConnection
 
-from service.transport.webrtc.candidates import candidate_refusal, sort_candidates
+from service.transport.webrtc.candidates import explain_refused_address, split_candidates
 from service.transport.webrtc.decoding import FrameDecoder
 from service.transport.webrtc.peer import Peer
 
@@ -32,14 +32,14 @@ from service.transport.webrtc.peer import Peer
     ],
 )
 def test_what_is_no_robots_address_is_not_tried(host: str, port: int) -> None:
-    assert candidate_refusal(host, port) is not None
+    assert explain_refused_address(host, port) is not None
     line = f"a=candidate:1 1 udp 5 {host} {port} typ host"
-    assert sort_candidates(f"v=0\r\nm=video 9\r\n{line}\r\n") == ("v=0\r\nm=video 9\r\n", [])
+    assert split_candidates(f"v=0\r\nm=video 9\r\n{line}\r\n") == ("v=0\r\nm=video 9\r\n", [])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.168.1.7", "10.0.0.1", "203.0.113.5", "fd12::7", "fe80::1%eth0"])
 def test_what_may_be_a_robots_address_is_tried(host: str) -> None:
-    assert candidate_refusal(host, 50000) is None
+    assert explain_refused_address(host, 50000) is None
 
 
 async def test_a_trickled_candidate_is_held_to_the_same() -> None:
@@ -51,7 +51,7 @@ async def test_a_trickled_candidate_is_held_to_the_same() -> None:
     peer._pc.addIceCandidate = note
     hosts = ("169.254.169.254", "192.168.1.7")
     for host in hosts:
-        await peer._add({"candidate": f"candidate:1 1 udp 5 {host} 50000 typ host", "sdpMLineIndex": 0})
+        await peer._add_candidate({"candidate": f"candidate:1 1 udp 5 {host} 50000 typ host", "sdpMLineIndex": 0})
     assert added == ["192.168.1.7"]
     await peer.close()
 
@@ -77,7 +77,7 @@ async def test_what_a_name_is_resolved_to_is_held_to_the_same(
         named = "a=candidate:1 1 udp 5 abc.local 50000 typ host\r\na=end-of-candidates\r\n"
         offer = theirs.localDescription.sdp.replace("a=end-of-candidates\r\n", named)
         assert named in offer
-        await peer.answer(offer, FrameDecoder(lambda image, at: None, lambda error: None))
+        await peer.answer_offer(offer, FrameDecoder(lambda image, at: None, lambda error: None))
         await asyncio.gather(*peer._adding)
         (connection,) = {one.receiver.transport.transport.iceGatherer._connection for one in peer._pc.getTransceivers()}
         found = {candidate._network_host for candidate in connection._remote_candidates}

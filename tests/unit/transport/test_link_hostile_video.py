@@ -16,7 +16,7 @@ from aiortc.rtcrtpreceiver import RemoteStreamTrack, RTCRtpReceiver
 from aiortc.rtp import HeaderExtensionsMap, RtpPacket
 
 from service.transport.webrtc.decoding import MAX_DECLARED, FrameDecoder
-from service.transport.webrtc.jitter_buffer import UNREADABLE, h264_pixels
+from service.transport.webrtc.jitter_buffer import UNREADABLE_SIZE, h264_pixels
 
 pytestmark = pytest.mark.timed
 
@@ -87,7 +87,7 @@ class Viewer:
         self.receiver = RTCRtpReceiver("video", wire)  # type: ignore[arg-type]
         self.receiver._track = RemoteStreamTrack(kind="video")
         self.screen = FrameDecoder(lambda image, at: self.shown.append(image), lambda error: None)
-        self.screen.fit(self.receiver)
+        self.screen.install(self.receiver)
 
     async def sees(self, shade: int, shape=(48, 64, 3), *, looks: int = 3000) -> bool:
         for _ in range(looks):
@@ -147,7 +147,7 @@ async def test_hundreds_of_broken_packets_harm_nobody_and_the_picture_comes_back
         for packet in sender.packets(200):
             await wire.arrive(packet)
         await asyncio.sleep(0.02)
-    counts = viewer.screen.counts()
+    counts = viewer.screen.get_counts()
     again = Sender(kind)  # as a robot whose process was replaced
     if not await viewer.sees(200, looks=300):
         for packet in again.packets(200):
@@ -173,7 +173,7 @@ async def test_a_picture_that_is_far_too_large_never_reaches_the_decoder(wire, v
     sender = Sender(kind)
     for packet in sender.packets(60, side, side):
         await wire.arrive(packet)
-    assert viewer.screen.counts()["oversize"] == 1
+    assert viewer.screen.get_counts()["oversize"] == 1
     assert not viewer.shown
 
 
@@ -193,12 +193,12 @@ def test_the_size_that_h264_declares_is_read(height, width):
 
 @pytest.mark.parametrize("data", [b"\0\0\1\x67", b"\0\0\1\x67" + b"\0" * 40, b"\0\0\1\x67\x42\0\x1f" + b"\0" * 9])
 def test_a_size_that_cannot_be_read_is_too_large(data):
-    assert h264_pixels(data) == UNREADABLE
+    assert h264_pixels(data) == UNREADABLE_SIZE
 
 
 def test_a_picture_of_descriptions_alone_is_not_decoded():
-    assert h264_pixels(b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17) == UNREADABLE
-    assert h264_pixels(b"\0\0\1\x09" * 1025) == UNREADABLE
+    assert h264_pixels(b"\0\0\1\x67\x42\0\x1e\xda\x02\x80" * 17) == UNREADABLE_SIZE
+    assert h264_pixels(b"\0\0\1\x09" * 1025) == UNREADABLE_SIZE
     assert h264_pixels(b"\0\0\1\x09" * 1024) == 0
 
 

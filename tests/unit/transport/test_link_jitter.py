@@ -6,7 +6,13 @@ from aiortc.rtp import RtpPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.transport.webrtc.jitter_buffer import ASK_AGAIN, AT_ONCE, PATIENCE, EagerJitterBuffer, is_keyframe
+from service.transport.webrtc.jitter_buffer import (
+    KEYFRAME_REQUEST_INTERVAL,
+    LOSS_TIMEOUT,
+    MAX_FRAMES_PER_PACKET,
+    EagerJitterBuffer,
+    is_keyframe,
+)
 
 KEY = b"\x10\x02\x00\x9d\x01\x2a\x0a\x00\x0a\x00"  # the first bytes of a VP8 keyframe of 10x10
 INTER = b"\x11\x02\x00abc"
@@ -75,14 +81,14 @@ def test_however_many_pictures_wait_for_a_packet_few_are_looked_at_in_one_turn_a
     stream.arrive(key, *others[:500])
     looks.clear()
     if is_lost:
-        stream.now += PATIENCE
+        stream.now += LOSS_TIMEOUT
     else:
         stream.arrive(late)
-        assert len(looks) <= AT_ONCE
+        assert len(looks) <= MAX_FRAMES_PER_PACKET
     for packet in others[500:560]:
         before = len(looks)
         stream.arrive(packet)
-        assert len(looks) <= before + AT_ONCE
+        assert len(looks) <= before + MAX_FRAMES_PER_PACKET
     wanted = [packet.payload for packet in (key, *([] if is_lost else [late]), *others[:560])]
     assert stream.given == wanted
 
@@ -91,7 +97,7 @@ def test_nothing_is_given_out_before_the_first_keyframe_which_is_asked_for():
     stream = Stream()
     stream.arrive(*stream.packets(INTER, stamp=1), *stream.packets(INTER, stamp=2))
     assert (stream.given, stream.asked, stream.buffer.skipped) == ([], 1, 2)
-    stream.now += ASK_AGAIN
+    stream.now += KEYFRAME_REQUEST_INTERVAL
     stream.arrive(*stream.packets(INTER, stamp=3), *stream.packets(KEY, stamp=4), *stream.packets(INTER, stamp=5))
     assert (stream.given, stream.asked) == ([KEY, INTER], 2)
 
@@ -102,10 +108,10 @@ def test_a_packet_that_never_comes_is_given_up_and_nothing_is_built_on_the_loss(
     asked = stream.asked
     lost, *_ = stream.packets(INTER, stamp=2)
     stream.arrive(*stream.packets(INTER, stamp=3))
-    stream.now += PATIENCE / 2
+    stream.now += LOSS_TIMEOUT / 2
     stream.arrive(*stream.packets(INTER, stamp=4))
     assert stream.asked == asked  # a retransmission may still come
-    stream.now += PATIENCE / 2
+    stream.now += LOSS_TIMEOUT / 2
     stream.arrive(*stream.packets(INTER, stamp=5))
     assert (stream.given, stream.asked, stream.buffer.lost) == ([KEY], asked + 1, 1)
     stream.arrive(lost, *stream.packets(INTER, stamp=6), *stream.packets(KEY, stamp=7), *stream.packets(INTER, stamp=8))
@@ -117,9 +123,9 @@ def test_half_a_picture_is_never_given_out():
     stream.arrive(*stream.packets(KEY, stamp=1))
     first, _, last = stream.packets(KEY, b"middle", b"end", stamp=2)
     stream.arrive(first, last)
-    stream.now += PATIENCE
+    stream.now += LOSS_TIMEOUT
     stream.arrive(*stream.packets(INTER, stamp=3))
-    stream.now += PATIENCE
+    stream.now += LOSS_TIMEOUT
     stream.arrive(*stream.packets(INTER, stamp=4))
     assert stream.given == [KEY]
 

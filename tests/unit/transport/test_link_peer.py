@@ -29,7 +29,9 @@ async def cancelled(work: Coroutine[Any, Any, Any], turns: int) -> None:
 async def connected() -> tuple[Peer, Peer]:
     screen = FrameDecoder(lambda image, seen_at: None, lambda error: None)
     producer, consumer = Peer([]), Peer([])
-    await producer.accept(await consumer.answer(await producer.offer(CameraTrack(Camera(25))), screen))
+    await producer.accept_answer(
+        await consumer.answer_offer(await producer.create_offer(CameraTrack(Camera(25))), screen)
+    )
     for peer in (producer, consumer):
         while not peer.connected_at:
             peer.changed.clear()
@@ -41,7 +43,7 @@ async def test_an_offer_that_is_cancelled_leaves_no_socket_open():
     before = sockets()
     for turns in range(TURNS):
         peer = Peer([])
-        await cancelled(peer.offer(CameraTrack(Camera(25))), turns)
+        await cancelled(peer.create_offer(CameraTrack(Camera(25))), turns)
         await peer.close()
         assert sockets() == before, f"cancelled after {turns} turns of the loop"
 

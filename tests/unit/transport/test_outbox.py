@@ -103,7 +103,7 @@ async def test_a_message_to_a_thousand_is_written_a_few_at_a_time_and_others_hav
     for _, outbox in peers:
         outbox.put("a flood", is_urgent=False)
     assert not wire.writes
-    waited = asyncio.create_task(wire.queue.turn())
+    waited = asyncio.create_task(wire.queue.wait_written())
     await asyncio.sleep(0.005)
     assert not waited.done()
     to_robot.put("a command")
@@ -122,7 +122,7 @@ async def test_frames_of_a_peer_keep_their_order_whichever_way_they_go(wire: Wir
     for number in range(4):
         outbox.put(str(number), is_urgent=number != 1)
     assert socket.got == ["0"]
-    await wire.queue.turn()
+    await wire.queue.wait_written()
     outbox.put("4")
     assert socket.got == list("01234")
     socket.unread = 1
@@ -148,11 +148,11 @@ async def test_a_peer_that_does_not_read_is_cut_at_its_limit_and_waited_for_by_n
         to_slow.put(str(number), is_urgent=False)
     to_other.put("on time", is_urgent=False)
     async with asyncio.timeout(30):
-        await wire.queue.turn()
+        await wire.queue.wait_written()
     assert other.got == ["on time"]
-    assert not to_slow.is_cut
+    assert not to_slow.is_aborted
     await asyncio.sleep(0.01)
     to_slow.put("3", is_urgent=False)  # one is being written, three wait
     to_slow.put("4", is_urgent=False)
-    assert to_slow.is_cut
+    assert to_slow.is_aborted
     assert slow.ending == "aborted"

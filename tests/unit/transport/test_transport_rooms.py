@@ -9,10 +9,10 @@ from service.transport import protocol
 from service.transport.address import Kind
 from service.transport.protocol import Join, JointUpdate, Role, WireError
 from service.transport.server import websocket
-from service.transport.server.rooms import Close, Limits, Place, RoomTable, Send, TooManyRooms, UnknownRoom
+from service.transport.server.rooms import Close, RoomLimits, RoomPath, RoomTable, Send, TooManyRooms, UnknownRoom
 
-ARM = Place(Kind.ROBOTICS, "w", "arm")
-CAMERA = Place(Kind.VIDEO, "w", "camera")
+ARM = RoomPath(Kind.ROBOTICS, "w", "arm")
+CAMERA = RoomPath(Kind.VIDEO, "w", "camera")
 PRODUCER, CONSUMER = Role.PRODUCER, Role.CONSUMER
 
 
@@ -38,7 +38,7 @@ def test_a_refused_connection_has_no_seat_and_leaving_does_nothing(table):
     effects = table.join("b", ARM, Join("q", PRODUCER), 0.0)
     assert told(effects) == [("b", "error")]
     assert closed(effects) == {"b"}
-    assert table.seat("b") is None
+    assert table.get_participant("b") is None
     assert table.leave("b") == []
     assert table.get(ARM).producer == "p"
 
@@ -63,7 +63,7 @@ def test_a_broadcast_is_one_effect_however_many_listen(table):
 
 
 def test_a_room_takes_no_more_joint_names_than_its_limit():
-    table = RoomTable(Limits(joints=3))
+    table = RoomTable(RoomLimits(joints=3))
     table.create(ARM, 0.0)
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     many = JointUpdate(tuple({"name": f"j{number}", "value": 1} for number in range(4)))
@@ -74,7 +74,7 @@ def test_a_room_takes_no_more_joint_names_than_its_limit():
 
 
 def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
-    table = RoomTable(Limits(rooms=1, participants=1))
+    table = RoomTable(RoomLimits(rooms=1, participants=1))
     table.create(ARM, 0.0)
     table.create(ARM, 0.0)
     with pytest.raises(TooManyRooms, match="1 rooms exist, the limit"):
@@ -86,8 +86,8 @@ def test_the_table_takes_no_more_rooms_and_participants_than_its_limits():
 
 
 def test_one_owner_leaves_rooms_and_seats_for_others():
-    table = RoomTable(Limits(of_one=2))
-    first, second, third = (Place(Kind.ROBOTICS, "w", name) for name in "abc")
+    table = RoomTable(RoomLimits(per_owner=2))
+    first, second, third = (RoomPath(Kind.ROBOTICS, "w", name) for name in "abc")
     for place in (first, second, first):
         table.create(place, 0.0, owner="ann")
     with pytest.raises(TooManyRooms, match="2 rooms are of this owner"):
@@ -101,15 +101,15 @@ def test_one_owner_leaves_rooms_and_seats_for_others():
 
 def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
     table.join("c", ARM, Join("c", CONSUMER), 0.0)
-    assert table.clean(now=3600.0, idle=3600.0) == []
-    assert table.clean(now=3601.0, idle=3600.0) == [CAMERA]
+    assert table.remove_idle(now=3600.0, idle=3600.0) == []
+    assert table.remove_idle(now=3601.0, idle=3600.0) == [CAMERA]
     table.leave("c")
-    assert table.clean(now=3601.0, idle=3600.0) == [ARM]
+    assert table.remove_idle(now=3601.0, idle=3600.0) == [ARM]
     assert not table.rooms
 
 
 def test_cleaning_one_service_leaves_the_other_alone(table):
-    assert table.clean(9999.0, 1.0, Kind.VIDEO) == [CAMERA]
+    assert table.remove_idle(9999.0, 1.0, Kind.VIDEO) == [CAMERA]
     assert ARM in table.rooms
 
 
@@ -118,7 +118,7 @@ def test_any_message_keeps_a_room_from_being_cleaned(table, message):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
     websocket.receive_message(table, "p", message, 50.0)
     table.leave("p")
-    assert ARM not in table.clean(now=100.0, idle=60.0)
+    assert ARM not in table.remove_idle(now=100.0, idle=60.0)
 
 
 def test_a_producers_settings_are_kept_and_a_consumers_are_not(table):
@@ -158,7 +158,7 @@ def test_after_a_delete_its_sockets_are_nobody(table):
 
 
 def test_a_signal_stays_in_its_room(table):
-    other = Place(Kind.VIDEO, "elsewhere", "camera")
+    other = RoomPath(Kind.VIDEO, "elsewhere", "camera")
     table.create(other, 0.0)
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
     table.join("c", other, Join("c", CONSUMER), 0.0)
@@ -172,7 +172,7 @@ def test_a_signal_stays_in_its_room(table):
 
 def test_in_oddity_mode_anybody_may_answer_from_anywhere():
     table = RoomTable(is_odd=True)
-    elsewhere = Place(Kind.VIDEO, "elsewhere", "camera")
+    elsewhere = RoomPath(Kind.VIDEO, "elsewhere", "camera")
     for place in (CAMERA, elsewhere):
         table.create(place, 0.0)
     table.join("p", CAMERA, Join("p", PRODUCER), 0.0)
@@ -187,7 +187,7 @@ def test_an_unknown_room_is_named():
 
 
 ids = st.sampled_from(["a", "b", "c"])
-places = st.sampled_from([ARM, CAMERA, Place(Kind.VIDEO, "w", "arm"), Place(Kind.ROBOTICS, "v", "arm")])
+places = st.sampled_from([ARM, CAMERA, RoomPath(Kind.VIDEO, "w", "arm"), RoomPath(Kind.ROBOTICS, "v", "arm")])
 frames = st.sampled_from(
     [
         protocol.Heartbeat(),
@@ -208,7 +208,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.table = RoomTable(Limits(rooms=3, participants=4), self.is_odd)
+        self.table = RoomTable(RoomLimits(rooms=3, participants=4), self.is_odd)
         self.made = 0
         self.live: set[int] = set()
 
@@ -267,7 +267,7 @@ class SafeLife(Life):
     def everybody_listed_is_connected_and_everybody_connected_is_listed(self):
         listed = 0
         for room in self.table.rooms.values():
-            seats = self.table.everybody(room)
+            seats = self.table.participants(room)
             names = [*([room.producer] if room.producer else []), *room.consumers]
             assert [seat.id for seat in seats] == names
             assert {seat.connection for seat in seats} <= self.live

@@ -34,7 +34,9 @@ def receiver(**more) -> Receiver:
 
 
 async def test_the_service_takes_5_MB_here_while_its_own_limit_is_1_MB() -> None:
-    app = create_app(Settings(max_body=1 << 20), load=lambda *names, **more: pytest.fail("nothing is loaded"))
+    app = create_app(
+        Settings.from_values(max_body=1 << 20), load=lambda *names, **more: pytest.fail("nothing is loaded")
+    )
     app.blueprint(receiver().blueprint())
     async with service_serving(app, listen("127.0.0.1", 0)) as url, aiohttp.ClientSession() as session:
 

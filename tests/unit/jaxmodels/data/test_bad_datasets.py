@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from jaxmodels.data import open_dataset, table_files, metadata
+from jaxmodels.data import metadata, open_dataset, table_files
 from jaxmodels.errors import DatasetError
 from tests.unit.jaxmodels.data.demonstrations import FRONT, ROWS, frames, lines, png, rewrite, write_video
 
@@ -183,7 +183,7 @@ def replaced(table, name, values):
 
 
 def test_a_file_that_claims_too_many_rows_is_not_read(copy, monkeypatch):
-    monkeypatch.setattr(table_files, "MOST_ROWS", 8)
+    monkeypatch.setattr(table_files, "MAX_ROWS", 8)
     refused(copy("v2.1"), "9 rows; allowed are 8")
 
 

@@ -91,7 +91,7 @@ def trained(states: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_weights(one: Path, other: Path) -> None:
-    ours, theirs = (lerobot_folder.read(folder / "policy").weights for folder in (one, other))
+    ours, theirs = (lerobot_folder.read_checkpoint(folder / "policy").weights for folder in (one, other))
     assert set(ours) == set(theirs)
     for name, array in ours.items():
         np.testing.assert_allclose(theirs[name], array, atol=2e-4, err_msg=name)

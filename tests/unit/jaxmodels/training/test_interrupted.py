@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmodels.errors import TrainingError
-from jaxmodels.training.run_folder import LAST, POLICY, STATE, Snapshots, claim, cut_metrics, writing
+from jaxmodels.training.run_folder import (
+    LAST,
+    POLICY,
+    STATE,
+    Snapshots,
+    claim_folder,
+    cut_metrics,
+    explain_write_errors,
+)
 
 LINES = '{"step": 4, "seconds": 2.5}\n{"step": 8, "seconds": 3.5}\n'
 
@@ -79,19 +87,19 @@ def test_a_run_whose_first_file_did_not_fit_can_be_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: None
 ) -> None:
     with pytest.raises(OSError, match="No space left"):
-        claim(tmp_path / "run", {"steps": 4}, resume=False)
+        claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     monkeypatch.undo()
-    claim(tmp_path / "run", {"steps": 4}, resume=False)
+    claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     assert entries(tmp_path / "run") == ["training.json"]
 
 
 def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path: Path) -> None:
-    claim(tmp_path / "run", {"steps": 4}, resume=False)
+    claim_folder(tmp_path / "run", {"steps": 4}, resume=False)
     (tmp_path / "run" / ".policy-x1").mkdir()
     with pytest.raises(TrainingError, match="steps: was 4, now 5"):
-        claim(tmp_path / "run", {"steps": 5}, resume=True)
+        claim_folder(tmp_path / "run", {"steps": 5}, resume=True)
     assert ".policy-x1" in entries(tmp_path / "run")
-    claim(tmp_path / "run", {"steps": 4}, resume=True)
+    claim_folder(tmp_path / "run", {"steps": 4}, resume=True)
     assert entries(tmp_path / "run") == ["training.json"]
 
 
@@ -100,10 +108,10 @@ def test_a_policy_that_was_half_written_is_removed_by_its_own_run_only(tmp_path:
 )
 def test_a_full_disk_names_the_run_and_says_how_to_go_on(tmp_path: Path, error: OSError) -> None:
     wanted = rf"{tmp_path}: cannot be written \(No space left on device\); make room there.*--resume=true"
-    with pytest.raises(OSError, match=wanted), writing(tmp_path):
+    with pytest.raises(OSError, match=wanted), explain_write_errors(tmp_path):
         raise error
 
 
 def test_a_file_that_is_not_there_is_told_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nothing"), writing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing"), explain_write_errors(tmp_path):
         (tmp_path / "nothing").read_text()

@@ -57,17 +57,17 @@ def test_a_text_encoder_learns_unless_it_is_frozen(
     kind = "diffusion2d"  # what is frozen is found by name, the same for every type
     few = config(steps=2, log_freq=1)
     train(told, start_of(kind, told), few, tmp_path / "learns")
-    learned = lerobot_folder.read(tmp_path / "learns" / "policy").weights
+    learned = lerobot_folder.read_checkpoint(tmp_path / "learns" / "policy").weights
     text = {name.removeprefix("text."): array for name, array in learned.items() if name.startswith("text.")}
     still = start_of(kind, told).with_values({"text_encoder": {**TEXT, "is_frozen": True}})
     still = Start(still.policy, {f"text.{name}": array for name, array in text.items()})
     train(told, still, few, tmp_path / "frozen")
-    frozen = lerobot_folder.read(tmp_path / "frozen" / "policy").weights
+    frozen = lerobot_folder.read_checkpoint(tmp_path / "frozen" / "policy").weights
     for name, array in text.items():
         np.testing.assert_array_equal(frozen[f"text.{name}"], array, err_msg=name)
     again = Start(start_of(kind, told).policy, {f"text.{name}": array for name, array in text.items()})
     train(told, again, few, tmp_path / "again")
-    moved = lerobot_folder.read(tmp_path / "again" / "policy").weights
+    moved = lerobot_folder.read_checkpoint(tmp_path / "again" / "policy").weights
     assert any((moved[f"text.{name}"] != array).any() for name, array in text.items())
 
 
@@ -80,7 +80,7 @@ def test_a_clip_from_a_folder_reads_the_tasks_and_stays_as_it_is(
     shutil.copy(CLIP / "tokenizer.json", folder)
     start = new_policy(told, "diffusion2d", text_encoder=folder, values=TINY["diffusion2d"])
     train(told, start, config(steps=2, log_freq=1), tmp_path / "run")
-    weights = lerobot_folder.read(tmp_path / "run" / "policy").weights
+    weights = lerobot_folder.read_checkpoint(tmp_path / "run" / "policy").weights
     for name, array in read_clip_text(folder).weights.items():
         np.testing.assert_array_equal(weights[f"text.{name}"], array, err_msg=name)
     policy = jaxmodels.load_policy(tmp_path / "run" / "policy")

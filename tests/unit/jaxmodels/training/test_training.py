@@ -101,7 +101,7 @@ def test_the_policy_is_written_in_a_layout_that_loads(finished: Path, dataset: D
 
 
 def test_pictures_are_normalised_as_lerobot_does_it_unless_told_otherwise(finished: Path) -> None:
-    inputs = lerobot_folder.read(finished / "policy").normalization.inputs
+    inputs = lerobot_folder.read_checkpoint(finished / "policy").normalization.inputs
     np.testing.assert_allclose(inputs.stats["observation.images.front"]["mean"][:, 0, 0], (0.485, 0.456, 0.406))
 
 
@@ -204,9 +204,9 @@ def test_checkpoints_hold_the_policy_as_it_was_and_last_is_the_newest(finished: 
     last = finished / "checkpoints" / "last"
     assert last.resolve().name == "000024"
     weights, policy = (
-        lerobot_folder.read(folder).weights for folder in (last / "pretrained_model", finished / "policy")
+        lerobot_folder.read_checkpoint(folder).weights for folder in (last / "pretrained_model", finished / "policy")
     )
-    early = lerobot_folder.read(finished / "checkpoints" / "000008" / "pretrained_model").weights
+    early = lerobot_folder.read_checkpoint(finished / "checkpoints" / "000008" / "pretrained_model").weights
     assert all((array == policy[name]).all() for name, array in weights.items())
     assert any((array != weights[name]).any() for name, array in early.items())
 
@@ -248,8 +248,8 @@ def test_a_trained_policy_is_gone_on_with(
     start = trained_policy(finished / "policy")
     still = config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
     train(dataset, start, still, tmp_path / "more")
-    fine = lerobot_folder.read(tmp_path / "more" / "policy").weights
-    for name, array in lerobot_folder.read(finished / "policy").weights.items():
+    fine = lerobot_folder.read_checkpoint(tmp_path / "more" / "policy").weights
+    for name, array in lerobot_folder.read_checkpoint(finished / "policy").weights.items():
         np.testing.assert_allclose(fine[name], array, atol=1e-8, err_msg=name)
 
 
@@ -277,7 +277,9 @@ def test_the_policy_is_the_moving_average_when_there_is_one(
     name = "action_out.kernel"
 
     def weights(run: str, step: int) -> np.ndarray:
-        return lerobot_folder.read(tmp_path / run / "checkpoints" / f"{step:06}" / "pretrained_model").weights[name]
+        return lerobot_folder.read_checkpoint(
+            tmp_path / run / "checkpoints" / f"{step:06}" / "pretrained_model"
+        ).weights[name]
 
     plain = [weights("plain", step) for step in (1, 2, 3)]
     found = [weights("average", step) for step in (1, 2, 3)]
@@ -296,7 +298,7 @@ def test_parts_of_a_batch_come_to_the_same_as_the_whole(
     for parts in (1, 4):
         output = tmp_path / str(parts)
         train(dataset, start, config(steps=4, gradient_accumulation_steps=parts, optimizer=rule), output)
-        found.append(lerobot_folder.read(output / "policy").weights)
+        found.append(lerobot_folder.read_checkpoint(output / "policy").weights)
     for name, array in found[0].items():
         np.testing.assert_allclose(found[1][name], array, atol=1e-5, err_msg=name)
 
@@ -307,7 +309,7 @@ def test_bfloat16_computes_in_it_and_keeps_float32(
     train(dataset, tiny(), config(dtype="bfloat16", steps=8), tmp_path / "low")
     assert losses(tmp_path / "low")[0] == pytest.approx(losses(finished)[0], rel=0.05)
     assert losses(tmp_path / "low")[0] != losses(finished)[0]
-    state = lerobot_folder.read(tmp_path / "low" / "policy").weights["action_out.kernel"]
+    state = lerobot_folder.read_checkpoint(tmp_path / "low" / "policy").weights["action_out.kernel"]
     assert state.dtype == np.float32
     assert (state != state.astype("bfloat16").astype(np.float32)).any()
 

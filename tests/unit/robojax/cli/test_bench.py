@@ -27,7 +27,7 @@ def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(KeyError, match="nobody"):
         wanted(["nobody"])
     with pytest.raises(typer.Exit) as ended:
-        bench._chosen(["nobody"], quick=False)
+        bench._select_benchmarks(["nobody"], quick=False)
     assert ended.value.exit_code == 2
 
 
@@ -45,7 +45,7 @@ def test_one_that_fails_is_named_with_what_it_said_and_the_page_is_written(tmp_p
 
     monkeypatch.setattr(Benchmark, "script", script)
     one = Benchmark("broken", "Does it work?", "It does not.", (0.01, 0.01), quick=())
-    monkeypatch.setattr(bench, "_chosen", lambda names, quick: [one])
+    monkeypatch.setattr(bench, "_select_benchmarks", lambda names, quick: [one])
     with pytest.raises(typer.Exit) as ended:
         bench.bench([], quick=True, into=tmp_path / "out")
     assert ended.value.exit_code == 1
@@ -55,5 +55,5 @@ def test_one_that_fails_is_named_with_what_it_said_and_the_page_is_written(tmp_p
 
 def test_what_only_compares_is_left_out_without_its_peer(capsys) -> None:
     compares = next(one for one in ALL if not one.is_peerless)
-    assert bench._possible([compares, ALL[0]], {"--openpi-python": None, "--lerobot-python": None}) == [ALL[0]]
+    assert bench._filter_possible([compares, ALL[0]], {"--openpi-python": None, "--lerobot-python": None}) == [ALL[0]]
     assert "--openpi-python" in capsys.readouterr().err

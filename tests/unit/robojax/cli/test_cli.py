@@ -10,7 +10,8 @@ import urllib.request
 import pytest
 
 from robojax.cli.app import COMMANDS
-from service.settings import Settings
+from service.setting_types import Mark
+from service.settings import FIELDS
 
 HEAVY = ("jax", "numpy", "aiortc", "av", "sanic", "pydantic", "aiohttp", "mujoco")
 
@@ -59,11 +60,19 @@ def test_help_lists_every_command(call):
         assert summary[:30] in told.stdout
 
 
-def test_serve_has_a_flag_for_every_setting(call):
-    told = call("serve", "--help")
+@pytest.mark.parametrize(("flag", "shows_all"), [("--help", False), ("--help-all", True)])
+def test_serve_shows_the_settings_that_most_people_need_and_all_when_asked(call, flag, shows_all):
+    told = call("serve", flag)
     assert told.returncode == 0
-    for name in Settings.model_fields:
-        assert f"--{name.replace('_', '-')} " in told.stdout
+    shown = {name for name in FIELDS if f"--{name.replace('_', '-')} " in told.stdout}
+    common = {name for name, field in FIELDS.items() if Mark.COMMON in field.metadata}
+    assert shown == (FIELDS.keys() if shows_all else common)
+    assert f"Show all {len(FIELDS)} settings" in told.stdout
+
+
+def test_a_command_that_is_none_is_compared_with_those_there_are(call):
+    told = call("serv")
+    assert (told.returncode, "Did you mean 'serve'?" in told.stderr) == (2, True)
 
 
 def test_the_version_is_told(robojax):

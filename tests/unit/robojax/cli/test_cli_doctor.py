@@ -19,12 +19,12 @@ def only(monkeypatch, *names):
 
 
 def found(name: str, **settings) -> Finding:
-    return next(finding for finding in diagnose(Settings(**settings)) if finding.name == name)
+    return next(finding for finding in diagnose(Settings.from_values(**settings)) if finding.name == name)
 
 
 def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
     only(monkeypatch)
-    findings = diagnose(Settings(port=0, host="0.0.0.0", compile_cache="off"))
+    findings = diagnose(Settings.from_values(port=0, host="0.0.0.0", compile_cache="off"))
     assert [finding.name for finding in findings] == [
         *("Python", "packages", "video codecs", "port", "keys", "state folder", "recording"),
         *("compile cache", "Hub cache"),

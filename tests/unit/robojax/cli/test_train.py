@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from robojax.cli import train
 from robojax.cli.train import app
-from robojax.cli.train_flags import WrongFlags, policy_values, read_flags
+from robojax.cli.train_flags import InvalidFlags, policy_values, read_flags
 
 
 def test_values_come_after_an_equals_sign_or_a_blank_and_flags_may_stand_alone() -> None:
@@ -46,13 +46,13 @@ def test_sizes_meshes_betas_and_json_are_read() -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_with_what_was_meant(argument: str, complaint: str) -> None:
-    with pytest.raises(WrongFlags) as refusal:
+    with pytest.raises(InvalidFlags) as refusal:
         read_flags([argument])
     assert complaint in str(refusal.value)
 
 
 def test_all_complaints_come_together_and_nothing_is_said_twice() -> None:
-    with pytest.raises(WrongFlags) as refusal:
+    with pytest.raises(InvalidFlags) as refusal:
         read_flags(["--polcy.type=act", "--steps=x", "--seed=1", "--seed=2"])
     assert len(str(refusal.value).splitlines()) == 3
 
@@ -67,7 +67,7 @@ def test_fields_of_a_policy_are_read_as_their_types_want() -> None:
         "weights": None,
         "size": 4,
     }
-    with pytest.raises(WrongFlags, match=r"--policy\.use_vea is not known of act; did you mean --policy\.use_vae\?"):
+    with pytest.raises(InvalidFlags, match=r"--policy\.use_vea is not known of act; did you mean --policy\.use_vae\?"):
         policy_values({"use_vea": "true"}, kinds, "act")
 
 
@@ -120,7 +120,7 @@ def test_a_log_is_told_of_long_decoding_at_times_and_not_at_each_frame(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(train.time, "monotonic", lambda: now)
-    with train.Shown(is_shown=True) as shown:
+    with train.ProgressDisplay(is_enabled=True) as shown:
         for done in range(0, 3000, 100):
             now = done / 100  # seconds
             shown.decoding(done, 3000)

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, http, stream
-from robojax.client.codec import observation, packed, unpacked
+from robojax.client.codec import pack_array, pack_observation, unpack_array
 
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
 
 def test_an_observation_is_packed_as_the_doors_take_it() -> None:
-    found = observation({"front": PICTURE, "top": b"jpeg"}, {"Rotation": 1}, number=7, prompt=None)
+    found = pack_observation({"front": PICTURE, "top": b"jpeg"}, {"Rotation": 1}, number=7, prompt=None)
     assert found == {
         "images": {"front": {"dtype": "uint8", "shape": [4, 6, 3], "data": PICTURE.tobytes()}, "top": b"jpeg"},
         "state": {"Rotation": 1.0},
         "number": 7,
     }
-    compressed = observation({"front": PICTURE}, is_compressed=True)["images"]
+    compressed = pack_observation({"front": PICTURE}, is_compressed=True)["images"]
     assert isinstance(compressed, dict)
     assert compressed["front"][:3] == b"\xff\xd8\xff"
 
@@ -40,13 +40,13 @@ def test_an_observation_is_packed_as_the_doors_take_it() -> None:
 )
 def test_what_cannot_be_sent_is_refused_before_it_is(images, state, said: str) -> None:
     with pytest.raises(Unusable, match=said):
-        observation(images, state)
+        pack_observation(images, state)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "float16", "float32", "float64", "bool"])
 def test_arrays_come_back(dtype: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(dtype)
-    np.testing.assert_array_equal(unpacked(msgpack.unpackb(msgpack.packb(packed(array)))), array)
+    np.testing.assert_array_equal(unpack_array(msgpack.unpackb(msgpack.packb(pack_array(array)))), array)
 
 
 @pytest.mark.parametrize(
@@ -63,33 +63,33 @@ def test_arrays_come_back(dtype: str) -> None:
 )
 def test_what_is_no_array_is_not_taken_for_one(bad) -> None:
     with pytest.raises((Garbled, TypeError)):
-        unpacked(bad)
+        unpack_array(bad)
 
 
 def test_actions_that_are_not_finite_are_never_handed_over() -> None:
     call = http.act("arm", {})
-    body = msgpack.packb({"actions": packed(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
+    body = msgpack.packb({"actions": pack_array(np.array([[np.nan]], np.float32)), "joint_names": ["a"]})
     with pytest.raises(Garbled, match="not finite"):
-        http.result(call, 200, {"content-type": "application/msgpack"}, body or b"")
+        http.read_result(call, 200, {"content-type": "application/msgpack"}, body or b"")
     with pytest.raises(Garbled, match="not finite"):
-        stream.read(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
+        stream.decode_message(msgpack.packb({"kind": "command", "joints": {"a": float("inf")}}) or b"")
 
 
 def test_messages_of_the_stream_are_read_in_both_forms() -> None:
-    assert stream.read('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
-    assert stream.read(stream.write("news", {})) is None
+    assert stream.decode_message('{"kind": "command", "joints": {"a": 1}, "number": 3}') == Command({"a": 1.0}, 3)
+    assert stream.decode_message(stream.encode_message("news", {})) is None
     for bad in (b"\xc1", b"\x01", "[", '{"kind": "command"}', '{"kind": "welcome"}'):
         with pytest.raises(Garbled):
-            stream.read(bad)
+            stream.decode_message(bad)
 
 
 def test_a_refusal_carries_the_servers_code_and_text() -> None:
-    found = http.refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
+    found = http.build_refusal(409, {"retry-after": "2"}, b'{"detail": "it runs", "code": "move_refused"}')
     assert (found.status, found.code, found.text, found.retry_after) == (409, "move_refused", "it runs", 2.0)
-    found = http.refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
+    found = http.build_refusal(422, {}, b'{"detail": [{"loc": ["body", "rate"], "msg": "too low", "type": "x"}]}')
     assert (found.code, found.text) == ("invalid", "rate: too low")
-    assert http.refusal(502, {}, b"<html>").text == "status 502"
-    assert "final address" in http.refusal(302, {"location": "http://else"}, b"").text
+    assert http.build_refusal(502, {}, b"<html>").text == "status 502"
+    assert "final address" in http.build_refusal(302, {"location": "http://else"}, b"").text
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ async def test_a_session_that_could_not_be_stopped_is_told_beside_what_happened(
 def test_certificates_are_looked_at_and_neither_proxies_nor_redirects_are_followed() -> None:
     import httpx2
 
-    from robojax.client.http import options
+    from robojax.client.http import build_client_options
 
-    found = options(httpx2, "https://robots.example", {})
+    found = build_client_options(httpx2, "https://robots.example", {})
     assert (found["verify"], found["trust_env"], found["follow_redirects"]) == (True, False, False)
 
 

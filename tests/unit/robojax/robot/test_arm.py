@@ -15,9 +15,9 @@ ALL = tuple(JOINTS.values())
 
 def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, servos: SimulatedBus) -> None:
     for servo in ALL:
-        servos.servo(servo).place(1000 + servo)
+        servos.servo(servo).set_position(1000 + servo)
         servos.servo(servo)[bus.GOAL_POSITION] = 3000  # of another day
-    arm.engage()
+    arm.enable_torque()
     for servo in ALL:
         memory = servos.servo(servo)
         assert (memory[bus.P_COEFFICIENT], memory[bus.RETURN_DELAY]) == (16, 0)
@@ -29,7 +29,7 @@ def test_a_limp_arm_is_set_up_as_lerobot_does_and_held_where_it_lies(arm: Arm, s
 
 def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBus) -> None:
     servos.servo(2)[bus.TORQUE_ENABLE] = 1
-    arm.engage()
+    arm.enable_torque()
     # Its torque was never off, so nothing was set up there, and its goal is what it was.
     assert servos.servo(2)[bus.P_COEFFICIENT] == 32
     assert servos.servo(2).written == []
@@ -37,15 +37,15 @@ def test_an_arm_that_is_held_already_is_not_let_go(arm: Arm, servos: SimulatedBu
 
 
 def test_the_pose_and_targets_are_in_the_units_of_the_policy(arm: Arm, servos: SimulatedBus) -> None:
-    arm.engage()
+    arm.enable_torque()
     arm.move({"shoulder_pan": 100.0, "gripper": 0.0})
-    arm.pose()  # nobody confirms a target; what is asked after it is answered after it
+    arm.read_pose()  # nobody confirms a target; what is asked after it is answered after it
     assert servos.servo(1)[bus.GOAL_POSITION] == 3395
     assert servos.servo(6)[bus.GOAL_POSITION] == 700
     assert servos.servo(3)[bus.GOAL_POSITION] == 2048
     arm.move({"wrist_roll": -100.0})
-    servos.servo(5).place(700)
-    assert (arm.pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
+    servos.servo(5).set_position(700)
+    assert (arm.read_pose() or {})["wrist_roll"] == pytest.approx(-100.0, abs=0.5)
 
 
 @pytest.mark.parametrize("what", ["missing", "model", "calibration"])
@@ -57,35 +57,35 @@ def test_what_does_not_fit_is_refused_before_anything_is_held(arm: Arm, servos: 
     else:
         servos.servo(3)[bus.HOMING_OFFSET] = 5
     with pytest.raises(RobotError, match="elbow_flex"):
-        arm.engage()
+        arm.enable_torque()
     assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in ALL)
 
 
 def test_one_lost_reading_is_no_lost_servo_but_three_are(arm: Arm, servos: SimulatedBus) -> None:
     servos.line.silent.add(2)
-    assert arm.pose() is None
+    assert arm.read_pose() is None
     servos.line.silent.clear()
-    assert arm.pose() is not None
+    assert arm.read_pose() is not None
     servos.line.silent.add(2)
-    assert (arm.pose(), arm.pose()) == (None, None)
+    assert (arm.read_pose(), arm.read_pose()) == (None, None)
     with pytest.raises(BusLost, match="servo 2"):
-        arm.pose()
+        arm.read_pose()
 
 
-@pytest.mark.parametrize("how", ["place", "sensor"])
+@pytest.mark.parametrize("how", ["position", "sensor"])
 def test_a_servo_that_does_not_know_where_it_is_is_not_told_to_stay_there(
     arm: Arm, servos: SimulatedBus, how: str
 ) -> None:
-    arm.engage()
-    if how == "place":
-        servos.servo(2).place(30_000)
+    arm.enable_torque()
+    if how == "position":
+        servos.servo(2).set_position(30_000)
     else:
         servos.servo(2).status = 2
-    assert (arm.pose(), arm.pose()) == (None, None)
+    assert (arm.read_pose(), arm.read_pose()) == (None, None)
     with pytest.raises(BusLost, match="shoulder_lift: servo 2 does not know where it is"):
-        arm.pose()
+        arm.read_pose()
     before = servos.servo(2).written[:]
-    held = arm.hold_what_is_left()
+    held = arm.hold_responding_servos()
     assert set(JOINTS) - set(held) == {"shoulder_lift"}
     assert servos.servo(2).written == before
 
@@ -94,12 +94,12 @@ def test_a_servo_that_is_on_in_another_mode_is_refused(arm: Arm, servos: Simulat
     servos.servo(1)[bus.TORQUE_ENABLE] = 1
     servos.servo(1)[bus.OPERATING_MODE] = 1
     with pytest.raises(RobotError, match="not in position mode"):
-        arm.engage()
+        arm.enable_torque()
 
 
 def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None:
-    arm.engage()
-    arm.release()
+    arm.enable_torque()
+    arm.disable_torque()
     assert arm.held == []
 
 
@@ -107,9 +107,9 @@ def test_torque_goes_off_only_when_asked(arm: Arm, servos: SimulatedBus) -> None
 
 
 def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
-    arm.engage()
-    shoulder, body = servos.servo(1), ArmThread(arm, Follower(JOINTS, patience=5.0), rate=50.0)
-    read = arm.pose
+    arm.enable_torque()
+    shoulder, body = servos.servo(1), ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0)
+    read = arm.read_pose
     unread: list[bool] = []
 
     def pose() -> dict[str, float] | None:
@@ -118,7 +118,7 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
             return None
         return read()
 
-    monkeypatch.setattr(arm, "pose", pose)
+    monkeypatch.setattr(arm, "read_pose", pose)
     monkeypatch.setattr(shoulder, "_speed", 100.0)  # on its way for seconds, however busy the machine is
     with body:
         body.command({"shoulder_pan": 100.0})

@@ -11,7 +11,7 @@ from robojax.robot import _scservo
 from robojax.robot import bus as registers
 from robojax.robot.bus import Bus, Register
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.simulated_bus import Servo, ServoLine, SimulatedBus, checksum
+from robojax.robot.simulated_bus import Servo, ServoLine, SimulatedBus, compute_checksum
 
 ALL = range(1, 7)
 
@@ -37,7 +37,7 @@ def test_all_servos_are_read_and_told_with_one_packet(bus: Bus, servos: Simulate
     assert bus.status(2) == complaints[2]
 
 
-@pytest.mark.parametrize("fault", ["silent", "garbled"])
+@pytest.mark.parametrize("fault", ["silent", "corrupted"])
 def test_a_servo_that_fails_is_named_and_nothing_is_made_up_for_it(bus: Bus, servos: SimulatedBus, fault: str) -> None:
     getattr(servos.line, fault).add(4)
     with pytest.raises(BusLost, match="servo 4") as lost:
@@ -52,12 +52,12 @@ def test_a_servo_that_fails_is_named_and_nothing_is_made_up_for_it(bus: Bus, ser
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(bus: Bus, servos: SimulatedBus) -> None:
     # What was on the line before a question: servo 1 at position 1, well-formed.
     stale = bytes([1, 4, 0, 1, 0])
-    os.write(servos._ours, b"\xff\xff" + stale + bytes([checksum(stale)]))
+    os.write(servos._ours, b"\xff\xff" + stale + bytes([compute_checksum(stale)]))
     assert bus.read(1, registers.PRESENT_POSITION) == 2048
 
 
 def test_an_answer_that_came_while_this_process_stood_still_is_taken(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scservo, "PATIENCE", 50.0)
+    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 50.0)
     read, stood_still = bus._handler.ser.read, list[bool]()
 
     def late(length: int) -> bytes:
@@ -97,7 +97,7 @@ def test_no_bytes_break_the_servos(data: bytes) -> None:
     line.feed(data, 0.0)
     ask = bytes([1, 4, 2, 56, 2])
     # What is left of half a packet may eat what follows; then there is silence, and it is asked again.
-    answer = b"".join(line.feed(b"\xff\xff" + ask + bytes([checksum(ask)]), 0.0) for _ in range(100))
+    answer = b"".join(line.feed(b"\xff\xff" + ask + bytes([compute_checksum(ask)]), 0.0) for _ in range(100))
     assert answer.endswith(b"\xff\xff" + bytes([1, 4, 0, 0, 8, 0xF2]))
 
 

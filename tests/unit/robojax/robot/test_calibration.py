@@ -9,9 +9,9 @@ from robojax.robot.arm import (
     JOINTS,
     JointCalibration,
     Unit,
-    calibration_folder,
     find_calibration,
     from_steps,
+    get_calibration_folder,
     read_calibration,
     to_steps,
 )
@@ -47,7 +47,7 @@ def test_it_is_found_where_old_and_new_versions_of_lerobot_put_it(tmp_path: Path
 
 def test_two_that_differ_are_not_chosen_between(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HF_LEROBOT_CALIBRATION", str(tmp_path))
-    assert calibration_folder() == tmp_path
+    assert get_calibration_folder() == tmp_path
     written(tmp_path / "robots" / "so_follower", GOOD)
     written(tmp_path / "robots" / "so101_follower", GOOD | {"x": 1})
     with pytest.raises(RobotError, match="two calibrations"):

@@ -5,7 +5,7 @@ import pytest
 
 from robojax.robot import bus
 from robojax.robot.arm import JOINTS, Arm, Unit, from_steps, to_steps
-from robojax.robot.arm_thread import Follower, plain
+from robojax.robot.arm_thread import Follower, normalize_joint_name
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.unit.robojax.robot.conftest import CALIBRATION
 
@@ -17,32 +17,32 @@ UNITS = {name: Unit.GRIPPER if name == "gripper" else Unit.PERCENT for name in J
 def test_the_demos_cube_is_lifted_through_the_bus(arm: Arm, servos: SimulatedBus) -> None:
     from robojax.sim.arm import JOINTS as WIRE
     from robojax.sim.arm import Arm as Simulation
-    from robojax.sim.expert import Kinematics, plan, targets
+    from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
 
     simulation = Simulation()
     simulation.reset(5)
-    names = [plain(name) for name in WIRE]
+    names = [normalize_joint_name(name) for name in WIRE]
     assert names == list(JOINTS)
 
     def feel() -> None:
         """The servos are where the simulated joints are."""
         with servos.lock:
             for name, value in zip(names, simulation.joints, strict=True):
-                servos.servo(JOINTS[name]).place(to_steps(float(value), CALIBRATION[name], UNITS[name]))
+                servos.servo(JOINTS[name]).set_position(to_steps(float(value), CALIBRATION[name], UNITS[name]))
 
     feel()
-    arm.engage()
-    follower = Follower(JOINTS, patience=0.5, max_relative_target=20.0)
+    arm.enable_torque()
+    follower = Follower(JOINTS, command_timeout=0.5, max_relative_target=20.0)
     now, farthest = 0.0, 0.0
-    for wanted in targets(plan(simulation, Kinematics(simulation))):
+    for wanted in interpolate_targets(plan_legs(simulation, Kinematics(simulation))):
         command = dict(zip(WIRE, wanted.tolist(), strict=True))
         follower.command(command, now)
-        pose = arm.pose()
+        pose = arm.read_pose()
         assert pose is not None
-        goal = follower.goal(pose, now).targets
+        goal = follower.compute_goal(pose, now).targets
         assert goal is not None
         arm.move(goal)
-        assert arm.status("gripper") == []  # nobody confirms a target; what is asked after it is answered after it
+        assert arm.read_status("gripper") == []  # nobody confirms a target; what is asked after it is answered after it
         with servos.lock:
             told = [
                 from_steps(servos.servo(servo)[bus.GOAL_POSITION], CALIBRATION[name], UNITS[name])

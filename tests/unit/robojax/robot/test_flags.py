@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from robojax.robot.arm import JOINTS
-from robojax.robot.config import read_cameras, read_cap, robot_config
+from robojax.robot.config import build_robot_config, read_cameras, read_max_relative_target
 from robojax.robot.errors import RobotError
 
 LEROBOT = "{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"
@@ -13,7 +13,7 @@ REAL = {"type": "so101_follower", "port": "/dev/ttyACM0", "id": "mine", "use_deg
 
 
 def test_the_line_of_lerobots_documents_is_understood() -> None:
-    config = robot_config(**REAL, cameras=LEROBOT, max_relative_target="10", calibration_dir="~/here")
+    config = build_robot_config(**REAL, cameras=LEROBOT, max_relative_target="10", calibration_dir="~/here")
     front = config.cameras["front"]
     assert (front.index_or_path, front.width, front.height, front.fps) == (0, 640, 480, 30)
     assert (config.use_degrees, config.max_relative_target) == (True, 10.0)
@@ -21,20 +21,22 @@ def test_the_line_of_lerobots_documents_is_understood() -> None:
 
 
 def test_an_arm_falls_only_when_asked_and_has_a_limit_of_its_own() -> None:
-    config = robot_config(**REAL)
+    config = build_robot_config(**REAL)
     assert (config.disable_torque_on_disconnect, config.max_relative_target) == (False, 20.0)
 
 
 def test_the_unit_of_a_real_arm_is_never_guessed() -> None:
     with pytest.raises(RobotError, match="unit of the joints") as refused:
-        robot_config(**REAL | {"use_degrees": None})
+        build_robot_config(**REAL | {"use_degrees": None})
     assert "stats.json" in refused.value.then
-    assert robot_config(type="simulated").use_degrees is False
+    assert build_robot_config(type="simulated").use_degrees is False
 
 
 def test_everything_that_is_missing_is_said_at_once() -> None:
     with pytest.raises(RobotError) as refused:
-        robot_config(type=None, cameras="{front: 1}", max_relative_target="-1", disable_torque_on_disconnect="maybe")
+        build_robot_config(
+            type=None, cameras="{front: 1}", max_relative_target="-1", disable_torque_on_disconnect="maybe"
+        )
     for text in ("--robot.type", "--robot.port", "--robot.id", "--robot.cameras", "max_relative_target", "'maybe'"):
         assert text in str(refused.value)
 
@@ -60,8 +62,8 @@ def test_cameras_that_cannot_be_are_explained(text: str, said: str) -> None:
 
 def test_a_cap_is_for_all_joints_or_for_each() -> None:
     each = {name: 5.0 for name in JOINTS}
-    assert read_cap("none") is None
-    assert read_cap(str(each).replace("'", "")) == each
+    assert read_max_relative_target("none") is None
+    assert read_max_relative_target(str(each).replace("'", "")) == each
     for bad in ("0", "{gripper: 5}", "true", ".nan", "yes"):
         with pytest.raises(RobotError, match="max_relative_target"):
-            read_cap(bad)
+            read_max_relative_target(bad)

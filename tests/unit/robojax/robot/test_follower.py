@@ -5,25 +5,25 @@ import math
 import pytest
 
 from robojax.robot.arm import JOINTS
-from robojax.robot.arm_thread import Follower, plain
+from robojax.robot.arm_thread import Follower, normalize_joint_name
 
 POSE = dict.fromkeys(JOINTS, 10.0)
 
 
 def follower(**more) -> Follower:
-    return Follower(JOINTS, patience=0.5, **more)
+    return Follower(JOINTS, command_timeout=0.5, **more)
 
 
 def test_nothing_is_told_before_the_first_command() -> None:
     each = follower()
-    assert each.goal(POSE, 1.0).targets is None
+    assert each.compute_goal(POSE, 1.0).targets is None
     assert each.hold == "no command has come yet"
 
 
 def test_a_fresh_command_is_followed_by_whatever_names_it_has() -> None:
     each = follower()
     each.command({"Rotation": 12.0, "gripper": 50.0, "wrist_flex.pos": 9.0}, 1.0)
-    assert each.goal(POSE, 1.1).targets == {"shoulder_pan": 12.0, "gripper": 50.0, "wrist_flex": 9.0}
+    assert each.compute_goal(POSE, 1.1).targets == {"shoulder_pan": 12.0, "gripper": 50.0, "wrist_flex": 9.0}
     assert each.hold is None
 
 
@@ -31,26 +31,26 @@ def test_rooms_tell_only_what_changed_so_the_others_keep_their_target() -> None:
     each = follower()
     each.command({"Rotation": 12.0, "Elbow": 13.0}, 1.0)
     each.command({"Elbow": 14.0}, 1.1)
-    assert each.goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
+    assert each.compute_goal(POSE, 1.2).targets == {"shoulder_pan": 12.0, "elbow_flex": 14.0}
 
 
 def test_silence_holds_the_arm_once_where_it_is_and_keeps_the_grip() -> None:
     each = follower()
     each.command({"Rotation": 90.0, "Jaw": 3.0}, 1.0)
-    each.goal(POSE, 1.0)
-    held = each.goal(POSE, 1.6)
+    each.compute_goal(POSE, 1.0)
+    held = each.compute_goal(POSE, 1.6)
     assert held.targets == POSE | {"gripper": 3.0}
     assert each.hold == "no command for 500 ms"
     # An arm that is told again and again where it hangs would sink.
-    assert each.goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
+    assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
     each.command({"Rotation": 20.0}, 2.0)
-    assert (each.goal(POSE, 2.0).targets or {})["shoulder_pan"] == 20.0
+    assert (each.compute_goal(POSE, 2.0).targets or {})["shoulder_pan"] == 20.0
 
 
 def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
     each = follower(max_relative_target=5.0)
     each.command({"Rotation": 90.0, "Elbow": 12.0, "Pitch": -90.0}, 1.0)
-    goal = each.goal(POSE, 1.0)
+    goal = each.compute_goal(POSE, 1.0)
     assert goal.targets == {"shoulder_pan": 15.0, "elbow_flex": 12.0, "shoulder_lift": 5.0}
     assert set(goal.clamped) == {"shoulder_pan", "shoulder_lift"}
 
@@ -58,21 +58,21 @@ def test_no_target_is_farther_from_the_joint_than_allowed() -> None:
 def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
     each = follower()
     each.command({"Rotation": 90.0}, 1.0)
-    each.goal(POSE, 1.0)
+    each.compute_goal(POSE, 1.0)
     each.stop("emergency stop", is_latched=True)
-    assert each.goal(POSE, 1.1).targets == POSE
+    assert each.compute_goal(POSE, 1.1).targets == POSE
     each.command({"Rotation": 90.0}, 1.2)
-    assert each.goal(POSE, 1.2).targets is None
+    assert each.compute_goal(POSE, 1.2).targets is None
     assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
 
 
 def test_why_it_is_held_is_what_was_learnt_last_and_is_no_reason_to_tell_the_servos_again() -> None:
     each = follower()
     each.command({"Rotation": 90.0}, 1.0)
-    each.goal(POSE, 1.0)
-    assert each.goal(POSE, 1.6).targets is not None
+    each.compute_goal(POSE, 1.0)
+    assert each.compute_goal(POSE, 1.6).targets is not None
     each.stop("the server is gone")
-    assert each.goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
+    assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.7).targets is None
     assert each.hold == "the server is gone"
     each.stop("emergency stop", is_latched=True)
     each.stop("the server is gone")
@@ -92,9 +92,9 @@ def test_why_it_is_held_is_what_was_learnt_last_and_is_no_reason_to_tell_the_ser
 def test_a_command_that_makes_no_sense_is_refused_whole(bad) -> None:
     each = follower()
     each.command(bad, 1.0)
-    assert each.goal(POSE, 1.0).targets is None
+    assert each.compute_goal(POSE, 1.0).targets is None
     assert (each.commands, each.refused) == (0, 1)
 
 
 def test_names_of_old_and_new_datasets_are_one() -> None:
-    assert {plain(name) for name in ("Jaw", "gripper", "gripper.pos", "main_gripper")} == {"gripper"}
+    assert {normalize_joint_name(name) for name in ("Jaw", "gripper", "gripper.pos", "main_gripper")} == {"gripper"}

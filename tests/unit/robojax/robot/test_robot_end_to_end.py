@@ -16,7 +16,7 @@ from robojax.client import AsyncClient
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
-from robojax.robot.checks import findings
+from robojax.robot.checks import check_robot
 from robojax.robot.config import RobotConfig
 from robojax.robot.errors import ArmLost
 from robojax.robot.runner import RobotRunner, run
@@ -85,7 +85,7 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
     script = Script(tmp_path / "policy")
     with processes.server(tmp_path / "server") as server:
         program = RobotRunner(
-            config, server.url, session="arm", policy=str(script.folder), rate=50.0, patience=PATIENCE
+            config, server.url, session="arm", policy=str(script.folder), rate=50.0, command_timeout=PATIENCE
         )
         robot = asyncio.create_task(run(program, told.append))
         async with AsyncClient(server.url) as client:
@@ -153,7 +153,7 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
 ) -> None:
     def look() -> dict[str, tuple[str, str]]:
         program = RobotRunner(config, "http://127.0.0.1:9")
-        return {each.name: (each.level, each.found) for each in findings(program)}
+        return {each.name: (each.level, each.found) for each in check_robot(program)}
 
     before = {servo: bytes(servos.servo(servo).memory) for servo in JOINTS.values()}
     servos.servo(2)[bus.PRESENT_VOLTAGE] = 30

@@ -53,7 +53,7 @@ def test_too_few_cubes_are_a_failure(
     async def watched(*_: object) -> int:
         return lifted
 
-    monkeypatch.setattr("robojax.cli.sim._watch", watched)
+    monkeypatch.setattr("robojax.cli.sim._run_demo", watched)
     ended = CliRunner().invoke(app, ["--headless", *arguments])
     assert ended.exit_code == (0 if wanted is None else 1)
     assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")

@@ -13,8 +13,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from robojax.cli.sim import evaluate as command
-from robojax.cli.sim import policy_of
-from robojax.sim.evaluation import Evaluation, digests
+from robojax.cli.sim import select_policy
+from robojax.sim.evaluation import Evaluation, hash_policy_files
 from robojax.sim.tasks import PICK, TWO_CUBES, Outcome
 
 
@@ -24,13 +24,13 @@ def evaluate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def evaluation(task: Any = TWO_CUBES, episodes: int = 4, **options: Any) -> Evaluation:
-    return Evaluation(policy_of(PICK, None), None, task, range(10, 10 + episodes), False, **options)
+    return Evaluation(select_policy(PICK, None), None, task, range(10, 10 + episodes), False, **options)
 
 
 def test_a_report_counts_by_instruction_and_says_what_was_wrong():
     run = evaluation()
     for number, (lifted, wrong) in enumerate([(True, None), (False, "red"), (False, None), (True, None)], 1):
-        instruction = TWO_CUBES.asked(9 + number).instruction
+        instruction = TWO_CUBES.choose_cube(9 + number).instruction
         run.score.outcomes.append(Outcome(number, 9 + number, instruction, lifted, wrong, 110))
     found = json.loads(json.dumps(run.as_json()))
     assert found["is_complete"] is True
@@ -53,11 +53,11 @@ def test_a_report_of_an_evaluation_that_was_ended_says_so(tmp_path: Path):
 
 def test_a_report_knows_the_very_files_of_the_policy(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = digests(str(tmp_path))
+    before = hash_policy_files(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert before is not None
-    assert before != digests(str(tmp_path))
-    assert digests("owner/name") is None
+    assert before != hash_policy_files(str(tmp_path))
+    assert hash_policy_files("owner/name") is None
 
 
 @pytest.mark.usefixtures("can_draw")

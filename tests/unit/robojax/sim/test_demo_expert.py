@@ -4,7 +4,7 @@ import pytest
 
 from robojax.sim import arm as scene
 from robojax.sim.arm import HIGH, HOME, HORIZON, LOW, Arm, to_wire
-from robojax.sim.expert import HOVER, UP, Kinematics, plan, targets
+from robojax.sim.expert import HOVER, UP, Kinematics, interpolate_targets, plan_legs
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def grip_of(arm: Arm, pose: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5000, 5001, 5002])
 def test_the_expert_lifts_the_cube(arm: Arm, kinematics: Kinematics, seed: int):
     arm.reset(seed)
-    for target in targets(plan(arm, kinematics)):
+    for target in interpolate_targets(plan_legs(arm, kinematics)):
         arm.step(target)
     assert arm.is_lifted
 
@@ -32,7 +32,7 @@ def test_the_expert_lifts_the_cube(arm: Arm, kinematics: Kinematics, seed: int):
 def test_planning_does_not_move_the_arm(arm: Arm, kinematics: Kinematics):
     arm.reset(3)
     before = arm.data.qpos.copy()
-    plan(arm, kinematics)
+    plan_legs(arm, kinematics)
     np.testing.assert_array_equal(arm.data.qpos, before)
 
 
@@ -49,7 +49,7 @@ def test_a_solved_pose_reaches_its_place_with_the_fingers_down(arm: Arm, kinemat
 
 def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: Arm, kinematics: Kinematics):
     arm.reset(9)
-    path = np.stack([to_wire(HOME), *targets(plan(arm, kinematics))])
+    path = np.stack([to_wire(HOME), *interpolate_targets(plan_legs(arm, kinematics))])
     assert len(path) - 1 <= HORIZON
     arm_joints = np.abs(np.diff(path[:, :5], axis=0))
     assert arm_joints.max() < 8  # wire units per tick; 25 ticks for the longest way
@@ -57,8 +57,8 @@ def test_a_plan_begins_at_home_ends_in_time_and_never_jumps(arm: Arm, kinematics
 
 def test_an_expert_that_is_told_a_wrong_place_lifts_nothing(arm: Arm, kinematics: Kinematics):
     arm.reset(2)
-    legs = plan(arm, kinematics)
+    legs = plan_legs(arm, kinematics)
     arm.reset(30)
-    for target in targets(legs):
+    for target in interpolate_targets(legs):
         arm.step(target)
     assert not arm.is_lifted

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from jaxmodels.normalization import from_stats
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
@@ -43,7 +43,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     shapes = blueprint(lambda rngs: Diffusion2d(CONFIG, rngs=rngs)).shapes
     weights = {name: (random.normal(size=wanted.shape) * 0.1).astype(np.float32) for name, wanted in shapes.items()}
-    normalization = from_stats(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
+    normalization = build_normalization(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     folder = tmp_path_factory.mktemp("untrained")
     jaxmodels.Policy(Checkpoint(CONFIG, weights, normalization, Sidecar(RATE, JOINTS))).save(folder)
     return folder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from robojax.cli.sim import FIRST_SEED, policy_of
+from robojax.cli.sim import FIRST_SEED, select_policy
 from robojax.sim.arm import CAMERA, FRAME, JOINTS, RATE
 from robojax.sim.evaluation import evaluate
 from robojax.sim.tasks import PICK, TWO_CUBES, Score
@@ -18,7 +18,7 @@ CUBES = 5
 
 @pytest.fixture(scope="module")
 def shipped() -> jaxmodels.Policy:
-    return jaxmodels.load_policy(policy_of(PICK, None))
+    return jaxmodels.load_policy(select_policy(PICK, None))
 
 
 def test_the_shipped_policy_is_for_this_arm(shipped: jaxmodels.Policy):

@@ -76,7 +76,7 @@ def test_targets_outside_the_range_are_clipped_to_it(arm: Arm):
 def test_a_cube_counts_only_above_six_centimetres(arm: Arm):
     arm.reset(0)
     for height, counts in ((LIFTED - 0.001, False), (LIFTED + 0.001, True)):
-        arm.data.joint(scene.body_of(RED)).qpos[2] = height
+        arm.data.joint(scene.get_body_name(RED)).qpos[2] = height
         assert arm.is_lifted is counts
 
 

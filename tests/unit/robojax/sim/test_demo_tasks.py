@@ -7,7 +7,7 @@ import pytest
 
 from robojax.sim import arm as scene
 from robojax.sim.arm import JOINTS, LIFTED, Arm
-from robojax.sim.expert import Kinematics, plan, targets
+from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
 from robojax.sim.tasks import BEARING, BLUE, PICK, RADIUS, RED, TASKS, TWO_CUBES
 
 
@@ -29,13 +29,13 @@ def test_the_task_of_one_cube_has_the_places_that_its_policy_and_its_scores_are_
     for seed in (0, 1, 299, 5000, 5099, 6000):
         random = np.random.default_rng(seed)
         place = random.uniform(0.20, 0.28), random.uniform(-0.6, 0.6), random.uniform(-0.25, 0.25)
-        assert PICK.places(seed) == (place,)
+        assert PICK.draw_positions(seed) == (place,)
 
 
 def test_two_cubes_lie_in_reach_and_apart_and_neither_is_always_on_one_side():
     differences = []
     for seed in range(200):
-        red, blue = TWO_CUBES.places(seed)
+        red, blue = TWO_CUBES.draw_positions(seed)
         for place in (red, blue):
             assert RADIUS[0] <= place.radius <= RADIUS[1]
             assert abs(place.bearing) <= BEARING
@@ -48,10 +48,10 @@ def test_each_cube_is_asked_for_in_turn_and_where_it_lies_does_not_tell(two: Arm
     asked = []
     for seed in range(6):
         two.reset(seed)
-        asked.append(two.asked.name)
+        asked.append(two.target_cube.name)
     assert asked == ["red", "blue"] * 3
     for cube in (0, 1):
-        bearings = np.array([TWO_CUBES.places(seed)[cube].bearing for seed in range(400)])
+        bearings = np.array([TWO_CUBES.draw_positions(seed)[cube].bearing for seed in range(400)])
         assert abs(bearings[::2].mean() - bearings[1::2].mean()) < 0.1
 
 
@@ -66,29 +66,29 @@ def test_the_same_seed_gives_the_same_episode_after_any_other(two: Arm):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_expert_lifts_the_asked_cube_and_leaves_the_other_where_it_lies(two: Arm, seed: int):
     two.reset(seed)
-    other = BLUE if two.asked == RED else RED
-    before = two.data.joint(scene.body_of(other)).qpos.copy()
-    for target in targets(plan(two, Kinematics(two))):
+    other = BLUE if two.target_cube == RED else RED
+    before = two.data.joint(scene.get_body_name(other)).qpos.copy()
+    for target in interpolate_targets(plan_legs(two, Kinematics(two))):
         two.step(target)
     assert two.is_lifted
     assert two.wrong is None
-    np.testing.assert_allclose(two.data.joint(scene.body_of(other)).qpos, before, atol=0.002)
+    np.testing.assert_allclose(two.data.joint(scene.get_body_name(other)).qpos, before, atol=0.002)
 
 
 def test_lifting_the_other_cube_is_a_failure_that_is_named(two: Arm):
     two.reset(0)
-    assert two.asked == RED
-    two.asked = BLUE  # for the expert
-    legs = plan(two, Kinematics(two))
+    assert two.target_cube == RED
+    two.target_cube = BLUE  # for the expert
+    legs = plan_legs(two, Kinematics(two))
     two.reset(0)
-    for target in targets(legs):
+    for target in interpolate_targets(legs):
         two.step(target)
     assert (two.is_lifted, two.wrong) == (False, "blue")
 
 
 def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: Arm):
     two.reset(0)
-    asked, other = (two.data.joint(scene.body_of(cube)) for cube in (RED, BLUE))
+    asked, other = (two.data.joint(scene.get_body_name(cube)) for cube in (RED, BLUE))
     other.qpos[2] = LIFTED + 0.02
     two.step(two.joints)
     other.qpos[2] = scene.CUBE_SIZE / 2
@@ -101,7 +101,7 @@ def test_a_wrong_cube_that_was_put_back_still_counts_against_it(two: Arm):
 
 def test_a_task_of_one_cube_knows_no_wrong_one(arm: Arm):
     arm.reset(3)
-    arm.data.joint(scene.body_of(RED)).qpos[2] = LIFTED + 0.02
+    arm.data.joint(scene.get_body_name(RED)).qpos[2] = LIFTED + 0.02
     arm.step(arm.joints)
     assert (arm.is_lifted, arm.wrong) == (True, None)
 
@@ -120,7 +120,7 @@ def test_the_front_camera_sees_both_cubes_where_they_lie(two: Arm):
         picture = two.picture("front", 120, 120).astype(int)
         red, green, blue = (picture[..., channel] for channel in range(3))
         seen = {"red": (red > 80) & (green < 60) & (abs(green - blue) < 12), "blue": (blue > 120) & (red < 60)}
-        for cube, place in zip(TWO_CUBES.cubes, TWO_CUBES.places(seed), strict=True):
+        for cube, place in zip(TWO_CUBES.cubes, TWO_CUBES.draw_positions(seed), strict=True):
             assert seen[cube.name].sum() > 20, f"{cube.name} of seed {seed}"
             column = np.nonzero(seen[cube.name])[1].mean() / 120
             assert abs(column - (0.5 + 2.2 * place.centre[0])) < 0.05
