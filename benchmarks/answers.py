@@ -1,4 +1,4 @@
-"""What each benchmark found, in a sentence; they are given its results."""
+"""One sentence per benchmark that states its result, made from the results."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What batches take when one follows the other, and how fast the machine is meanwhile: what fleets are planned with."""
+"""Latencies of batches that follow one another, and the machine's speed meanwhile: input of the fleet simulation."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack

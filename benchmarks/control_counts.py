@@ -1,4 +1,4 @@
-"""What the control of a session counts while it moves a robot: what benchmarks take before, and again after."""
+"""Counters of a session's control loop, which benchmarks read before and after a run."""
 
 from service.control.robot_io import RobotIO
 

@@ -1,4 +1,4 @@
-"""Robots that ask an engine at their rate and need each answer before they ask again."""
+"""Simulated robots that ask an engine at their rate and need each answer before they ask again."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What the simulation of fleets is told of a machine, from results of ``robots_per_device``.
+"""Parameters of the fleet simulation for a machine, from results of ``robots_per_device``.
 
 What batches take is what they take one after the other while their robots' questions are dealt with beside them: alone,
 a batch is colder, and has all cores. How fast the machine was is simulated as it was measured, between the tries of

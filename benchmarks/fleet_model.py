@@ -1,4 +1,4 @@
-"""Robots, fronts and machines in simulated time: who waits for whom, and what happens when a machine fails."""
+"""Fleet simulation: robots, servers and machines in simulated time, with queues and failures of machines."""
 
 import math
 from array import array

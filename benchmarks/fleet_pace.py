@@ -1,4 +1,4 @@
-"""How fast a machine is, over time: what else happens on it makes all its batches slower together, for a while."""
+"""Speed of a simulated machine over time: other load slows all its batches together for a while."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

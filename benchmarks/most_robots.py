@@ -1,4 +1,4 @@
-"""How many robots are the most without a miss: one search, of what is measured and of what is simulated."""
+"""Search for the largest number of robots without a missed deadline, for measurements and simulations."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,4 +1,4 @@
-"""What do pages that look on cost the robots? ``python benchmarks/page.py``
+"""What do open dashboard pages cost the robots? ``python benchmarks/page.py``
 
 A session at 50 ticks per second with a camera of 640x480 at 30 frames per second, rooms in memory, the real server. In
 turns of five seconds nobody looks on, then two pages in a process of their own do, with plots and pictures: lateness of

@@ -1,4 +1,4 @@
-"""Robots without rooms that obey a session's stream, and note when commands came."""
+"""Simulated robots on a session's stream, without rooms, that record when commands came."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Askers that keep engines busy, and when the second engine was there, for ``benchmarks/ray_serve_growing.py``."""
+"""Clients that keep engines busy, and when the second engine was there, for ``benchmarks/ray_serve_growing.py``."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What does it cost to ask over a socket, without any thinking? Our door for openpi's clients beside openpi's server.
+"""What does a request over a socket cost, without inference? Our endpoint for openpi's clients beside openpi's server.
 
     python -m venv VENV && VENV/bin/pip install openpi-client==0.1.2 typing_extensions
     python -m benchmarks.transport_overhead --openpi-python VENV/bin/python

@@ -1,4 +1,4 @@
-"""Threads that only sleep, one on each core: how late they wake says how long a core of the machine stood still."""
+"""Sleeping threads, one per core, whose late wake-ups show how long a core of the machine stood still."""
 
 import os
 import threading

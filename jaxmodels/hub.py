@@ -172,7 +172,7 @@ def _add_hooks(make: Callable[[], Any]) -> Any:
 
 
 def _check_request(request: Any) -> None:
-    """Of every request, also of those that follow a redirect."""
+    """Check and limit every request, also those of redirects."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -197,7 +197,7 @@ def _is_public(host: str) -> bool:
 
 
 def _check_response(response: Any) -> None:
-    """Before anything of its body is read."""
+    """Check the headers of an answer before its body is read."""
     limits = _LIMITS.get()
     if limits is None:
         return
@@ -313,7 +313,7 @@ def fetch(
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
     store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
-    what = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
+    repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     report = on_progress or (lambda word: None)
     try:
         # A large repo is somebody's who waits for it at a terminal.
@@ -321,10 +321,10 @@ def fetch(
         limits = build_limits(endpoint, ANSWER, most)
         ask = partial(HfApi(endpoint=endpoint).repo_info, repo_id, repo_type=kind, revision=revision, timeout=QUIET)
         (answer,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
-        commit, listed = _read_listing(what, answer)
-        selected = {name: one for name, one in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
-        size = sum(one.size for one in selected.values())
-        _check_files(what, selected, list(listed), size, largest)
+        commit, listed = _read_listing(repo, answer)
+        selected = {name: file for name, file in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
+        size = sum(file.size for file in selected.values())
+        _check_files(repo, selected, list(listed), size, largest)
         folder = _download(
             store, commit, selected, list(listed), size, endpoint, kind, repo_id, report, largest is not None
         )
@@ -332,17 +332,17 @@ def fetch(
     except HubError:
         raise
     except GatedRepoError as error:
-        raise HubError(f"{what}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
+        raise HubError(f"{repo}: the repo is gated; accept its terms on the Hub and set HF_TOKEN") from error
     except RevisionNotFoundError as error:
-        raise HubError(f"{what}: the repo has no such revision; wanted a branch, a tag or a commit") from error
+        raise HubError(f"{repo}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"{what}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
+        raise HubError(f"{repo}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
     except LimitExceeded as error:
-        raise HubError(f"{what}: {error}") from error
+        raise HubError(f"{repo}: {error}") from error
     except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
-            raise HubError(f"{what}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
+            raise HubError(f"{repo}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
         is_known, folder = store.find(revision, files)
         if not is_known:
             # Of another version of this package, or of another program.
@@ -359,13 +359,13 @@ def fetch(
                 )
         if folder is None:
             raise HubError(
-                f"{what}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+                f"{repo}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
                 "complete copy is cached here; connect once, or give a local folder"
             ) from error
-        logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", what, type(cause).__name__)
+        logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", repo, type(cause).__name__)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise HubError(f"{what}: the Hub's answer makes no sense ({type(error).__name__})") from error
-    logger.info("%s: commit %s", what, folder.name)
+        raise HubError(f"{repo}: the Hub's answer makes no sense ({type(error).__name__})") from error
+    logger.info("%s: commit %s", repo, folder.name)
     return folder
 
 
@@ -392,10 +392,10 @@ class _Listed:
         return size == self.size and digest.hexdigest() == self.hash
 
 
-def _read_listing(what: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
+def _read_listing(repo: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
     """The commit, and its files by name."""
     if not _SHA.fullmatch(str(answer.sha)):
-        raise HubError(f"{what}: the Hub names commit {str(answer.sha)[:50]!r}; wanted 40 hexadecimal digits")
+        raise HubError(f"{repo}: the Hub names commit {str(answer.sha)[:50]!r}; wanted 40 hexadecimal digits")
     listed = {}
     for file in answer.siblings or ():
         hashed = str(file.lfs.sha256 if file.lfs is not None else file.blob_id)
@@ -405,16 +405,16 @@ def _read_listing(what: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
     return answer.sha, listed
 
 
-def _check_files(what: str, files: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:
-    for name, one in files.items():
+def _check_files(repo: str, files: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:
+    for name, file in files.items():
         if not _FILE.fullmatch(name):
-            raise HubError(f"{what}: the Hub names a file {name[:80]!r}; wanted letters, digits and _./+@=-")
-        if one.size < 0 or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", one.hash):
-            raise HubError(f"{what}: the Hub does not say how large {name} is, or what its hash is")
+            raise HubError(f"{repo}: the Hub names a file {name[:80]!r}; wanted letters, digits and _./+@=-")
+        if file.size < 0 or not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", file.hash):
+            raise HubError(f"{repo}: the Hub does not say how large {name} is, or what its hash is")
     if largest is not None and size > largest:
-        raise HubError(f"{what}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
+        raise HubError(f"{repo}: its files have {size} bytes; allowed are {largest}. Raise the limit, if it is meant")
     if ignored := sorted(name for name in names if name.endswith(UNSAFE)):
-        logger.info("%s: %s may run code and are not fetched", what, ", ".join(name[:80] for name in ignored[:20]))
+        logger.info("%s: %s may run code and are not fetched", repo, ", ".join(name[:80] for name in ignored[:20]))
 
 
 class _Store:
@@ -438,7 +438,7 @@ class _Store:
         self._replace(self._get_note_path(commit), json.dumps({"verified": sorted(verified), "names": list(names)}))
 
     def write_ref(self, revision: str | None, commit: str) -> None:
-        """What a branch or tag was when the Hub was last seen; after its files are here, not before."""
+        """Record the commit of a branch or tag; called when its files are here, not before."""
         if revision != commit:
             self._replace(self.folder / "refs" / (revision or constants.DEFAULT_REVISION), commit)
 
@@ -515,15 +515,15 @@ def _download(
         tqdm_class=bar,
     )
 
-    def download_file(name: str, one: _Listed) -> None:
+    def download_file(name: str, file: _Listed) -> None:
         path = folder / name
         if path.is_file():
-            if name in verified or one.matches(path):
+            if name in verified or file.matches(path):
                 return
             store.remove(commit, name)  # it was being written when somebody was killed
         get(filename=name)
         limits.check()
-        if not one.matches(path):
+        if not file.matches(path):
             store.remove(commit, name)
             raise HubError(
                 f"{repo_id!r} at {commit[:12]}: {name} came with other bytes than the commit has; it was removed, try "
@@ -531,7 +531,7 @@ def _download(
             )
 
     on_progress(Downloading(0, size))
-    jobs = [partial(download_file, name, one) for name, one in files.items()]
+    jobs = [partial(download_file, name, file) for name, file in files.items()]
     _in_threads(jobs, limits, lambda: on_progress(Downloading(min(bar.done(), size), size)))
     if not set(files) <= verified:
         store.write(commit, verified | set(files), names)

@@ -347,7 +347,7 @@ def _machine() -> list[int]:
 
 
 def _list_group_limits() -> list[int]:
-    """What is left of the limits of this process' control group and of all above it."""
+    """Bytes left of the memory limits of this process' control group and of all above it."""
     limits = []
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         number, kinds, path = line.split(":", 2)

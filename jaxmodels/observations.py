@@ -74,15 +74,15 @@ def read_prefix(observation: Mapping[str, np.ndarray], batch: int, chunk: int, a
     return Prefix(actions, delay, length)
 
 
-def _counts(name: str, value: np.ndarray, batch: int, most: int) -> np.ndarray:
+def _counts(name: str, value: np.ndarray, batch: int, maximum: int) -> np.ndarray:
     array = np.asarray(value)
     if array.shape != (batch,):
         raise ObservationError(f"{name} has shape {array.shape}; wanted {(batch,)}, one for each member of the batch")
     if not np.issubdtype(array.dtype, np.integer):
         raise ObservationError(f"{name} is {array.dtype}; wanted int32")
-    if ((array < 0) | (array > most)).any():
-        wrong = array[(array < 0) | (array > most)][0]
-        raise ObservationError(f"{name} is {wrong}; wanted 0 to {most}, the actions of a chunk")
+    if ((array < 0) | (array > maximum)).any():
+        wrong = array[(array < 0) | (array > maximum)][0]
+        raise ObservationError(f"{name} is {wrong}; wanted 0 to {maximum}, the actions of a chunk")
     return np.ascontiguousarray(array, np.int32)
 
 

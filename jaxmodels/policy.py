@@ -71,7 +71,7 @@ def read_requirements(
 
 
 def _check_description(description: lerobot_folder.Description) -> Requirements:
-    """Of a policy that is still a stranger's: whether anything could compute it is asked, too."""
+    """Requirements of a policy that was not checked yet; refuses one that nothing could compute."""
     config = description.config
     sizes: Sizes = get_policy_type(config.type).sizes(config)
     sizes.check()

@@ -149,7 +149,7 @@ def write_floats(
 
 
 def _describe_layout_error(header: Mapping[str, Any], size: int) -> str | None:
-    """What is wrong with where tensors lie: they have to fill the file, one after the other.
+    """Error text when tensors do not fill the file one after the other; None when they do.
 
     Not the library's own check, which maps the file into memory: one that is cut off meanwhile would end this process.
     """
@@ -181,7 +181,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
-    """What is there, where the tensors begin, and where the file ends."""
+    """A safetensors header: entries by name, the offset of the first tensor, and the size of the file."""
     try:
         with open_source(path) as file:
             size = file.size

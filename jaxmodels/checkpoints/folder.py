@@ -199,7 +199,7 @@ def is_state_file(name: str) -> bool:
     return (
         name.endswith(".safetensors")
         and not name.startswith((".", "-"))
-        and all(one.isascii() and (one.isalnum() or one in "_.-") for one in name)
+        and all(letter.isascii() and (letter.isalnum() or letter in "_.-") for letter in name)
     )
 
 

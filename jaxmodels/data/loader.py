@@ -126,7 +126,7 @@ class Loader:
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
         folder = get_frames_folder() if cache is True else cache or None
-        self._sizes = {one.name: (one.shape[1], one.shape[2]) for one in policy.cameras}
+        self._sizes = {camera.name: (camera.shape[1], camera.shape[2]) for camera in policy.cameras}
         self._cached = {
             name: None
             if folder is None

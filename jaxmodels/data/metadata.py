@@ -136,7 +136,7 @@ def read_info(folder: Path) -> Info:
 
 
 def _feature(name: str, entry: Mapping[str, Any]) -> Feature | None:
-    """As LeRobot sorts a dataset's columns for policies (lerobot/datasets/utils.py, dataset_to_policy_features)."""
+    """The feature of a dataset's column, with types as in LeRobot's `dataset_to_policy_features`."""
     if not FEATURE_NAME.fullmatch(name):
         raise ValueError("the name cannot be used; wanted letters, digits and _.-")
     dtype, shape = entry["dtype"], entry["shape"]
@@ -249,7 +249,7 @@ def _read_new_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for name in videos:
-        columns += [f"videos/{name}/{what}" for what in ("chunk_index", "file_index", "from_timestamp")]
+        columns += [f"videos/{name}/{column}" for column in ("chunk_index", "file_index", "from_timestamp")]
     locations = []
     for path in files:
         table = read_table(path, columns, f"{folder.name}: {path.relative_to(folder)}")

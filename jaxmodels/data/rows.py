@@ -64,15 +64,15 @@ class Rows:
 
         return np.concatenate(self._map_files(part))
 
-    def _map_files(self, what: Callable[[int], Any]) -> list[Any]:
-        """Of every file, several at a time."""
+    def _map_files(self, read: Callable[[int], Any]) -> list[Any]:
+        """Call a function for the number of every file, several at a time."""
         with ThreadPoolExecutor(READERS, "rows") as pool:
-            return list(pool.map(what, range(len(self.files))))
+            return list(pool.map(read, range(len(self.files))))
 
     def _select_rows(
         self, file: str, locations: Sequence[EpisodeLocation]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which rows of a file, when each is, and what is done in it."""
+        """Rows of a file that belong to these episodes, with their timestamps and tasks."""
         where = self._describe_file(file)
         kinds = {"episode_index": np.int64, "frame_index": np.int64, "timestamp": np.float32, "task_index": np.int32}
         table = read_table(self._folder / file, list(kinds), where)

@@ -112,7 +112,7 @@ class VideoFile:
         return self._key_frame(seconds) <= self._newest.pts
 
     def _key_frame(self, seconds: float) -> int:
-        """When decoding must begin to see this time, in the file's own units; as MP4 lists it, without reading."""
+        """Timestamp of the last key frame before a time, from the MP4 index; nothing is read."""
         entries = self._stream.index_entries
         index = entries.search_timestamp(self._ticks(seconds), backward=True)
         return entries[index].timestamp if index >= 0 else 0
@@ -121,7 +121,7 @@ class VideoFile:
         return max(int(seconds / self._stream.time_base), 0)
 
     def _seek(self, seconds: float) -> None:
-        """Before this time, at a key frame: that of the time itself may be shown later, when frames are reordered."""
+        """Seek to a key frame before this time; that of the time itself may be shown later, as frames are reordered."""
         for back in (0.0, 1.0, seconds):
             self._container.seek(self._ticks(seconds - back), stream=self._stream)
             self._frames = self._container.decode(self._stream)

@@ -98,7 +98,7 @@ def attend_blocked(
 
 
 def _attend_in_loops(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-    """Over the heads, and within over blocks of queries."""
+    """Attention in a loop over heads, and within it over blocks of queries."""
     batch, length, heads, _ = query.shape
     count = math.ceil(length / max(BLOCK_QUERIES, BLOCK_SCORES // key.shape[1]))
     queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))

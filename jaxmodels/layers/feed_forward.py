@@ -143,7 +143,7 @@ class FeedForward(nnx.Module):
         return self.down(self._activate(x))
 
     def _forward_in_parts(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        """Some tokens after the other, whose hidden channels never leave the cache."""
+        """Compute some tokens after the other, so that their hidden channels stay in the cache."""
         tokens = x.reshape(-1, x.shape[-1])
         parts = split_rows(tokens, 0, math.ceil(len(tokens) / ROWS))
         return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)

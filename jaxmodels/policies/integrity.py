@@ -95,13 +95,13 @@ def describe_missing_weights(folder: Folder) -> str:
 
 
 def _read(stored: Stored) -> tuple[int, bool]:
-    """How many bytes a tensor has, and whether all its numbers are finite."""
+    """Read a tensor's bytes; returns their count, and whether all numbers are finite."""
     left = total = int(np.prod(stored.shape, dtype=np.int64))
-    each = max(PIECE // stored.dtype.itemsize, 1)
+    numbers = max(PIECE // stored.dtype.itemsize, 1)
     is_finite = True
     while left:
         start = stored.start + (total - left) * stored.dtype.itemsize
-        piece = Stored(stored.path, stored.dtype, (min(left, each),), start).read()
+        piece = Stored(stored.path, stored.dtype, (min(left, numbers),), start).read()
         left -= piece.size
         is_finite = is_finite and bool(np.isfinite(piece).all())
     return total * stored.dtype.itemsize, is_finite

@@ -245,8 +245,8 @@ def compute_sizes(
         batch * tokens * 14 * width + count_attention_scores(tokens, tokens, heads, batch, platform=platform) + layer
     )
 
-    each = 2 * config.n_layers * n * (layer + 2 * (n + tokens) * width) + 2 * n * width * sampling.outputs
-    operations = sampling.steps * each * (3 if sampling.residuals else 1)
+    step_operations = 2 * config.n_layers * n * (layer + 2 * (n + tokens) * width) + 2 * n * width * sampling.outputs
+    operations = sampling.steps * step_operations * (3 if sampling.residuals else 1)
     operations += 2 * config.n_encoder_layers * tokens * (layer + 2 * tokens * width)
     operations += 4 * config.n_layers * tokens * width**2 + (sum(map(eye.operations, views)) if eye else 0)
     return Sizes(

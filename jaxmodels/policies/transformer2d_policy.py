@@ -115,7 +115,7 @@ class ObservationTokens(nnx.Module):
 
 
 def _mean(said: Language) -> Float[Array, "b d"]:
-    """Of the tokens that count."""
+    """Mean of the tokens that the mask keeps."""
     counts = said.mask[..., None].astype(said.tokens.dtype)
     return (said.tokens * counts).sum(1) / counts.sum(1)
 
@@ -206,5 +206,5 @@ def _read(
     ids: Int[Array, "b n"],
     mask: Bool[Array, "b n"],
 ) -> Language:
-    """What an instruction says: the text encoder, which is no part of `act`."""
+    """Encode an instruction with the text encoder, which is a program of its own beside `act`."""
     return build_model(model, config, weights).read(ids, mask)

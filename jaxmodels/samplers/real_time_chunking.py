@@ -63,7 +63,7 @@ def pull(sigma: Float[Any, "..."], bound: float = BOUND) -> Float[Array, "..."]:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Way:
-    """What a program depends on, besides arrays."""
+    """Static arguments of a guided program, besides its arrays."""
 
     schedule: FlowSchedule | NoiseSchedule
     bound: float

@@ -143,7 +143,7 @@ def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGK
 
 
 def _choose(config: ImageTransforms, count: int, key: PRNGKeyArray) -> Array:
-    """Which changes each picture gets: drawn without putting back, by weight (the largest of Gumbel's numbers)."""
+    """Choose the transforms of each picture: drawn without replacement, by weight (the largest of Gumbel's numbers)."""
     weights = jnp.log(jnp.asarray([transform.weight for transform in config.active], jnp.float32))
     scores = weights + jax.random.gumbel(key, (count, len(config.active)), jnp.float32)
     picks = min(config.max_num_transforms, len(config.active))

@@ -151,7 +151,7 @@ def _folder(path_or_repo: str | Path, revision: str | None, on_progress: Callabl
 
 
 def _features(dataset: Dataset, image_size: tuple[int, int] | None) -> dict[str, Any]:
-    """What a policy could see and do, as ``config.json`` has it; like LeRobot's it reads one state."""
+    """Inputs and outputs of a policy for a dataset, as in ``config.json``; like LeRobot's it reads one state."""
     inputs, done = [], []
     for feature in dataset.features:
         if feature.type == "VISUAL":

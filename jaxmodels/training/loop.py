@@ -108,7 +108,7 @@ def train(
 
 
 class _Run:
-    """What does not change while the steps are done."""
+    """A running training: everything that does not change between steps."""
 
     def __init__(
         self,

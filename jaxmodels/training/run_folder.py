@@ -181,7 +181,7 @@ class Snapshots:
         return sorted(int(path.parent.name) for path in self._folder.glob(f"*/{STATE}") if path.parent.name.isdigit())
 
     def _finish_pending(self) -> None:
-        """After a checkpoint became whole: the link to it, and those that are too many."""
+        """Link to a checkpoint that is complete now, and remove the oldest ones."""
         if self._pending is None or jax.process_index() != 0:
             return
         link = self._folder / f".{LAST}"

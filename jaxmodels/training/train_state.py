@@ -300,7 +300,7 @@ def put_on_devices(
 
 @dataclass(frozen=True)
 class _Programs:
-    """What is compiled for a training.
+    """Compiled functions of a training.
 
     Attributes:
         plan: of the policy's weights, as they are kept.

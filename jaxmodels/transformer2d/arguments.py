@@ -321,7 +321,7 @@ def _conditions(
 def _objects(
     config: Transformer2DConfig, dtype: DTypeLike, objects: Mapping[str, Any] | None, batch: int
 ) -> Array | None:
-    """What GLIGEN's fusers look at, out of cross_attention_kwargs."""
+    """Objects for GLIGEN's fusers, out of cross_attention_kwargs."""
     gligen = (objects or {}).get("gligen")
     if gligen is None:
         return None

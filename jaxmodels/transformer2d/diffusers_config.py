@@ -206,27 +206,28 @@ def _arguments(values: Mapping[str, Any], channels: int, heads: int, context: in
 def _per_stage(values: Mapping[str, Any], name: str, stages: int, *, kind: type = int) -> list[Any]:
     """One value for each block of the way down; a single one is that of all."""
     value = values[name]
-    each = list(value) if isinstance(value, list | tuple) else [value] * stages
+    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
     is_right = (lambda entry: isinstance(entry, bool)) if kind is bool else _is_count
-    if len(each) != stages or not all(is_right(entry) for entry in each):
-        one = "true or false" if kind is bool else "a positive integer"
+    if len(per_stage) != stages or not all(is_right(entry) for entry in per_stage):
+        expected = "true or false" if kind is bool else "a positive integer"
         raise ConfigError(
-            f"config.json: {name} is {shorten_value(value)}; wanted {one}, or a list of one for each of {stages} blocks"
+            f"config.json: {name} is {shorten_value(value)}; wanted {expected}, or a list of one for each "
+            f"of {stages} blocks"
         )
-    return each
+    return per_stage
 
 
 def _depths(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:
     """Layers of the transformers of each block: a number for all of them, or a list of one for each."""
     value = values[name]
-    each = list(value) if isinstance(value, list | tuple) else [value] * stages
-    flat = [entry for part in each for entry in (part if isinstance(part, list | tuple) else [part])]
-    if len(each) != stages or not all(_is_count(entry) for entry in flat):
+    per_stage = list(value) if isinstance(value, list | tuple) else [value] * stages
+    flat = [entry for part in per_stage for entry in (part if isinstance(part, list | tuple) else [part])]
+    if len(per_stage) != stages or not all(_is_count(entry) for entry in flat):
         raise ConfigError(
             f"config.json: {name} is {shorten_value(value)}; wanted a positive integer, or a list of one (or of a "
             f"list of them) for each of {stages} blocks"
         )
-    return each
+    return per_stage
 
 
 def _kinds(values: Mapping[str, Any], name: str, stages: int) -> list[Any]:

@@ -302,7 +302,7 @@ class LoadedModel:
         return forward_cost(self._config, self._matrices, shapes, self._dtype.itemsize)
 
     def _check(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Everything about them, values too: nothing is counted from wrong shapes, or compiled for wrong numbers."""
+        """Check inputs, with their values: nothing is compiled or estimated for wrong ones."""
         read_arguments(self._config, self._dtype, **to_call(arrays))
 
     def _compile(self, arrays: Mapping[str, np.ndarray]) -> float:

@@ -48,7 +48,7 @@ SIDES = {"A": "down", "B": "up"}
 
 @dataclass
 class _Factors:
-    """What a file has for one weight."""
+    """Low-rank factors that a file has for one weight."""
 
     down: Stored | None = None
     up: Stored | None = None
@@ -217,7 +217,7 @@ def _stack(
 
 
 def _read_settings(file: Path) -> Mapping[str, Any]:
-    """What peft says of an adapter, in a file beside it or in its metadata; nothing in other files."""
+    """Settings of peft's adapters, from a file beside it or its metadata; empty for other files."""
     beside = file.parent / SETTINGS
     if beside.is_file():
         settings = read_json(beside)
@@ -242,7 +242,7 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
 
 
 def _alpha(module: str, rank: int, settings: Mapping[str, Any]) -> float:
-    """What the up factor is scaled by, times the rank."""
+    """Scale of the up factor times the rank."""
     patterns: Mapping[str, Any] = settings.get("alpha_pattern") or {}
     stated = [alpha for pattern, alpha in patterns.items() if f".{module}".endswith(_make_pattern(pattern))]
     return float(stated[0] if stated else settings.get("lora_alpha", rank))
@@ -389,7 +389,7 @@ def _iterate_adapted(model: nnx.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _change_class(layer: Any, kind: type[Any]) -> Any:
-    """The same layer, over the same variables, as another class."""
+    """The same layer, over the same variables, as an object of another class."""
     other = object.__new__(kind)
     vars(other).update(vars(layer))
     return other

@@ -383,7 +383,7 @@ class Network(nnx.Module):
         return Modulations(modulate_by_table(blocks, parts), head_affine(head))
 
     def _drop_labels(self, timing: Timing, key: Array) -> Timing:
-        """Some labels become the null class; once per element, where diffusers rolls the dice again in every block."""
+        """Replace some labels by the null class; once per element, where diffusers draws anew in every block."""
         labels = timing.class_labels
         assert labels is not None
         drops = jax.random.bernoulli(key, CLASS_DROPOUT, labels.shape)

@@ -199,7 +199,7 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         function(**given)
 
     parameters: list[inspect.Parameter] = []
@@ -247,7 +247,10 @@ def show_findings(findings: Sequence["OfServer | OfRobot"], *, as_json: bool) ->
 
         print_table(
             ("", "what", "found", "fix"),
-            ((Text(one.level, _COLOURS[one.level]), one.name, one.found, one.fix) for one in findings),
+            (
+                (Text(finding.level, _COLOURS[finding.level]), finding.name, finding.found, finding.fix)
+                for finding in findings
+            ),
         )
         verdict = f"{len(failed)} of {len(findings)} need repair" if failed else "fit"
         Console(highlight=False).print(verdict, style="bold")

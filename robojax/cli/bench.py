@@ -49,8 +49,8 @@ def bench(
     """
     chosen = _select_benchmarks(names or [], quick)
     if listed:
-        for one in chosen:
-            typer.echo(f"{one.name:22} {one.minutes[quick]:4.1f} min  {one.question}")
+        for benchmark in chosen:
+            typer.echo(f"{benchmark.name:22} {benchmark.minutes[quick]:4.1f} min  {benchmark.question}")
         return
     into.mkdir(parents=True, exist_ok=True)
     peers = {"--lerobot-python": lerobot_python, "--openpi-python": openpi_python}
@@ -86,15 +86,17 @@ def _select_benchmarks(names: Sequence[str], quick: bool) -> "list[Benchmark]":
         benchmarks = wanted(names)
     except KeyError as error:
         fail(Code.USAGE, f"no such benchmark: {error.args[0]}", "names are those of the files", "robojax bench --list")
-    return [one for one in benchmarks if names or not quick or one.quick is not None]
+    return [benchmark for benchmark in benchmarks if names or not quick or benchmark.quick is not None]
 
 
 def _filter_possible(chosen: "Sequence[Benchmark]", peers: Mapping[str, str | None]) -> "list[Benchmark]":
-    """Those that have all they need; of the others it is said what they lack."""
-    possible = [one for one in chosen if one.is_peerless or one.takes is None or peers[one.takes]]
-    for one in chosen:
-        if one not in possible:
-            typer.echo(f"{one.name}: left out; it only compares: give {one.takes}", err=True)
+    """Benchmarks that have all they need; prints what the others lack."""
+    possible = [
+        benchmark for benchmark in chosen if benchmark.is_peerless or benchmark.takes is None or peers[benchmark.takes]
+    ]
+    for benchmark in chosen:
+        if benchmark not in possible:
+            typer.echo(f"{benchmark.name}: left out; it only compares: give {benchmark.takes}", err=True)
     return possible
 
 
@@ -105,7 +107,7 @@ def _run_all(
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
     failed: dict[str, list[str]] = {}
-    expected = [60 * one.minutes[quick] for one in chosen]
+    expected = [60 * benchmark.minutes[quick] for benchmark in chosen]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns) as progress:
         bar = progress.add_task("", total=sum(expected), left="")
@@ -136,14 +138,14 @@ def _run_all(
     return failed
 
 
-def _run(one: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[int, list[str]]:
+def _run(benchmark: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[int, list[str]]:
     """Run it; its exit code and last lines."""
     from rich.markup import escape
 
     said: deque[str] = deque(maxlen=12)
     paths = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
-        [sys.executable, str(one.script), *arguments],
+        [sys.executable, str(benchmark.script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -145,7 +145,7 @@ def robot(
         fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
-    program = RobotRunner(
+    runner = RobotRunner(
         robot=config,
         server=server,
         key=key,
@@ -161,7 +161,7 @@ def robot(
         is_compressed=None if frames is None else frames == "jpeg",
     )
     if check:
-        _check(program, as_json)
+        _check(runner, as_json)
         return
     if policy is None and session is None:
         fail(
@@ -176,7 +176,7 @@ def robot(
     from robojax.robot.runner import run
 
     try:
-        asyncio.run(run(program, lambda text: typer.echo(text, err=True)))
+        asyncio.run(run(runner, lambda text: typer.echo(text, err=True)))
     except RobotError as error:
         is_lost = isinstance(error, ArmLost | BusLost | CameraLost)
         fail(Code.CHECK if is_lost else Code.USAGE, "the robot cannot go on", str(error), error.then)
@@ -195,7 +195,7 @@ def _suggest_next(error: Exception) -> str:
     return "robojax robot --check looks at everything"
 
 
-def _check(program: "RobotRunner", as_json: bool) -> None:
+def _check(runner: "RobotRunner", as_json: bool) -> None:
     from robojax.robot.checks import check_robot
 
-    show_findings(list(check_robot(program)), as_json=as_json)
+    show_findings(list(check_robot(runner)), as_json=as_json)

@@ -28,10 +28,10 @@ WhichTask = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Of the first episode; the next ones follow it.")]
 
 
-def select_policy(task: Task, given: str | None) -> str:
+def select_policy(task: Task, policy: str | None) -> str:
     """Path or repository of the policy to play, by default the shipped one; ends the process when there is none."""
-    if given is not None:
-        return str(Path(given).resolve()) if Path(given).exists() else given
+    if policy is not None:
+        return str(Path(policy).resolve()) if Path(policy).exists() else policy
     if task.policy is None:
         fail(
             Code.POLICY,
@@ -449,7 +449,7 @@ def _format(value: Any) -> str:
 
 
 def _draw_bar(name: str, value: Any, width: int = 30) -> str:
-    """Where the joint is in its range."""
+    """Text bar of a joint's position within its range."""
     if value is None:
         return ""
     low = 0.0 if name == "Jaw" else -100.0

@@ -168,7 +168,7 @@ def _refuse_without_state(what: str, flag: str) -> NoReturn:
 
 
 def _end_on_errors(what: str) -> Any:
-    """What goes wrong in here ends the command."""
+    """Context whose errors end the command."""
     from contextlib import contextmanager
 
     from service.auth.keys import KeyRefused

@@ -106,7 +106,7 @@ def _run(flags: ParsedFlags, output: Path) -> None:
 
 
 def _check_fields(flags: ParsedFlags) -> None:
-    """Before anything is missed: what is missing may be there, misspelt. And before a dataset is fetched."""
+    """Check names of policy flags first: one that seems missing may be misspelt. Nothing is fetched before."""
     if not flags.policy:
         return
     from jaxmodels.training import policy_fields, policy_types
@@ -114,7 +114,7 @@ def _check_fields(flags: ParsedFlags) -> None:
     # A policy to go on with says its type itself, later; without one that there is, any may be meant.
     kind = flags.values.get("policy.type")
     known = [kind] if kind in policy_types() else policy_types()
-    fields = [name for each in known for name in policy_fields(each)]
+    fields = [name for type_name in known for name in policy_fields(type_name)]
     check_fields(flags.policy, fields, kind if kind in known else None)
 
 
@@ -139,7 +139,7 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 def _unknown_type(kind: str | None) -> list[str]:
-    """Said before a dataset is fetched."""
+    """Error of an unknown policy type, before a dataset is fetched."""
     if kind is None:
         return []
     from jaxmodels.training import policy_types

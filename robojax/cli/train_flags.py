@@ -245,9 +245,9 @@ def policy_values(texts: Mapping[str, str], kinds: Mapping[str, str], type_name:
 def suggest_names(name: str, known: Mapping[str, Any], prefix: str = "") -> str:
     """ "Did you mean" text with the closest known names."""
     # The last part is what is remembered: --lr is --optimizer.lr.
-    close = get_close_matches(name, known, 2, 0.7) or [one for one in known if one.split(".")[-1] == name][:2]
+    close = get_close_matches(name, known, 2, 0.7) or [flag for flag in known if flag.split(".")[-1] == name][:2]
     close = close or get_close_matches(name, known, 2, 0.5)
-    return f"; did you mean {' or '.join(f'--{prefix}{one}' for one in close)}?" if close else "; see --help"
+    return f"; did you mean {' or '.join(f'--{prefix}{flag}' for flag in close)}?" if close else "; see --help"
 
 
 def _refuse_unknown(names: Iterable[str], known: Mapping[str, Any], type_name: str | None) -> None:

@@ -279,13 +279,16 @@ def heal(
     outcomes = hub.connect().heal(webhook_id, try_first=try_first, secret=secret)
     if as_json:
         print_json(
-            [{**webhook_to_json(one.webhook), "is_healed": one.is_healed, "reason": one.reason} for one in outcomes]
+            [
+                {**webhook_to_json(outcome.webhook), "is_healed": outcome.is_healed, "reason": outcome.reason}
+                for outcome in outcomes
+            ]
         )
     else:
-        lines = [(one, "enabled" if one.is_healed else "left as it is") for one in outcomes]
-        lines_of_text = [f"{one.webhook.id} {done}  {one.reason}".rstrip() for one, done in lines]
+        lines = [(outcome, "enabled" if outcome.is_healed else "left as it is") for outcome in outcomes]
+        lines_of_text = [f"{outcome.webhook.id} {done}  {outcome.reason}".rstrip() for outcome, done in lines]
         typer.echo("\n".join(lines_of_text or ["no webhook is suspended"]))
-    end_with_1_unless(all(one.is_healed for one in outcomes))
+    end_with_1_unless(all(outcome.is_healed for outcome in outcomes))
 
 
 @command("the webhook was not deleted")
@@ -579,7 +582,7 @@ def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str
         except (OSError, UnicodeDecodeError):
             refuse(f"secrets file {file!r} cannot be read", "give a file of lines NAME=value")
         lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
-    if any("=" in one for one in named or ()):
+    if any("=" in text for text in named or ()):
         warn("--secrets NAME=value stays in the shell's history; --secrets NAME reads it from the environment")
     secrets: dict[str, str] = {}
     for line in (*lines, *(named or ())):

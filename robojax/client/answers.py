@@ -102,7 +102,7 @@ def read_statuses(answer: Any) -> list[SessionStatus]:
     """Parse a list of statuses."""
     if not isinstance(answer, list):
         raise Garbled("the server answered no list of sessions; is this a robojax server?")
-    return [read_status(each) for each in answer]
+    return [read_status(status) for status in answer]
 
 
 def read_rooms(answer: Any, workspace_id: Any = None) -> Rooms:

@@ -41,7 +41,7 @@ def unpack_array(packed: object) -> "np.ndarray":
     dtype, shape, data = packed.get("dtype"), packed.get("shape"), packed.get("data")
     if dtype not in DTYPES or not isinstance(data, bytes) or len(data) > MAX_ARRAY_BYTES or not isinstance(shape, list):
         raise Garbled("the server answered something that is no array")
-    if not all(isinstance(each, int) and each >= 0 for each in shape):
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise Garbled("the server answered an array without a shape")
     kind = np.dtype(dtype).newbyteorder("<")
     if math.prod(shape) * kind.itemsize != len(data):

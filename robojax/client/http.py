@@ -126,9 +126,11 @@ def create(session_id: str, policy_path: str, transport_server_url: str, fields:
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
 
 
-def move(session_id: str, what: str) -> Call[Any]:
+def move(session_id: str, move_name: str) -> Call[Any]:
     """Request to start, stop or restart a session."""
-    return build_call("POST", session_path(session_id, f"/{what}"), timeout=LOADED if what == "restart" else None)
+    return build_call(
+        "POST", session_path(session_id, f"/{move_name}"), timeout=LOADED if move_name == "restart" else None
+    )
 
 
 def delete(session_id: str) -> Call[Any]:
@@ -193,7 +195,7 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refus
     detail, code = said.get("detail"), said.get("code")
     if isinstance(detail, list):
         code = code or "invalid"
-        detail = "; ".join(_describe_misfit(each) for each in detail)
+        detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
     if not isinstance(detail, str) or not detail:
         detail = "it points elsewhere; give its final address" if 300 <= status < 400 else f"status {status}"
     try:
@@ -203,11 +205,11 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refus
     return Refused(status, code if isinstance(code, str) else "", detail, wait)
 
 
-def _describe_misfit(one: Any) -> str:
-    if not isinstance(one, dict):
-        return str(one)
-    field = ".".join(str(each) for each in one.get("loc", ()) if each != "body")
-    return f"{field}: {one.get('msg')}" if field else str(one.get("msg"))
+def _describe_misfit(misfit: Any) -> str:
+    if not isinstance(misfit, dict):
+        return str(misfit)
+    field = ".".join(str(part) for part in misfit.get("loc", ()) if part != "body")
+    return f"{field}: {misfit.get('msg')}" if field else str(misfit.get("msg"))
 
 
 def _decode_body(content_type: str, body: bytes) -> Any:
@@ -286,7 +288,7 @@ class SessionServers:
         return answer
 
     def _find_redirect(self, answer: Answer, call: Call[Any]) -> Generator[tuple[str, Call[Any]], Answer, str | None]:
-        """Where the answer points to, when that may be followed."""
+        """URL of the server that the answer redirects to, when it may be followed."""
         location = answer.headers.get("location", "")
         target = location.removesuffix(call.path)
         if target == location or urlsplit(target).scheme != urlsplit(self.base).scheme:
@@ -294,7 +296,9 @@ class SessionServers:
         cluster = yield self.base, build_call("GET", "/cluster")
         try:
             front = json.loads(cluster.body)["front"]
-            servers = [one["url"] for one in (front, *front["others"])]  # behind a proxy it may be any that answers
+            servers = [
+                server["url"] for server in (front, *front["others"])
+            ]  # behind a proxy it may be any that answers
         except (ValueError, TypeError, KeyError):
             return None
         return target if target in [url + urlsplit(self.base).path for url in servers] else None

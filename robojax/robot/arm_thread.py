@@ -74,7 +74,7 @@ class Follower:
         if self.is_latched:
             return
         named = {normalize_joint_name(name): value for name, value in values.items()}
-        if not named or len(named) != len(values) or not all(self._is_target(*each) for each in named.items()):
+        if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
             # Half of a command that makes no sense is no motion that anybody thought of.
             self.refused += 1
             return

@@ -31,9 +31,9 @@ class Finding:
     fix: str = ""
 
 
-def check_robot(program: RobotRunner) -> Iterator[Finding]:
+def check_robot(runner: RobotRunner) -> Iterator[Finding]:
     """Run all checks of a robot, one after the other."""
-    config = program.robot
+    config = runner.robot
     yield from _run_check("calibration", lambda: _calibration(config))
     try:
         with open_arm(config) as arm:
@@ -45,7 +45,7 @@ def check_robot(program: RobotRunner) -> Iterator[Finding]:
         yield from _run_check(f"camera {name}", lambda name=name, camera=camera: _camera(name, camera))
     if not config.cameras:
         yield Finding("cameras", "warn", "none given", "most policies want some: --robot.cameras")
-    yield from _server(program)
+    yield from _server(runner)
 
 
 def _run_check(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -123,15 +123,15 @@ def _camera(name: str, config: CameraConfig) -> Iterator[Finding]:
         yield Finding(f"camera {name}", "ok", text)
 
 
-def _server(program: RobotRunner) -> Iterator[Finding]:
+def _server(runner: RobotRunner) -> Iterator[Finding]:
     try:
-        with Client(program.server, key=program.key) as client:
+        with Client(runner.server, key=runner.key) as client:
             client.request("GET", "/health")
             client.sessions()
             yield Finding("server", "ok", client.url)
-            if program.policy is not None:
-                cameras = list(program.robot.cameras)
-                request = {"policy_path": program.policy, "revision": program.revision, "camera_names": cameras}
+            if runner.policy is not None:
+                cameras = list(runner.robot.cameras)
+                request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": cameras}
                 fit = client.request("POST", "/policies/check", request, timeout=600)
                 text = "; ".join(fit["misfits"]) or f"{fit['policy_type']}, {fit['rate']:g} Hz"
                 fix = "" if fit["fits"] else "name the cameras as the policy does"

@@ -107,10 +107,10 @@ def read_cameras(text: str) -> dict[str, CameraConfig]:
     example = '--robot.cameras="{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"'
     parsed = _yaml("robot.cameras", text, example)
     if not isinstance(parsed, dict) or not all(
-        isinstance(name, str) and isinstance(each, dict) for name, each in parsed.items()
+        isinstance(name, str) and isinstance(camera, dict) for name, camera in parsed.items()
     ):
         raise RobotError("--robot.cameras is no map from name to camera", f"write it like {example}")
-    known = {each.name for each in fields(CameraConfig)}
+    known = {field.name for field in fields(CameraConfig)}
     cameras, wrong = {}, []
     for name, each in parsed.items():
         if strange := sorted(set(map(str, each)) - known):

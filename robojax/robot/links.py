@@ -52,13 +52,13 @@ class StreamLink:
     def __init__(
         self,
         session: AsyncSession,
-        body: ArmThread,
+        arm_thread: ArmThread,
         pictures: Pictures,
         rate: float,
         is_compressed: bool,
         on_event: OnEvent,
     ):
-        self._session, self._body, self._pictures = session, body, pictures
+        self._session, self._arm_thread, self._pictures = session, arm_thread, pictures
         self._period, self._is_compressed, self._on_event = 1 / rate, is_compressed, on_event
         self._reported: set[str] = set()
 
@@ -77,9 +77,9 @@ class StreamLink:
                     raise RobotError(str(error), "end the other one first") from error
                 if isinstance(error, Refused):
                     self._report_once(error.code, f"the server says: {error.text}")
-                    self._body.stop(f"the server lets it wait ({error.code})")
+                    self._arm_thread.stop(f"the server lets it wait ({error.code})")
                 else:
-                    self._body.stop(f"the server is gone ({error})")
+                    self._arm_thread.stop(f"the server is gone ({error})")
                 linked.clear()
                 await asyncio.sleep(RETRY_WAITS[min(tries, len(RETRY_WAITS) - 1)])
                 tries += 1
@@ -90,7 +90,7 @@ class StreamLink:
     async def _send(self, stream: AsyncStream, linked: asyncio.Event) -> None:
         number, sent_at, due = 0, 0.0, time.monotonic()
         while True:
-            newest = self._body.pose
+            newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
                 pose, seen_at = newest
                 number += 1
@@ -113,9 +113,9 @@ class StreamLink:
         while True:
             match await stream.next():
                 case Command(joints=joints):
-                    self._body.command(joints)
+                    self._arm_thread.command(joints)
                 case Stopped(reason=reason):
-                    self._body.stop(f"emergency stop: {reason}", is_latched=True)
+                    self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
                 case Status(status=status, hold=hold, reason=reason):
                     why = hold or reason
                     self._on_event(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
@@ -134,10 +134,16 @@ class RoomsLink:
     """Connection over the rooms of a session."""
 
     def __init__(
-        self, session: AsyncSession, transport: str, body: ArmThread, pictures: Pictures, rate: float, on_event: OnEvent
+        self,
+        session: AsyncSession,
+        transport: str,
+        arm_thread: ArmThread,
+        pictures: Pictures,
+        rate: float,
+        on_event: OnEvent,
     ):
         self._session, self._transport = session, transport
-        self._body, self._pictures, self._rate, self._on_event = body, pictures, rate, on_event
+        self._arm_thread, self._pictures, self._rate, self._on_event = arm_thread, pictures, rate, on_event
 
     async def run(self, linked: asyncio.Event) -> None:
         """See ``Link``. Lost rooms are joined again."""
@@ -146,8 +152,8 @@ class RoomsLink:
         try:
             robot = await self._session.robot(
                 self._transport,
-                on_command=lambda values, _: self._body.command(values),
-                on_emergency_stop=lambda stop: self._body.stop(f"emergency stop: {stop.reason}", is_latched=True),
+                on_command=lambda values, _: self._arm_thread.command(values),
+                on_emergency_stop=lambda stop: self._arm_thread.stop(f"emergency stop: {stop.reason}", is_latched=True),
                 rate=self._rate,
             )
             async with robot as joined:
@@ -158,7 +164,7 @@ class RoomsLink:
     async def _send(self, robot: Any, linked: asyncio.Event) -> None:
         sent_at, due = 0.0, time.monotonic()
         while True:
-            newest = self._body.pose
+            newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
                 pose, sent_at = newest
                 for name, picture in self._pictures().items():
@@ -195,7 +201,7 @@ def describe_status(status: SessionStatus) -> str:
 
 async def run_until_first_ends(*work: Coroutine[None, None, None]) -> None:
     """Run coroutines until the first ends or fails; the others are cancelled."""
-    tasks = [asyncio.create_task(each) for each in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

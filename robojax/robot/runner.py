@@ -105,7 +105,7 @@ class _Ended(Exception):
     """Somebody ended the program before anything was held."""
 
 
-async def run(program: RobotRunner, on_event: OnEvent) -> None:
+async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     """Run the robot until Ctrl-C, SIGTERM, SIGHUP or the key q; the arm is held at the end.
 
     Args:
@@ -121,24 +121,22 @@ async def run(program: RobotRunner, on_event: OnEvent) -> None:
         loop.add_signal_handler(number, end_requested.set)
     try:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncClient(program.server, key=program.key))
-            cameras = await asyncio.to_thread(_open_cameras, program.robot)
+            client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
+            cameras = await asyncio.to_thread(_open_cameras, runner.robot)
             for camera in cameras.values():
                 stack.callback(camera.close)
-            arm = stack.enter_context(open_arm(program.robot))
-            session = await stack.enter_async_context(
-                _session(client, program, tuple(cameras), end_requested, on_event)
-            )
+            arm = stack.enter_context(open_arm(runner.robot))
+            session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
             if end_requested.is_set():
                 raise _Ended
             await asyncio.to_thread(arm.enable_torque)
             on_event("the arm is held where it is")
-            follower = Follower(JOINTS, program.command_timeout, program.robot.max_relative_target)
-            with ArmThread(arm, follower, program.rate) as body:
-                ended = await _run_linked(program, client, session, body, cameras, end_requested, on_event)
-            if body.failure is not None:
-                raise body.failure
-            if program.robot.disable_torque_on_disconnect:
+            follower = Follower(JOINTS, runner.command_timeout, runner.robot.max_relative_target)
+            with ArmThread(arm, follower, runner.rate) as arm_thread:
+                ended = await _run_linked(runner, client, session, arm_thread, cameras, end_requested, on_event)
+            if arm_thread.failure is not None:
+                raise arm_thread.failure
+            if runner.robot.disable_torque_on_disconnect:
                 arm.disable_torque()
                 on_event("the arm's torque is off")
             else:
@@ -153,10 +151,10 @@ async def run(program: RobotRunner, on_event: OnEvent) -> None:
 
 
 async def _run_linked(
-    program: RobotRunner,
+    runner: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
-    body: ArmThread,
+    arm_thread: ArmThread,
     cameras: Mapping[str, Camera],
     end_requested: asyncio.Event,
     on_event: OnEvent,
@@ -169,20 +167,20 @@ async def _run_linked(
 
     linked = asyncio.Event()
     status = await session.status()
-    link = _make_link(program, client, session, status.rooms.joint_output != "", body, pictures, on_event)
+    link = _make_link(runner, client, session, status.rooms.joint_output != "", arm_thread, pictures, on_event)
     try:
         async with keys() as pressed:
             await run_until_first_ends(
                 link.run(linked),
-                _start_session(program, session, linked, on_event),
-                _wait_for_failure(body, on_event),
-                _keys(pressed, session, body, end_requested, on_event),
+                _start_session(runner, session, linked, on_event),
+                _wait_for_failure(arm_thread, on_event),
+                _keys(pressed, session, arm_thread, end_requested, on_event),
                 _wait_for_end(end_requested),
             )
     except (RobotError, ClientError) as error:
         return error
     finally:
-        body.stop("the program ends", is_latched=True)
+        arm_thread.stop("the program ends", is_latched=True)
         with contextlib.suppress(ClientError, TimeoutError):
             async with asyncio.timeout(LEAVE):
                 await session.stop()
@@ -190,29 +188,29 @@ async def _run_linked(
 
 
 def _make_link(
-    program: RobotRunner,
+    runner: RobotRunner,
     client: AsyncClient,
     session: AsyncSession,
     has_rooms: bool,
-    body: ArmThread,
+    arm_thread: ArmThread,
     pictures: Pictures,
     on_event: OnEvent,
 ) -> Link:
     if has_rooms:
-        transport = program.transport if program.transport not in (None, "direct") else client.url
-        return RoomsLink(session, str(transport), body, pictures, program.rate, on_event)
+        transport = runner.transport if runner.transport not in (None, "direct") else client.url
+        return RoomsLink(session, str(transport), arm_thread, pictures, runner.rate, on_event)
     is_near = urlsplit(client.url).hostname in ON_THIS_MACHINE
-    is_compressed = not is_near if program.is_compressed is None else program.is_compressed
-    return StreamLink(session, body, pictures, program.rate, is_compressed, on_event)
+    is_compressed = not is_near if runner.is_compressed is None else runner.is_compressed
+    return StreamLink(session, arm_thread, pictures, runner.rate, is_compressed, on_event)
 
 
 @asynccontextmanager
 async def _session(
-    client: AsyncClient, program: RobotRunner, cameras: tuple[str, ...], end_requested: asyncio.Event, on_event: OnEvent
+    client: AsyncClient, runner: RobotRunner, cameras: tuple[str, ...], end_requested: asyncio.Event, on_event: OnEvent
 ) -> AsyncIterator[AsyncSession]:
     """The session; one that is made here is removed at the end."""
-    session = client.session(program.session_id)
-    if program.policy is None:
+    session = client.session(runner.session_id)
+    if runner.policy is None:
         status = await session.status()
         if missing := sorted(set(status.camera_names) - set(cameras)):
             raise RobotError(
@@ -225,23 +223,23 @@ async def _session(
         on_event(describe_status(await session.status()))
         yield session
         return
-    request = {"policy_path": program.policy, "revision": program.revision, "camera_names": list(cameras)}
+    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
     fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
     if not fit["fits"]:
         raise RobotError(
             f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
             f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras",
         )
-    on_event(f"loading {program.policy} ...")
+    on_event(f"loading {runner.policy} ...")
     making = client.create(
         session.id,
-        program.policy,
-        transport_server_url=program.transport or "direct",
+        runner.policy,
+        transport_server_url=runner.transport or "direct",
         camera_names=cameras,
         policy_type=fit["policy_type"],
-        revision=program.revision,
-        language_instruction=program.task,
-        dry_run=program.is_dry_run,
+        revision=runner.revision,
+        language_instruction=runner.task,
+        dry_run=runner.is_dry_run,
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
@@ -261,7 +259,7 @@ async def _run_unless_ended(
     work: Coroutine[Any, Any, Any],
     undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """What the work gives, unless somebody ends the program meanwhile; then it is undone.
+    """Result of the work, or `_Ended` when somebody ends the program first; then the work is undone.
 
     Raises:
         _Ended: somebody did.
@@ -278,14 +276,14 @@ async def _run_unless_ended(
             await undo()
         raise _Ended
     finally:
-        for each in (task, ended):
-            each.cancel()
+        for waited in (task, ended):
+            waited.cancel()
         await asyncio.gather(task, ended, return_exceptions=True)
 
 
-async def _start_session(program: RobotRunner, session: AsyncSession, linked: asyncio.Event, on_event: OnEvent) -> None:
+async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asyncio.Event, on_event: OnEvent) -> None:
     await linked.wait()
-    if not program.is_started:
+    if not runner.is_started:
         on_event(f"ready; robojax start {session.id} lets it move")
     else:
         try:
@@ -298,19 +296,19 @@ async def _start_session(program: RobotRunner, session: AsyncSession, linked: as
     await asyncio.Event().wait()
 
 
-async def _wait_for_failure(body: ArmThread, on_event: OnEvent) -> None:
-    """Until the arm's own thread ends, which only a failure does."""
+async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
+    """Report holds until the arm's thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
-    while not body.is_over:
-        if (hold := body.hold) != last:
+    while not arm_thread.is_over:
+        if (hold := arm_thread.hold) != last:
             on_event("moving" if hold is None else f"held: {hold}")
-            if body.is_latched:
+            if arm_thread.is_latched:
                 on_event(
                     "it stays held; when it is safe, end this program, robojax reset the session, and start it again"
                 )
             last = hold
-        figures = body.get_counters()["clamped"]
+        figures = arm_thread.get_counters()["clamped"]
         assert isinstance(figures, dict)
         if new := frozenset(figures) - clamped:
             on_event(
@@ -323,14 +321,14 @@ async def _wait_for_failure(body: ArmThread, on_event: OnEvent) -> None:
 async def _keys(
     pressed: "asyncio.Queue[str]",
     session: AsyncSession,
-    body: ArmThread,
+    arm_thread: ArmThread,
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> None:
     while True:
         key = await pressed.get()
         if key == EMERGENCY:
-            body.stop("emergency stop by key", is_latched=True)
+            arm_thread.stop("emergency stop by key", is_latched=True)
             try:
                 await session.emergency_stop("key at the robot")
             except ClientError as error:
@@ -346,8 +344,8 @@ async def _wait_for_end(end_requested: asyncio.Event) -> None:
 def _open_cameras(config: RobotConfig) -> dict[str, Camera]:
     cameras: dict[str, Camera] = {}
     try:
-        for name, each in config.cameras.items():
-            cameras[name] = Camera(name, each)
+        for name, camera_config in config.cameras.items():
+            cameras[name] = Camera(name, camera_config)
     except RobotError:
         for camera in cameras.values():
             camera.close()

@@ -195,8 +195,8 @@ class SimulatedBus:
     def __exit__(self, *_: object) -> None:
         os.write(self._end, b"x")
         self._thread.join()
-        for each in (self._ours, self._theirs, self._ended, self._end):
-            os.close(each)
+        for descriptor in (self._ours, self._theirs, self._ended, self._end):
+            os.close(descriptor)
 
     def servo(self, number: int) -> Servo:
         """The simulated servo of this id."""

@@ -139,8 +139,8 @@ class Player:
         instructs: whether the session's policy reads what it is to do.
     """
 
-    def __init__(self, body: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
-        self._body, self._sessions, self._instructs = body, sessions, instructs
+    def __init__(self, robot: SimulatedRobot, sessions: Sessions, *, instructs: bool = False):
+        self._robot, self._sessions, self._instructs = robot, sessions, instructs
         self._last_values: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
         self.stopped: str | None = None
@@ -160,7 +160,7 @@ class Player:
         Raises:
             EpisodeFailed: the session could not be instructed or started, or sent nothing.
         """
-        instruction = await self._body.reset(seed)
+        instruction = await self._robot.reset(seed)
         print_event("asked", number=number, instruction=instruction)
         home = to_wire(HOME)
         clock = Clock()
@@ -189,7 +189,7 @@ class Player:
             if self.stopped is not None:
                 raise EpisodeFailed(f"emergency stop: {self.stopped}")
         await self._sessions.post("stop")
-        return await self._body.outcome(number, seed, ticks)
+        return await self._robot.outcome(number, seed, ticks)
 
     async def _while_showing(
         self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
@@ -206,7 +206,7 @@ class Player:
         calling.result()
 
     async def _show(self, robot: Robot, target: np.ndarray) -> None:
-        pose, picture = await self._body.tick(target)
+        pose, picture = await self._robot.tick(target)
         robot.show(CAMERA, picture)
         robot.send_joints(dict(zip(JOINTS, pose.tolist(), strict=True)))
 
@@ -233,14 +233,14 @@ def print_event(event: str, **values: object) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Join the rooms and play until the episodes are over (0: until the process ends)."""
-    body = SimulatedRobot(TASKS[args.task], args.films)
-    await body.reset(args.seed)
+    simulation = SimulatedRobot(TASKS[args.task], args.films)
+    await simulation.reset(args.seed)
     try:
         key = os.environ.get("ROBOJAX_KEY")
         timeout = aiohttp.ClientTimeout(total=30)
         async with aiohttp.ClientSession(timeout=timeout, trust_env=False, headers=auth_headers(key)) as http:
             sessions = Sessions(http, args.server, args.session)
-            player = Player(body, sessions, instructs=args.instruct)
+            player = Player(simulation, sessions, instructs=args.instruct)
             rooms = await sessions.rooms()
             async with connect_robot(
                 args.transport,
@@ -260,7 +260,7 @@ async def run(args: argparse.Namespace) -> int:
                     score.outcomes.append(outcome)
                     await sessions.report_score(score)
     finally:
-        await body.close()
+        await simulation.close()
     return 0
 
 

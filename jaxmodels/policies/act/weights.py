@@ -140,7 +140,7 @@ def _decoder_layer(
 
 
 def _first_self_attention(config: ActConfig, weights: Arrays, layer: str) -> np.ndarray:
-    """What the first layer's self-attention leaves of the zeros it starts from, norm included: one row, (d,)."""
+    """Output of the first layer's self-attention for its input of zeros, norm included: one row, (d,)."""
     attention = f"{layer}.self_attention"
     value = weights[f"{attention}.value.bias"]
     if config.pre_norm:  # the norm of zeros is its bias

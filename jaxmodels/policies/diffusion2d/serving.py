@@ -63,7 +63,7 @@ def _continue_plan(config: Diffusion2dConfig, denoise: Partial, knowing: Partial
 
 
 def _predict_by_delay(trained: Partial, guided: Partial, is_longer: Bool[Array, " b"], x: Array, *rest: Any) -> Array:
-    """What the model was trained to answer; to a delay longer than any in its training, what guidance makes of it."""
+    """The trained prediction for delays as in training, the guided one for longer delays."""
 
     def mixed() -> Array:
         return jnp.where(is_longer[:, None, None], guided(x, *rest), trained(x, *rest))
@@ -86,5 +86,5 @@ def _predict_rest(
         clean, modulations: of time 0, and of the time of all other actions.
     """
     is_known = (t == 0)[..., None]
-    each = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
-    return predict(transformer, context, mask, x, t, each)
+    mixed = jax.tree.map(lambda known, others: jnp.where(is_known, known, others), clean, modulations)
+    return predict(transformer, context, mask, x, t, mixed)
