@@ -35,7 +35,7 @@ class _Successor:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What an answer was given to."""
+    """Inputs that an answer was given to."""
 
     loaded: LoadedPolicy
     instruction: str | None

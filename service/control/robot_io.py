@@ -274,7 +274,7 @@ class RobotIO:
         self.controller.adjust(config)
 
     def instruct(self, instruction: str | None) -> None:
-        """Tell the policy something else from the next request on; what was asked before is answered as it was."""
+        """Give the policy another instruction from the next request on; what was asked before is answered as it was."""
         self.runner.instruction = instruction
         if not self.controller.is_running:
             self.runner.followed = instruction

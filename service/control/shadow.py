@@ -1,4 +1,4 @@
-"""Second policy compared with the first, never sent."""
+"""Shadow policy: compared with the first policy, never sent."""
 
 import asyncio
 import logging
