@@ -20,13 +20,13 @@ from service.auth.guard import Guard
 from service.dashboard.live import Live
 from service.errors import UnknownSession
 from service.http.limits import CreateLimiter
-from service.inference.model_server import Models
-from service.inference.policy_sources import PolicyPlaces, PolicyReader
+from service.inference.model_server import ModelServer
+from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
 from service.recording.recordings import Recordings
 from service.rollout.deployments import Updates
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
 from service.transport.server.rooms import RoomTable
@@ -164,7 +164,7 @@ class Context:
     logs: RecentLogs
     table: RoomTable | None
     guard: Guard
-    places: PolicyPlaces
+    places: SourceRules
     policy_reader: PolicyReader
     live: Live
     create_limiter: CreateLimiter
@@ -176,7 +176,7 @@ class Context:
     front: "PeerSessions | None" = None
     others: OtherServers | None = None
     sessions: Sessions = field(init=False)
-    models: Models = field(init=False)
+    models: ModelServer = field(init=False)
     updates: Updates = field(init=False)
     recordings: Recordings = field(init=False)
 
@@ -185,13 +185,13 @@ App: TypeAlias = sanic.Sanic[Config, Context]
 Request: TypeAlias = sanic.Request[App, SimpleNamespace]
 
 
-def sessions_of(request: Request) -> list[Listed]:
+def sessions_of(request: Request) -> list[AnySession]:
     """All that this caller may see, oldest first."""
     caller = caller_of(request)
     return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
 
 
-def session_of(request: Request, session_id: str) -> Listed:
+def session_of(request: Request, session_id: str) -> AnySession:
     """The session of this id.
 
     Raises:

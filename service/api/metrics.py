@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from service.control.robot_io import RobotIO
 from service.inference.model_server import ServedModel
 from service.loop_watchdog import LoopWatchdog
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.stage import Stage
 from service.stats import BOUNDS, Recent
 
@@ -60,12 +60,12 @@ class Metrics:
 
     def __init__(
         self,
-        sessions: Callable[[], Sequence[Listed]],
+        sessions: Callable[[], Sequence[AnySession]],
         models: Callable[[], Sequence[ServedModel]],
         engine: Callable[[], Mapping[str, Any]] = dict,
         watchdog: LoopWatchdog | None = None,
     ):
-        """``engine`` gives ``Engine.facts``."""
+        """``engine`` gives ``Engine.get_stats``."""
         self._registry = CollectorRegistry()
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
@@ -135,7 +135,7 @@ def _only(text: bytes, own: Collection[bytes]) -> bytes:
 
 
 class _Sessions(Collector):
-    def __init__(self, sessions: Callable[[], Sequence[Listed]]):
+    def __init__(self, sessions: Callable[[], Sequence[AnySession]]):
         self._sessions = sessions
 
     def describe(self) -> Iterable[Metric]:

@@ -13,7 +13,7 @@ from service.auth.caller import Role, caller_of
 from service.errors import TooManyRequests
 from service.http.bodies import install_errors
 from service.http.origins import Origins
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.streaming.openpi import OpenpiProtocol
 from service.streaming.stream import Stream
 from service.streaming.websocket import SocketClosed, StreamSocket
@@ -105,7 +105,7 @@ def openpi_app(app: App) -> App:
     return beside
 
 
-def _prepare(request: Request, session: Listed) -> None:
+def _prepare(request: Request, session: AnySession) -> None:
     """Before the upgrade, so that whatever forbids it is an answer that clients can read."""
     request.app.ctx.doors.create_inference(session).get_link()
     request.ctx.session = session

@@ -12,8 +12,8 @@ from service.distributed.scaling import Bounds
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine
-from service.inference.policy_sources import opened_in
-from service.inference.progress import Durations
+from service.inference.policy_sources import allowed_roots
+from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
 
 
@@ -49,11 +49,11 @@ class ClusterBootstrap:
         self.load = RemoteLoader(
             self.cluster,
             policies.policy_bytes,
-            roots=opened_in(policies),
+            roots=allowed_roots(policies),
             inspect=CheckpointSandbox(policies.load_memory),
         )
 
-    async def open(self, durations: Durations, name: str) -> Engine:
+    async def open(self, durations: LoadDurations, name: str) -> Engine:
         """Connect; there is an engine when this returns.
 
         Args:
@@ -66,9 +66,9 @@ class ClusterBootstrap:
         engine = Engine(
             stuck_after=policies.stuck_after,
             durations=durations,
-            load=policies.engine_load,
-            are_elsewhere=True,
-            patience=cluster.engine_patience,
+            max_load=policies.engine_load,
+            are_remote=True,
+            join_timeout=cluster.engine_patience,
         )
         self.cluster.front = name
         try:

@@ -24,7 +24,7 @@ from service.distributed.scaling import Bounds
 from service.errors import ServiceError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
-from service.inference.policy_cache import in_short
+from service.inference.policy_cache import summarize_error
 from service.threads import Worker
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class Cluster:
         except CannotJoin as error:
             return str(error)
         except Exception as error:  # of a cluster that is coming up, or going down again
-            return in_short(error)
+            return summarize_error(error)
         return ""
 
     async def _look(self) -> None:
@@ -281,7 +281,7 @@ class Cluster:
         for known in tuple(self._known.values()):
             if known.listed.name not in there:
                 self._leave(known, "it is not in the cluster any more")
-            elif known.name in self._engine.failed and not known.is_gone:
+            elif known.name in self._engine.failed_devices and not known.is_gone:
                 known.fail("it failed")
                 known.joined_at = now
         for name, listed in there.items():
@@ -308,7 +308,7 @@ class Cluster:
     async def _try_again(self, name: str) -> None:
         assert self._engine is not None
         began = time.monotonic()
-        await self._engine.complete(name)
+        await self._engine.copy_missing_policies(name)
         self._lacking.forget(name, began)
 
     def _join(self, listed: Listed, now: float) -> None:
@@ -317,11 +317,11 @@ class Cluster:
         name = listed.name.removeprefix("robojax-") + (
             "" if not any(one.listed.name == listed.name for one in self._known.values()) else f".{self._times}"
         )
-        if name in self._engine.failed:
+        if name in self._engine.failed_devices:
             name = f"{name}.{self._times}"
         known = self._known[name] = EngineHandle(name, listed, now, self._stuck_after)
         known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
-        self._engine.join(name, known.worker)
+        self._engine.add_device(name, known.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _leave(self, known: EngineHandle, why: str) -> None:
@@ -331,12 +331,12 @@ class Cluster:
             known.watching.cancel()
         known.fail(why)
         known.worker.fail(why)
-        self._engine.leave(known.name, why)
+        self._engine.retire_device(known.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget, known.name)
 
     def _forget(self, name: str) -> None:
         assert self._engine is not None
-        task = asyncio.get_running_loop().create_task(self._engine.forget(name))
+        task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
     async def _watch(self, known: EngineHandle) -> None:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.distributed.artifacts import PolicyArtifact, unpack
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy, Policy
+from service.inference.engine import Engine, FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, Policy
 from service.inference.sandbox import CheckpointSandbox
 from service.threads import call_in_thread
-
-Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 
 # input: the policy refused it, as it would anywhere. failed: it raised. stuck: it did not come back in time.
 # unknown: the engine does not have the policy (any more). policy: it cannot be loaded. engine: this engine cannot be
@@ -82,7 +80,7 @@ class Loaded:
     handle: str
     requirements: Requirements
     device: str
-    compiled: Sequence[Sizes]
+    compiled: Sequence[FrameSizes]
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ COUNTED = 256
 class _Held:
     served: LoadedPolicy
     stack: AsyncExitStack
-    compiled: list[Sizes]
+    compiled: list[FrameSizes]
     wanted_at: float = field(default_factory=time.monotonic)
 
 
@@ -182,7 +180,7 @@ class EngineActor:
         try:
             folder = await call_in_thread(partial(unpack, parcel, cache, _get), "policy-files")
             served = await stack.enter_async_context(
-                engine.policy(
+                engine.open_policy(
                     self._read,
                     str(folder),
                     None,
@@ -216,7 +214,7 @@ class EngineActor:
         policy = held.served.policy
         return Loaded(sha, policy.requirements, policy.device, tuple(held.compiled))
 
-    async def compile(self, handle: str, sizes: Sizes | None) -> Refusal | None:
+    async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
         """Make a policy ready for frames of these sizes."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
@@ -229,7 +227,7 @@ class EngineActor:
             held.compiled.append(wanted)
         return None
 
-    async def rehearse(self, handle: str, sizes: Sizes | None) -> float | Refusal:
+    async def rehearse(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
         """Seconds that one inference takes now, measured with zeros."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
@@ -254,7 +252,7 @@ class EngineActor:
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         try:
-            return await self._begun().try_out(held.served, observation)
+            return await self._begun().run_trial(held.served, observation)
         except PolicyFailed as error:
             return Refusal(_kind(error), str(error))
 
@@ -278,7 +276,7 @@ class EngineActor:
         for handle in handles:
             self._find(handle)
         engine = self._begun()
-        told: Any = engine.facts()
+        told: Any = engine.get_stats()
         now = time.monotonic()
         queues = sorted(seconds for when, seconds in self._queues if now - when < 5)
         batches: dict[int, int] = {}

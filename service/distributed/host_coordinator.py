@@ -22,7 +22,7 @@ from service.distributed.host_group import (
 )
 from service.distributed.ray_node import own_credentials
 from service.inference.config import PolicySettings
-from service.inference.policy_sources import copies_in
+from service.inference.policy_sources import copy_roots
 from service.setting_types import SettingsError
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ class HostCoordinator:
         options = self._options
         credentials = own_credentials(options.secret, options.host, options.port)
         os.environ.update(credentials.environment)
-        # Ray reads its environment when it is imported, and once only.
-        pass
-
-        # Ray reads its environment when it is imported, and `own_credentials` is in it by now.
+        # Ray reads its environment when it is imported, and once only: by now `own_credentials` is in it.
         from service.distributed.ray_hosts import RayHosts
 
         self._hosts = RayHosts(options, credentials, self._folders.__getitem__, self._hear_end)
@@ -220,7 +217,7 @@ class HostCoordinator:
                 on_progress=on_progress,
                 inspect=share,
                 largest=self._options.policy_bytes,
-                roots=self._roots if like is None else copies_in(path),
+                roots=self._roots if like is None else copy_roots(path),
             )
             if loading.asked is not None:
                 loading.asked.wait()

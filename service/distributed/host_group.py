@@ -23,7 +23,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
 from service.errors import DeviceAway
 from service.http.array_limits import DTYPES
-from service.inference.loaded_policy import IMAGES, Sizes
+from service.inference.loaded_policy import IMAGES, FrameSizes
 
 if TYPE_CHECKING:
     import jaxmodels  # a server of one host listens before it imports JAX
@@ -466,7 +466,7 @@ class SharedPolicy:
         """
         self._crew.run(self._words("prepare") | {"text": text}, lambda: self.local.prepare_task(text))
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """On all hosts at a time, while others are acted for; then it runs once.
 
         Raises:
@@ -478,14 +478,14 @@ class SharedPolicy:
         words = self._words("compile") | _which(batch, cameras)
         self._crew.run(words, lambda: self.local.compile(batch, cameras))
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Seconds that `act` takes now for such a batch, measured with zeros; raises as `compile`."""
         if not self.is_compiled(batch, cameras):
             self._build(batch, cameras)
         words = self._words("rehearse") | _which(batch, cameras)
         return self._crew.run(words, lambda: self.local.rehearse(batch, cameras))
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Whether this host has the program; others may take a moment longer, and are waited for."""
         return self.local.is_compiled(batch, cameras)
 
@@ -499,7 +499,7 @@ class SharedPolicy:
             raise ConfigError(f"device is {device!r}; a policy of several hosts is on all of them ({self.device!r})")
         return copy(self)
 
-    def _build(self, batch: int, cameras: Sizes | None) -> None:
+    def _build(self, batch: int, cameras: FrameSizes | None) -> None:
         asked = self._crew.ask(self._words("build") | _which(batch, cameras))
         self.local.build(batch, cameras)
         asked.wait()
@@ -508,7 +508,7 @@ class SharedPolicy:
         return {"do": what, "policy": self.number}
 
 
-def _which(batch: int, cameras: Sizes | None) -> Words:
+def _which(batch: int, cameras: FrameSizes | None) -> Words:
     return {"batch": batch, "cameras": None if cameras is None else {name: list(cameras[name]) for name in cameras}}
 
 
@@ -529,7 +529,7 @@ def _apart(observation: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[s
     return texts, arrays
 
 
-def _sizes(arrays: Arrays) -> tuple[int, Sizes]:
+def _sizes(arrays: Arrays) -> tuple[int, FrameSizes]:
     frames = {name.removeprefix(IMAGES): array.shape for name, array in arrays.items() if name.startswith(IMAGES)}
     batch = max((array.shape[0] for array in arrays.values() if array.ndim), default=1)
     return batch, {name: (shape[-3], shape[-2]) for name, shape in frames.items() if len(shape) in (4, 5)}

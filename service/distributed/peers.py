@@ -30,7 +30,7 @@ from service.errors import (
 from service.http.origins import is_loopback
 from service.sessions.records import Latch, SessionRecord, from_json
 from service.sessions.request import NewSession
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class PeerSessions:
             )
         await self._enter()
         await asyncio.gather(*self._leaving)
-        self._sessions.share(self)
+        self._sessions.share_with(self)
         self._life = asyncio.create_task(self._run(), name="front")
 
     async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
@@ -246,7 +246,7 @@ class PeerSessions:
             return
         self._life.cancel()
         await asyncio.gather(self._life, *self._leaving, return_exceptions=True)
-        latches = {id: self._sessions.latch_of(id) for id, entry in self._told.items() if entry.latch is None}
+        latches = {id: self._sessions.get_latch(id) for id, entry in self._told.items() if entry.latch is None}
         news = {id: latch for id, latch in latches.items() if latch is not None}
         try:
             await self._database.run(LEAVING, session_table.leave, self.name, self._process, news)
@@ -270,8 +270,8 @@ class PeerSessions:
             await asyncio.sleep(PERIOD)
             await self._try_beat()
 
-    async def tell(self) -> None:
-        """See `SharedSessions.tell`: whoever is answered after this finds it at the others, if they can know."""
+    async def publish(self) -> None:
+        """See `SharedSessions.publish`: whoever is answered after this finds it at the others, if they can know."""
         if self.trouble is None:
             number = self._beats
             await self._try_beat(number)
@@ -311,7 +311,7 @@ class PeerSessions:
             # Now: sessions came and went meanwhile.
             held = [session.id for session in self._sessions.list()]
             news = [entry for entry in news if entry.id in held]
-            ended = {**self._unreadable, **self._sessions.ended()}
+            ended = {**self._unreadable, **self._sessions.list_ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
             said = Peer(self.name, self.url, self._machine, self._process)
             self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
@@ -329,7 +329,7 @@ class PeerSessions:
         if any(session.id == entry.id for session in self._sessions.list()):
             return
         try:
-            await self._sessions.take_in(from_json(entry.record), entry.latch)
+            await self._sessions.adopt(from_json(entry.record), entry.latch)
         except SessionExists:
             pass  # its end is not over; it is looked at again
         except ValueError as error:
@@ -347,7 +347,7 @@ class PeerSessions:
 
     def _give_up(self, session_id: str) -> None:
         # All robots are held at once, and no beat waits until one has left its rooms.
-        task = asyncio.create_task(self._sessions.give_up(session_id), name=f"give up {session_id}")
+        task = asyncio.create_task(self._sessions.hand_over(session_id), name=f"give up {session_id}")
         self._leaving.add(task)
         task.add_done_callback(self._has_left)
 
@@ -356,7 +356,7 @@ class PeerSessions:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
-    async def _news(self, listed: Sequence[Listed], figures: int) -> Sequence[Entry]:
+    async def _news(self, listed: Sequence[AnySession], figures: int) -> Sequence[Entry]:
         first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
         due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
         news = []
@@ -367,8 +367,8 @@ class PeerSessions:
             await asyncio.sleep(0)  # ticks go first
         return news
 
-    def _entry(self, session: Listed) -> Entry:
-        record = self._sessions.record_of(session.id)
+    def _entry(self, session: AnySession) -> Entry:
+        record = self._sessions.get_record(session.id)
         status = vars(session.status())
         return Entry(
             id=session.id,
@@ -394,7 +394,7 @@ class PeerSessions:
             latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
         except DatabaseAway as error:
             raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
-        self._sessions.take_latch(new.session_id, latch)
+        self._sessions.sync_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
         """Reset the emergency stop of an id whose session is gone, whichever server it was on.
@@ -436,7 +436,7 @@ class PeerSessions:
             self._last_answer = replace(self._last_answer, fronts=(*others, owning))
         return found
 
-    async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
+    async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
 
         Args:
@@ -464,7 +464,7 @@ class PeerSessions:
             _read(entry)  # before anything is changed
         adopted = await self._ask(session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
-        return await self._sessions.take_in(_read(adopted), adopted.latch)
+        return await self._sessions.adopt(_read(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
         """A server that only lost the database still commands its robots, and two controllers never may."""

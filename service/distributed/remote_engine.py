@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 
 from jaxmodels import PolicyFolder, Requirements, find_policy
-from service.distributed.engine_actor import EngineFacts, Refusal, Sizes
+from service.distributed.engine_actor import EngineFacts, Refusal
 from service.distributed.replication import Copy, Engines, PolicyReplication, answered
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
-from service.inference.policy_sources import copies_in
+from service.inference.loaded_policy import (
+    FrameSizes,
+    FrameSizesKey,
+    InferenceResult,
+    InferenceStuck,
+    Replica,
+    frame_sizes_of,
+)
+from service.inference.policy_sources import copy_roots
 from service.inference.sandbox import begin_building
 from service.threads import mark_retrieved, settle, settle_threadsafe
 
@@ -66,18 +73,18 @@ class RemotePolicy:
         """Read an instruction ahead."""
         self._call("prepare_task", text)
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Make it ready for frames of these sizes; which batches there are is the engine's business."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         if not self.is_compiled(batch, sizes):
             self._call("compile", sizes)
             self._compiled.add(_key(sizes))
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Whether it is; asks nobody."""
         return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Seconds that an inference takes in the engine."""
         return self._call("rehearse", None if cameras is None else dict(cameras))
 
@@ -131,7 +138,7 @@ class RemoteLoader:
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
-        roots = self._roots if commit is None and like is None else copies_in(folder)
+        roots = self._roots if commit is None and like is None else copy_roots(folder)
         with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
             self._inspect(opened)
         begin_building()
@@ -143,7 +150,7 @@ class RemoteLoader:
         return RemotePolicy(shipment, shipment.first(tell), commit)
 
 
-def _key(sizes: Sizes) -> frozenset[tuple[str, tuple[int, int]]]:
+def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
     return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())
 
 
@@ -229,7 +236,7 @@ class RemoteWorker:
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._post, arguments, partial(settle_threadsafe, loop, outcome), outcome)
-        answer = asyncio.create_task(self._answer(outcome, replica, frames_of(observation), now))
+        answer = asyncio.create_task(self._answer(outcome, replica, frame_sizes_of(observation), now))
         answer.add_done_callback(mark_retrieved)
         if may_move:
             usual = self._usual
@@ -245,19 +252,19 @@ class RemoteWorker:
 
     @property
     def _usual(self) -> float:
-        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
+        usual = max(3 * self._took.median(1), OVERDUE) if self._took.is_measured else UNKNOWN
         return min(usual, self._stuck_after)
 
     async def _answer(
-        self, outcome: asyncio.Future[Any], replica: Replica, frames: Frames, asked_at: float
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, asked_at: float
     ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
             raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
         total = time.monotonic() - asked_at
         inference = _inference(outcome.result(), total)
-        self._took.learn(1, total)
-        replica.costs(frames).learn(inference.batch, inference.compute)
+        self._took.record(1, total)
+        replica.latency_model(frames).record(inference.batch, inference.compute)
         return inference
 
     def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:

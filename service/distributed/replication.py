@@ -11,7 +11,7 @@ from service.distributed.artifacts import PolicyArtifact, pack
 from service.distributed.engine_actor import Loaded, Refusal
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
-from service.inference.policy_cache import in_short
+from service.inference.policy_cache import summarize_error
 
 # Seconds between looks how far engines are.
 LOOK = 0.5
@@ -170,7 +170,7 @@ class PolicyReplication:
 
 def in_words(error: BaseException) -> str:
     """What may be said of an error that an engine gave."""
-    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else in_short(error)
+    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else summarize_error(error)
 
 
 def answered(found: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.distributed.postgres import Sql
-from service.sessions.records import LATCHES, Latch
+from service.sessions.records import MAX_LATCHES, Latch
 
 logger = logging.getLogger(__name__)
 
@@ -402,10 +402,10 @@ async def _forget_latches(sql: Sql) -> None:
             SELECT id FROM robojax_latches l WHERE NOT EXISTS (SELECT FROM robojax_sessions s WHERE s.id = l.id)
             ORDER BY latched_at DESC OFFSET $1
         ) RETURNING id""",
-        LATCHES,
+        MAX_LATCHES,
     )
     for row in forgotten:
-        logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], LATCHES)
+        logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], MAX_LATCHES)
 
 
 def _front(row: Any) -> Peer:

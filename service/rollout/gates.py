@@ -10,7 +10,7 @@ import numpy as np
 
 from service.control.joints import JointTable
 from service.control.robot_io import RobotIO
-from service.sessions.policy_slots import Held
+from service.sessions.policy_slots import HeldPolicy
 from service.sessions.session import Session
 from service.stage import Stage
 
@@ -210,7 +210,7 @@ class Probation:
             allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
         """
         self.robot_io = robot_io
-        self.held: Held | None = session.policies.running
+        self.held: HeldPolicy | None = session.policies.running
         self.first = Counters.of(robot_io)
         self.back: asyncio.Task[Verdict] | None = None
         self._go_back = go_back
@@ -240,7 +240,7 @@ class Probation:
                 since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
                 if done:
                     return self._trouble.result()
-                if session.is_over or session.stage is Stage.DELETED:
+                if session.is_closed or session.stage is Stage.DELETED:
                     if session.stage is Stage.ERROR:
                         return "session", f"the session ended on its probation: {session.reason}"
                     return None

@@ -19,7 +19,7 @@ from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import STATE, select_features, task_input
 from service.rollout.gates import Counters, Limits, Probation, ProbationSettings, Trial, Verdict, judge, ranges
-from service.sessions.policy_slots import Misfit
+from service.sessions.policy_slots import IncompatiblePolicy
 from service.sessions.session import Session
 from service.sessions.store import Sessions
 
@@ -98,7 +98,7 @@ class Rollout:
 
     def _fair(self, verdict: Verdict) -> Verdict:
         """Where no device works any more, nothing is said against the policy: what it was to run on is gone."""
-        devices: Any = self._engine.facts()["devices"]
+        devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
             return verdict
         # Of engines that left a cluster nothing is listed any more.
@@ -109,12 +109,12 @@ class Rollout:
         self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
     ) -> Verdict:
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             if _repo_of(session) != repo:
                 return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
             tell("loading")
             loaded = await session.policies.stage(sha, str(folder), tell)
-        except Misfit as error:
+        except IncompatiblePolicy as error:
             return Verdict("requirements", str(error))
         except ServiceError as error:
             return _refusal(error, folder)
@@ -147,7 +147,7 @@ class Rollout:
         wanted = (1, config.chunk, config.width)
         chunks, seconds = [], []
         for run in range(max(RUNS, len(seen))):
-            chunk, took = await self._engine.try_out(loaded, seen[run % len(seen)][0])
+            chunk, took = await self._engine.run_trial(loaded, seen[run % len(seen)][0])
             seconds.append(took)
             if chunk.shape != wanted or chunk.dtype.kind != "f":
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
@@ -167,7 +167,7 @@ class Rollout:
         verdict = judge(trial, robot_io.table, self.settings.limits)
         if verdict.reason == "slow":
             # A machine that stood still for a moment, or had other work, is not the policy's fault.
-            again = [(await self._engine.try_out(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
+            again = [(await self._engine.run_trial(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
             verdict = judge(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
@@ -175,7 +175,7 @@ class Rollout:
         """Let the staged policy take over at the next chunk boundary; figures tell what that cost."""
         began = time.monotonic()
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
@@ -183,7 +183,7 @@ class Rollout:
             before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
-            await session.policies.change(self._fade(robot_io), self.settings.patience)
+            await session.policies.swap(self._fade(robot_io), self.settings.patience)
         except ServiceError as error:
             return _refusal(error)
         self._probations[session_id] = Probation(
@@ -204,7 +204,7 @@ class Rollout:
     async def _probation(self, session_id: str, sha: str) -> Verdict:
         probation = self._probations.pop(session_id, None)
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
         except ServiceError as error:
             return Verdict(None, f"the session ended: {error}")
         if probation is None or session.robot_io is not probation.robot_io:
@@ -228,7 +228,7 @@ class Rollout:
     async def discard(self, session_id: str, sha: str) -> None:
         """Let go of a staged policy that is not wanted."""
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
         except ServiceError:
             return
         if session.policies.staged is not None and session.policies.staged.commit == sha:
@@ -237,9 +237,9 @@ class Rollout:
     async def rollback(self, session_id: str) -> Verdict:
         """Let the policy from before take over again; it is in memory still."""
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             robot_io = _drive_of(session)
-            if session.policies.before is None:
+            if session.policies.previous is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = Counters.of(robot_io)
             session.policies.restore(self._fade(robot_io))

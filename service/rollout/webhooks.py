@@ -27,7 +27,7 @@ from service.http.bodies import json_response
 from service.http.origins import Origins
 from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
-from service.inference.policy_sources import opened_in
+from service.inference.policy_sources import allowed_roots
 from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
 from service.rollout.deployments import Deployments, SessionUpdates
 from service.rollout.gates import Limits, ProbationSettings
@@ -89,7 +89,7 @@ class Webhooks:
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
             largest=min(policies.policy_bytes, updates.update_cache_bytes),
-            roots=opened_in(policies),
+            roots=allowed_roots(policies),
         )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
