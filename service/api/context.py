@@ -1,4 +1,4 @@
-"""Route description, shared app context, a caller's sessions."""
+"""Route description, shared app context, and the sessions that a caller may see."""
 
 import asyncio
 import inspect
@@ -41,7 +41,7 @@ Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
 
 @dataclass(frozen=True)
 class Query:
-    """An optional query parameter."""
+    """Optional query parameter of a route."""
 
     name: str
     schema: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Route:
-    """A row of the route table.
+    """Row of the route table.
 
     The handler's name gives the operation id and summary as FastAPI makes them, its docstring the description.
 
@@ -96,22 +96,22 @@ class Route:
 
     @property
     def name(self) -> str:
-        """The handler's."""
+        """Name of the handler function."""
         return getattr(self.handler, "__name__", type(self.handler).__name__)
 
     @property
     def operation_id(self) -> str:
-        """As FastAPI makes it of function name, path and method."""
+        """Operation id as FastAPI makes it of function name, path and method."""
         return re.sub(r"\W", "_", f"{self.name}{self.path}") + f"_{self.method.lower()}"
 
     @property
     def summary(self) -> str:
-        """The function name as a title."""
+        """Function name as a title."""
         return self.name.replace("_", " ").title()
 
     @property
     def description(self) -> str:
-        """The docstring."""
+        """Docstring of the handler."""
         return inspect.getdoc(self.handler) or ""
 
     @property
@@ -121,21 +121,21 @@ class Route:
 
     @property
     def sanic_path(self) -> str:
-        """The path as Sanic writes it."""
+        """Path as Sanic writes it."""
         return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
 class OtherServers(Protocol):
-    """The other servers of a database, as far as routes ask for them (``service.api.redirects``)."""
+    """Interface of the other servers of a database, as routes use it (``service.api.redirects``)."""
 
     async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
-        """Stop the robots of all of them: how many, and which did not answer."""
+        """Stop the robots of all other servers; returns how many, and which servers did not answer."""
         ...
 
 
 @dataclass
 class Context:
-    """The app's ``ctx``.
+    """Objects that all requests share: the app's ``ctx``.
 
     Attributes:
         documents: served file name to its bytes.
@@ -186,13 +186,13 @@ Request: TypeAlias = sanic.Request[App, SimpleNamespace]
 
 
 def sessions_of(request: Request) -> list[AnySession]:
-    """All that this caller may see, oldest first."""
+    """Return all sessions that this caller may see, oldest first."""
     caller = caller_of(request)
     return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
 
 
 def session_of(request: Request, session_id: str) -> AnySession:
-    """The session of this id.
+    """Return the session of this id.
 
     Raises:
         UnknownSession: there is none, or it is somebody else's: which of the two is not told.

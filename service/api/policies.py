@@ -77,8 +77,9 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
 
 
 def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """An update without the sessions of others; None when there are only such. What came before a session was made
-    was about another one of its id."""
+    """Return an update without the sessions of others; None when there are only such. What came before a session was
+    made was about another one of its id.
+    """
     if caller_of(request).sees_all:
         return update
     now, age = time.monotonic(), time.time() - update["at"]

@@ -85,7 +85,7 @@ async def delete_session(request: Request, session_id: str) -> HTTPResponse:
 
 
 def _check_id(request: Request, caller: Caller, session_id: str) -> None:
-    """An id of somebody else's is taken, whatever became of the session; nothing more is told of it."""
+    """Refuse an id of somebody else's session, whatever became of it; nothing more is told of it."""
     try:
         session = request.app.ctx.sessions.get(session_id)
     except UnknownSession:
@@ -219,18 +219,18 @@ CONTROL_ROUTES = (
 
 
 class Score:
-    """What was told last; one of a session's figures."""
+    """Score that was reported last for a session; one of its stats."""
 
     def __init__(self) -> None:
         self._told = ScoreRequest(tried=0, succeeded=0)
         self._at = 0.0
 
     def take(self, told: ScoreRequest, now: float) -> None:
-        """Remember it in place of what was told before."""
+        """Replace the score."""
         self._told, self._at = told, now
 
     def __call__(self) -> Mapping[str, object]:
-        """The part of the stats."""
+        """Return the session's stats of the score."""
         return {"score": self._told.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
 
 

@@ -1,4 +1,4 @@
-"""Joins a cluster: engines first, then sessions."""
+"""Bootstrap of a cluster: connects to Ray and creates the engine whose devices are in it."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from service.inference.sandbox import CheckpointSandbox
 
 
 class ClusterBootstrap:
-    """What the composition of a server needs of `service.distributed`.
+    """Creates the cluster, its policy loader and its engine from settings.
 
     Attributes:
         cluster: used once it is open.
@@ -26,7 +26,7 @@ class ClusterBootstrap:
     """
 
     def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
-        """Nothing is connected yet."""
+        """Prepare everything; nothing is connected yet."""
         self._policies, self._settings = policies, cluster
         options = EngineOptions(
             dtype=policies.dtype,
@@ -54,7 +54,7 @@ class ClusterBootstrap:
         )
 
     async def open(self, durations: LoadDurations, name: str) -> Engine:
-        """Connect; there is an engine when this returns.
+        """Connect and wait for the first engine.
 
         Args:
             name: what this server is called.
@@ -79,5 +79,5 @@ class ClusterBootstrap:
         return engine
 
     async def close(self) -> None:
-        """Leave."""
+        """Leave the cluster."""
         await self.cluster.close()

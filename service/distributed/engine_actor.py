@@ -1,4 +1,4 @@
-"""Engine as a Ray actor, and its messages.
+"""Engine actor: an inference engine in a Ray actor, and its messages.
 
 It holds the same ``Engine`` that a server without a cluster has: requests of all fronts go together in batches where
 that makes nobody late.
@@ -35,7 +35,7 @@ Kind = Literal["input", "failed", "stuck", "unknown", "policy", "engine"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no answer, in words that clients may read."""
+    """Why an engine gives no answer, with a text that clients may read."""
 
     kind: Kind
     text: str
@@ -43,7 +43,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs policies; as the settings of these names, of the first front.
+    """How an engine runs policies; from the settings of these names, of the first server.
 
     Attributes:
         accelerators: places on its machine that Ray gave it, `engine_resources`.
@@ -60,7 +60,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an engine says of itself when it has begun."""
+    """What an engine reports once it is started."""
 
     version: str
     node: str
@@ -70,7 +70,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A policy in an engine.
+    """A policy that is loaded in an engine.
 
     Attributes:
         handle: by which the engine knows it.
@@ -85,7 +85,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """How an engine does.
+    """Load and latencies of an engine.
 
     Attributes:
         load: share of the newest seconds that its busiest device computed.
@@ -118,7 +118,7 @@ class _Held:
 
 
 class EngineActor:
-    """Created by the pool; all methods but `__init__` run on its event loop.
+    """Ray actor with an inference engine, created by the pool; all methods but `__init__` run on its event loop.
 
     Args:
         name: of the actor.
@@ -136,11 +136,11 @@ class EngineActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def node(self) -> str:
-        """The machine that Ray has started it on."""
+        """Return the name of the machine that Ray started it on."""
         return socket.gethostname()
 
     async def begin(self) -> Begun | Refusal:
-        """Import JAX and take its devices; again, it says the same."""
+        """Import JAX and open the devices; called again, it returns the same."""
         async with self._beginning:
             if self._engine is None:
                 options = self._options
@@ -158,7 +158,7 @@ class EngineActor:
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
 
     async def load(self, parcel: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
-        """Have a policy in memory, compiled for one at a time; two fronts that want the same share it."""
+        """Load a policy and compile it for batches of one; servers that want the same one share it."""
         task = self._loading.get(parcel.sha)
         if task is None:
             task = self._loading[parcel.sha] = asyncio.create_task(self._load(parcel, like))
@@ -166,7 +166,7 @@ class EngineActor:
         return await asyncio.shield(task)
 
     async def stage(self, sha: str) -> str | None:
-        """What loading it does now; None when it is not being loaded."""
+        """Return the stage of loading a policy; None when it is not being loaded."""
         return self._stages.get(sha)
 
     async def _load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
@@ -215,7 +215,7 @@ class EngineActor:
         return Loaded(sha, policy.requirements, policy.device, tuple(held.compiled))
 
     async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
-        """Make a policy ready for frames of these sizes."""
+        """Compile a policy for frames of these sizes."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         wanted = dict(held.served.requirements.cameras if sizes is None else sizes)
@@ -228,7 +228,7 @@ class EngineActor:
         return None
 
     async def rehearse(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
-        """Seconds that one inference takes now, measured with zeros."""
+        """Return the seconds that one inference takes now, measured with zeros."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         return await call_in_thread(lambda: held.served.policy.rehearse(1, sizes), "policy-rehearsal", 5)
@@ -236,7 +236,9 @@ class EngineActor:
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
     ) -> InferenceResult | Refusal:
-        """Ask a policy, in a batch with others when that makes nobody late; due in so many seconds."""
+        """Run a policy on an observation, in a batch with others when that makes nobody late; due in so many
+        seconds.
+        """
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         due = None if due_in is None else time.monotonic() + due_in
@@ -257,7 +259,7 @@ class EngineActor:
             return Refusal(_kind(error), str(error))
 
     async def prepare_task(self, handle: str, text: str) -> Refusal | None:
-        """Read an instruction ahead."""
+        """Encode an instruction ahead of ``act``."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
 

@@ -1,4 +1,4 @@
-"""This server among its peers: claims, liveness, adoption."""
+"""Peers: the servers that share a database of sessions; heartbeats, claims, liveness and adoption."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ class PeerLost(ServiceError):
 
 
 async def probe(front: Peer, machine: str) -> Found:
-    """Ask a server's address whether it is there: one without a heartbeat may only have lost the database.
+    """Probe whether a server is alive: one without a heartbeat may only have lost the database.
 
     Args:
         machine: `machine_of_loopback` of this process.
@@ -80,7 +80,7 @@ async def probe(front: Peer, machine: str) -> Found:
 
 
 async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
-    """Have another server stop one robot of its own, in an emergency.
+    """Ask another server for an emergency stop of one of its sessions.
 
     Returns:
         Status and body of its answer.
@@ -99,7 +99,9 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
 
 
 async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
-    """Have other servers stop all of their robots: which they stopped, and which servers are not known to have."""
+    """Ask other servers for an emergency stop of all their sessions; returns the stopped ones, and servers that did
+    not answer.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         answers = await asyncio.gather(
             *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
@@ -140,7 +142,7 @@ async def _post(client: aiohttp.ClientSession, url: str, headers: Mapping[str, s
 
 
 def machine_of_loopback() -> str:
-    """Tells apart what 127.0.0.1 is: one for each machine, and for each container with a network of its own."""
+    """Return an id of what 127.0.0.1 is: one for each machine, and for each container with a network of its own."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # no /proc on this system
@@ -162,7 +164,8 @@ AWAY = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """One server; there from its start to its stop. See `SharedSessions`.
+    """This server among its peers, from its start to its stop: publishes its sessions and finds those of others. A
+    `SharedSessions`.
 
     Args:
         name: tells servers apart, and is the same after a restart.
@@ -191,7 +194,7 @@ class PeerSessions:
         self.trouble: str | None = None
 
     async def open(self) -> None:
-        """Tell the others what this server has; ends when they know.
+        """Publish this server's sessions; returns when the other servers know them.
 
         What another server adopted while this one was away is not this one's any more; what this one had, and has no
         record of, it takes in.
@@ -214,7 +217,7 @@ class PeerSessions:
         self._life = asyncio.create_task(self._run(), name="front")
 
     async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """What the database says, which may be away for a while."""
+        """Query the database, again and again while it is away at the start."""
         until, said = asyncio.get_running_loop().time() + FINDING, ""
         while True:
             try:
@@ -241,7 +244,7 @@ class PeerSessions:
             await asyncio.sleep(PERIOD)
 
     async def close(self) -> None:
-        """Nothing more is told, and the name is free; the robots are held before."""
+        """Stop publishing and release the name; the robots are held before."""
         if self._life is None:
             return
         self._life.cancel()
@@ -255,12 +258,12 @@ class PeerSessions:
 
     @property
     def others(self) -> Sequence[Peer]:
-        """Servers that live, but for this one."""
+        """The other servers that are alive."""
         return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
 
     @property
     def silent(self) -> Sequence[Peer]:
-        """Servers that are not heard of, and whose robots may move all the same."""
+        """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
     # What it tells.
@@ -271,7 +274,7 @@ class PeerSessions:
             await self._try_beat()
 
     async def publish(self) -> None:
-        """See `SharedSessions.publish`: whoever is answered after this finds it at the others, if they can know."""
+        """See `SharedSessions.publish`: after this other servers know of all changes, if they can."""
         if self.trouble is None:
             number = self._beats
             await self._try_beat(number)
@@ -294,7 +297,7 @@ class PeerSessions:
             self.trouble = None
 
     async def _beat(self, after: int | None = None) -> None:
-        """Tell all that changed.
+        """Send a heartbeat with all changes.
 
         Args:
             after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
@@ -337,7 +340,7 @@ class PeerSessions:
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _stand_back(self, why: str) -> None:
-        """While this server was silent another one took its name, and with it the sessions that it had told of."""
+        """Hand over all sessions: while this server was silent, another one took its name, and with it its sessions."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
         self.trouble, self._last_answer = why, BeatAnswer()
@@ -382,7 +385,7 @@ class PeerSessions:
     # What it asks.
 
     async def claim(self, new: NewSession) -> None:
-        """Take an id before a session of it is made, and the emergency stop that was latched on it elsewhere.
+        """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
 
         Raises:
             SessionExists: another server has one.
@@ -408,7 +411,7 @@ class PeerSessions:
         return await self._ask(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
-        """Status of the sessions of all other servers that this caller may see, each with its front.
+        """Return the status of the sessions of all other servers that this caller may see, each with its server.
 
         Raises:
             NoDatabase: the database does not answer.
@@ -422,7 +425,7 @@ class PeerSessions:
         ]
 
     async def find(self, session_id: str) -> tuple[Entry, Peer | None] | None:
-        """A session of another server, and that one.
+        """Return a session of another server, and that server; None when there is none.
 
         Raises:
             NoDatabase: the database does not answer.
@@ -467,7 +470,7 @@ class PeerSessions:
         return await self._sessions.adopt(_read(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
-        """A server that only lost the database still commands its robots, and two controllers never may."""
+        """Refuse unless a server has ended: one that only lost the database still commands its robots."""
         if front.has_ended:
             return
         found = await probe(front, self._machine)
@@ -528,7 +531,7 @@ class PeerSessions:
             raise _REFUSALS[error.kind](str(error)) from None
 
     def facts(self) -> dict[str, object]:
-        """For the API; JSON-ready."""
+        """Return this server and its peers for the API; JSON-ready."""
         return {
             "name": self.name,
             "url": self.url,
@@ -564,6 +567,7 @@ def _standing(entry: Entry) -> tuple[object, ...]:
 
 
 def status_of(entry: Entry) -> dict[str, Any]:
+    """Return the status of another server's session, with that server's name in its stats."""
     status = dict(entry.status)
     status["stats"] = {**status.get("stats", {}), "front": entry.front}
     return status

@@ -1,4 +1,4 @@
-"""Stages, swaps, watches and rolls back a session's policy.
+"""Rollout to one session: stages, swaps, watches and rolls back its policy.
 
 The session side of continuous delivery. When and from where a policy comes is decided elsewhere; here it is a folder.
 """
@@ -50,7 +50,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Follower:
-    """What a session runs, and which moves of its repo it wants to hear of.
+    """A session's policy, and which ref of its repo it follows.
 
     Attributes:
         repo: a repo id or a folder.
@@ -79,7 +79,7 @@ class Rollout:
         return self._sessions.engine
 
     def followers(self) -> Sequence[Follower]:
-        """All sessions that run a policy."""
+        """Return all sessions that run a policy."""
         return [
             Follower(
                 session_id=session.id,
@@ -93,11 +93,11 @@ class Rollout:
         ]
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
-        """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
+        """Load, compile and check a policy beside the running one; with no reason against it, it is staged."""
         return self._fair(await self._prepare(session_id, repo, sha, folder, tell))
 
     def _fair(self, verdict: Verdict) -> Verdict:
-        """Where no device works any more, nothing is said against the policy: what it was to run on is gone."""
+        """Return a verdict that is not against the policy where no device works any more."""
         devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
             return verdict
@@ -198,7 +198,7 @@ class Rollout:
         return Verdict(None, "", cost)
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
-        """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
+        """Watch a policy that took over. With a reason in the verdict, it was rolled back."""
         return self._fair(await self._probation(session_id, sha))
 
     async def _probation(self, session_id: str, sha: str) -> Verdict:
@@ -226,7 +226,7 @@ class Rollout:
         return Verdict(code, text, figures)
 
     async def discard(self, session_id: str, sha: str) -> None:
-        """Let go of a staged policy that is not wanted."""
+        """Release a staged policy that is not wanted."""
         try:
             session = self._sessions.get_live(session_id)
         except ServiceError:
@@ -235,7 +235,7 @@ class Rollout:
             await session.policies.discard()
 
     async def rollback(self, session_id: str) -> Verdict:
-        """Let the policy from before take over again; it is in memory still."""
+        """Let the previous policy take over again; it is in memory still."""
         try:
             session = self._sessions.get_live(session_id)
             robot_io = _drive_of(session)
@@ -258,7 +258,9 @@ class Rollout:
 
 
 def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
-    """Why a step was not done: ``gone`` and ``busy`` are the session's matter and say nothing against the policy."""
+    """Return the verdict for an error: ``gone`` and ``busy`` are the session's matter and say nothing against the
+    policy.
+    """
     text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
     match error:
         case UnknownSession():
@@ -280,7 +282,7 @@ def _drive_of(session: Session) -> RobotIO:
 
 
 def _grey(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
-    """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
+    """Make an observation for a robot that has sent nothing yet: grey images, joints in the middle of their ranges."""
     needs = loaded.requirements
     sizes = robot_io.buffer.sizes
     if len(sizes) < len(needs.cameras):
@@ -302,7 +304,7 @@ def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int
 
 
 async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
-    """Until the new policy's first chunk is there, if the robot runs: what the swap cost is only known then."""
+    """Wait for the new policy's first chunk, if the robot runs: what the swap cost is only known then."""
     end = time.monotonic() + 2.0
     # Control is a pure core without events; a tick is as precise as it gets.
     while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
@@ -310,7 +312,7 @@ async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
 
 
 class FollowerLike(Protocol):
-    """A session as it is now.
+    """Interface of a session as it is now.
 
     Attributes:
         ref: the branch, tag or pattern of tags (``deploy-*``) that it follows; None for the default branch.
@@ -331,7 +333,7 @@ class FollowerLike(Protocol):
 
 
 class VerdictLike(Protocol):
-    """How a step went.
+    """Interface of the result of a step.
 
     Attributes:
         reason: None when it passed, else a stable code (``load``, ``not_finite``, ``stopped``, ...).
@@ -348,32 +350,32 @@ class VerdictLike(Protocol):
 
 
 class RolloutLike(Protocol):
-    """The sessions, and the steps of one."""
+    """Interface of the sessions that deployments go to, and of the steps of one."""
 
     def followers(self) -> Sequence[FollowerLike]:
-        """Every session, those with mode ``off`` too."""
+        """Return every session, those with mode ``off`` too."""
         ...
 
     async def prepare(
         self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
     ) -> VerdictLike:
-        """Load, compare, compile, warm up and pass the gates beside the running policy; may be cancelled."""
+        """Load, compile and check a commit beside the running policy; may be cancelled."""
         ...
 
     async def swap(self, session_id: str, sha: str) -> VerdictLike:
-        """Hand the prepared policy over; returns when the session acts by it."""
+        """Swap to the prepared policy; returns when the session acts by it."""
         ...
 
     async def probation(self, session_id: str, sha: str) -> VerdictLike:
-        """Wait until it has proved itself; with a reason it was rolled back already."""
+        """Wait for the end of its probation; with a reason it was rolled back already."""
         ...
 
     async def discard(self, session_id: str, sha: str) -> None:
-        """Drop a prepared policy that is not wanted; nothing happens when there is none."""
+        """Discard a prepared policy that is not wanted; nothing happens when there is none."""
         ...
 
     async def rollback(self, session_id: str) -> VerdictLike:
-        """Back to the policy before."""
+        """Roll back to the previous policy."""
         ...
 
 
