@@ -38,7 +38,7 @@ import jaxmodels
 from benchmarks.control_counts import counts_of
 from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
 from service.inference.engine import Engine
-from service.sessions.store import Listed, NewSession, Sessions, SessionSettings
+from service.sessions.store import AnySession, NewSession, Sessions, SessionSettings
 from service.stats import Recent
 from service.transport.link import CreatedRooms, Inbox, JointValue, LinkUp, Rooms
 from service.transport.protocol import JointUpdate, build_message, rooms_of
@@ -168,7 +168,7 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
     return lateness, facts
 
 
-def counts(session: Listed) -> dict[str, int]:
+def counts(session: AnySession) -> dict[str, int]:
     assert session.robot_io is not None
     return counts_of(session.robot_io)
 

@@ -78,12 +78,12 @@ class Side:
 
     async def __aenter__(self) -> "Side":
         self.served = await self._stack.enter_async_context(
-            self.engine.policy(self._load, self._policy, None, lambda word: None)
+            self.engine.open_policy(self._load, self._policy, None, lambda word: None)
         )
         if self._frame is not None:
             await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))
         async with asyncio.timeout(COMPILED_WITHIN):
-            while self.engine.facts()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
+            while self.engine.get_stats()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
                 await asyncio.sleep(0.1)
         return self
 
@@ -102,7 +102,7 @@ class Side:
     def costs(self) -> LatencyModel:
         """What batches of its robots' pictures take."""
         sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
-        return self.served.replicas[0].costs(frozenset(sizes.items()))
+        return self.served.replicas[0].latency_model(frozenset(sizes.items()))
 
     def observations(self, count: int) -> list[dict[str, np.ndarray]]:
         """What so many robots see; beyond 16 some see the same."""

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from service.inference.batching import Batching
-from service.inference.latency_model import KEPT, LatencyModel
+from service.inference.batching import BatchScheduler
+from service.inference.latency_model import WINDOW, LatencyModel
 
 # What is rare makes robots late, so the ends are looked at closely.
 LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
@@ -27,7 +27,7 @@ class Ask:
     asked: float
     due: float
     is_alone: bool = False
-    is_wanted: bool = True
+    is_awaited: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Times:
     def costs(self, sizes: Sequence[int]) -> LatencyModel:
         """What an engine knows that has run batches of these sizes for a while."""
         known, random = LatencyModel(), np.random.default_rng(0)
-        levels = (np.arange(KEPT) + 0.5) / KEPT
+        levels = (np.arange(WINDOW) + 0.5) / WINDOW
         mixed = {size: random.permutation(levels).tolist() for size in sizes}
-        for place in range(KEPT):
+        for place in range(WINDOW):
             for size in sizes:
-                known.learn(size, self._at(size, mixed[size][place]))
+                known.record(size, self._at(size, mixed[size][place]))
         return known
 
 
@@ -89,7 +89,7 @@ class ByDeadline:
     def __init__(self, times: Times, sizes: Sequence[int] | None = None):
         self._sizes = times.sizes if sizes is None else tuple(sizes)
         self._costs = times.costs(self._sizes)
-        self._batching: Batching[Ask] = Batching()
+        self._batching: BatchScheduler[Ask] = BatchScheduler()
 
     def add(self, ask: Ask, now: float) -> None:
         """See ``Forming``."""
@@ -97,12 +97,12 @@ class ByDeadline:
 
     def take(self, now: float) -> tuple[Sequence[Ask], int] | float | None:
         """See ``Forming``."""
-        chosen = self._batching.choose(now)
+        chosen = self._batching.next_batch(now)
         return None if chosen is None else (chosen.members, chosen.size)
 
     def learn(self, size: int, seconds: float) -> None:
         """See ``Forming``."""
-        self._costs.learn(size, seconds)
+        self._costs.record(size, seconds)
 
 
 class ByArrival:
@@ -123,7 +123,7 @@ class ByArrival:
 
     def take(self, now: float) -> tuple[Sequence[Ask], int] | float | None:
         """See ``Forming``."""
-        self._waiting = [(ask, came) for ask, came in self._waiting if ask.is_wanted]
+        self._waiting = [(ask, came) for ask, came in self._waiting if ask.is_awaited]
         if not self._waiting:
             return None
         largest = self._sizes[-1]

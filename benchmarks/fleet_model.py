@@ -201,7 +201,7 @@ class _Robot:
         self.machine = machine
         if self._ask is not None:
             self._held_since = self._ask.due
-            self._ask.is_wanted = False
+            self._ask.is_awaited = False
             self._deadline = self._world.now
             self.ask()
 

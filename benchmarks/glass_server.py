@@ -31,7 +31,7 @@ NEEDS = Requirements(
 
 
 class Notes:
-    """A tap that notes, for each picture by its number, when what happened to it; monotonic seconds."""
+    """An observer that notes, for each picture by its number, when what happened to it; monotonic seconds."""
 
     def __init__(self) -> None:
         self.of: dict[int, dict[str, float]] = {}

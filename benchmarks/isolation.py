@@ -30,7 +30,7 @@ from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
 from service.control.config import ControlSettings
 from service.inference.engine import Engine
-from service.inference.loaded_policy import Policy, Sizes
+from service.inference.loaded_policy import FrameSizes, Policy
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.testing import MemoryLink, MemoryTransport
 
@@ -63,7 +63,7 @@ class Spoiled:
             chunk[marked] = np.nan
         return chunk
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         self._policy.compile(batch, cameras)
 
     def on(self, device: str) -> Policy:
@@ -105,7 +105,7 @@ class House:
 
     async def fill(self) -> list[Session]:
         good = [await self.add(f"good-{number}", 0.0, number / GOOD / RATE) for number in range(GOOD)]
-        while self._engine.facts()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
+        while self._engine.get_stats()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.5)
         for session in good:

@@ -33,7 +33,7 @@ SAMPLES = 20_000
 
 
 class Ages:
-    """A tap that notes how old the newest picture is at every tick, from the moment it was taken."""
+    """An observer that notes how old the newest picture is at every tick, from the moment it was taken."""
 
     def __init__(self) -> None:
         self.at_ticks = Recent(SAMPLES)

@@ -26,13 +26,13 @@ ASKERS = 32
 
 async def scaled(engines: int, seconds: float) -> dict[str, Any]:
     """So many engines, asked by robots at their rate, and by others as fast as they answer."""
-    engine = Engine(are_elsewhere=True)
+    engine = Engine(are_remote=True)
     cluster = Cluster("auto", "benchmark", EngineOptions(batch_sizes=(1, 2, 4, 8, 16)), Bounds(engines, engines))
     await cluster.open(engine)
     try:
         async with AsyncExitStack() as stack:
             load = RemoteLoader(cluster)
-            served = await stack.enter_async_context(engine.policy(load, str(SHIPPED), None, lambda stage: None))
+            served = await stack.enter_async_context(engine.open_policy(load, str(SHIPPED), None, lambda stage: None))
             async with asyncio.timeout(120):
                 while len(served.replicas) < engines:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.2)

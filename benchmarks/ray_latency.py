@@ -51,7 +51,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     from service.distributed.scaling import Bounds
 
     here = Engine()
-    there = Engine(are_elsewhere=True)
+    there = Engine(are_remote=True)
     cluster = Cluster("local", "benchmark", EngineOptions(), Bounds())
     await cluster.open(there)
     found: dict[str, dict[str, dict[str, list[float]]]] = {size: {} for size in SIZES}
@@ -60,7 +60,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
             async def load(engine: Engine, loader: Any) -> LoadedPolicy:
                 return await stack.enter_async_context(
-                    engine.policy(loader, str(options.policy), None, lambda stage: None)
+                    engine.open_policy(loader, str(options.policy), None, lambda stage: None)
                 )
 
             sides = {

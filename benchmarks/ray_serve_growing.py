@@ -54,7 +54,7 @@ class Replica:
         async with self._loading:
             if self._served is None:
                 self._served = await self._stack.enter_async_context(
-                    self._engine.policy(jaxmodels.load_policy, self._policy, None, lambda stage: None)
+                    self._engine.open_policy(jaxmodels.load_policy, self._policy, None, lambda stage: None)
                 )
         return self._served
 
@@ -76,13 +76,13 @@ def observation(served: Any) -> dict[str, np.ndarray]:
 async def pool() -> dict[str, Any]:
     """Engines of ours, as a front has them."""
     # Serve waits for as long as it takes, so does this.
-    engine = Engine(are_elsewhere=True, stuck_after=PATIENCE)
+    engine = Engine(are_remote=True, stuck_after=PATIENCE)
     options = EngineOptions(batch_sizes=BATCH_SIZES, stuck_after=PATIENCE)
     cluster = Cluster("local", "benchmark", options, BOUNDS, stuck_after=PATIENCE)
     await cluster.open(engine)
     try:
         async with AsyncExitStack() as stack:
-            loading = engine.policy(RemoteLoader(cluster), str(SHIPPED), None, lambda stage: None)
+            loading = engine.open_policy(RemoteLoader(cluster), str(SHIPPED), None, lambda stage: None)
             served = await stack.enter_async_context(loading)
             seen = observation(served)
 

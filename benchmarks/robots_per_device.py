@@ -71,7 +71,7 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
             print(f"{what}:", json.dumps(figures), flush=True)
             return ridden.misses
 
-        found["batch_ms"] = {name: side.costs.milliseconds() for name, side in ready.items()}
+        found["batch_ms"] = {name: side.costs.get_stats() for name, side in ready.items()}
         print("batches:", json.dumps(found["batch_ms"]), flush=True)
         for robots in GROWING:
             answers: dict[str, list[float]] = {name: [] for name in ready}

@@ -30,7 +30,7 @@ from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
 from service.control.chunk_scheduler import PolicyRequest
 from service.control.controller import Controller, PolicyAnswer
 from service.control.observation_buffer import ObservationBuffer
-from service.sessions.compatibility import fit, limits_of
+from service.sessions.compatibility import configure_control, make_limits
 from service.sessions.request import NewSession, SessionSettings
 
 DELAYS = (0, 100, 200, 300, 400)  # milliseconds
@@ -69,9 +69,9 @@ class Robot:
             **asked,
         )
         settings = SessionSettings()
-        table, pace = fit(policy.requirements, new, settings)
+        table, pace = configure_control(policy.requirements, new, settings)
         self._buffer = ObservationBuffer((CAMERA,), table)
-        self.control = Controller(self._buffer, pace, limits_of(table, policy.requirements, new, settings))
+        self.control = Controller(self._buffer, pace, make_limits(table, policy.requirements, new, settings))
         self._names = table.names
         self._answers: list[tuple[float, PolicyAnswer]] = []
         self._blank = np.zeros((*FRAME, 3), np.uint8)

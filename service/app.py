@@ -32,11 +32,11 @@ from service.http.origins import Origins, is_loopback
 from service.inference.engine import LoadPolicy
 from service.inference.model_server import LoadModel
 from service.inference.policy_sources import (
-    PolicyPlaces,
     PolicyReader,
     ReadRequirements,
-    model_loader,
-    requirements_reader,
+    SourceRules,
+    make_model_loader,
+    make_requirements_reader,
 )
 from service.lifespan import hold_robots_first, import_jax_early, register_lifespan
 from service.logging import RecentLogs
@@ -44,8 +44,8 @@ from service.loop_watchdog import LoopWatchdog
 from service.reloading_file import FileUnusable
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SCHEMA, SessionRecords
-from service.sessions.request import Allowance
-from service.sessions.room_authority import Authority
+from service.sessions.request import RequestRules
+from service.sessions.room_authority import RoomAuthority
 from service.setting_types import SettingsError
 from service.settings import Settings
 from service.shared_sessions import SharedDatabase
@@ -143,7 +143,7 @@ def create_app(
     """
     settings = settings or Settings()
     rooms = TransportSettings(origins=settings.server.origins, is_odd=settings.transport.transport_oddities)
-    context = _create_context(settings, rooms, read_requirements or requirements_reader(settings.policies))
+    context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
     app: App = Sanic(name, config=configuration(settings.limits), ctx=context, configure_logging=False)
@@ -171,10 +171,10 @@ def create_app(
         source=source,
         shared=shared,
         transport=TransportByUrl(context.doors.direct, transport or create_rooms_transport(app, destinations)),
-        load=context.places.guarded(webhooks.identified(load or source.load)),
-        load_model=load_model or model_loader(settings.policies),
+        load=context.places.guard_loader(webhooks.identified(load or source.load)),
+        load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
-        admit=Allowance(context.places, destinations).check,
+        admit=RequestRules(context.places, destinations).check,
         records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
@@ -188,13 +188,13 @@ def create_app(
 
 def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequirements) -> Context:
     """Create what the routes share; sessions, models, recordings and updates are added when the server starts."""
-    authority = Authority(lambda: getattr(context, "sessions", None))
+    authority = RoomAuthority(lambda: getattr(context, "sessions", None))
     table = rooms.table(authority) if settings.transport.embedded_transport else None
     server, limits, policies = settings.server, settings.limits, settings.policies
     guard = create_guard(
         settings.access, host=server.host, origins=server.origins, state=settings.webhooks.state, rules=UNLISTED_ROUTES
     )
-    places = PolicyPlaces(
+    places = SourceRules(
         policies.policy_roots, policies.policy_owners, is_open=is_loopback(server.host) and not guard.requires_key
     )
     watchdog = LoopWatchdog()
@@ -206,7 +206,7 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
         metrics=Metrics(
             lambda: context.sessions.list(),
             lambda: context.models.list(),
-            lambda: context.sessions.engine.facts(),
+            lambda: context.sessions.engine.get_stats(),
             watchdog,
         ),
         loop_watchdog=watchdog,
@@ -214,7 +214,7 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
         table=table,
         guard=guard,
         places=places,
-        policy_reader=PolicyReader(places.guarded_reading(read)),
+        policy_reader=PolicyReader(places.guard_reader(read)),
         live=Live(lambda: context.sessions),
         create_limiter=CreateLimiter(
             Rates(limits.creates_per_minute / 60, limits.creates_per_minute), limits.limit_local

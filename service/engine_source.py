@@ -14,10 +14,10 @@ from service.distributed.host_coordinator import HostCoordinator, host_options
 from service.errors import NoDevice
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine, LoadPolicy
-from service.inference.policy_sources import name_caches, opened_in, policy_loader
-from service.inference.progress import Durations
+from service.inference.policy_sources import allowed_roots, make_policy_loader, set_cache_folders
+from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
-from service.sessions.request import Admit, NewSession
+from service.sessions.request import CheckRequest, NewSession
 from service.setting_types import SettingsError
 from service.shared_sessions import front_name
 from service.threads import call_in_thread
@@ -34,10 +34,10 @@ class OwnEngine:
         """
         self._policies = policies
         self._hosts = hosts
-        self.load: LoadPolicy = policy_loader(policies, first_device) if hosts is None else hosts.load
+        self.load: LoadPolicy = make_policy_loader(policies, first_device) if hosts is None else hosts.load
 
     @asynccontextmanager
-    async def open(self, durations: Durations) -> AsyncIterator[Engine]:
+    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
         """Open the engine, as `EngineSource.open`.
 
         Raises:
@@ -49,7 +49,7 @@ class OwnEngine:
             durations=durations,
             batch_sizes=policies.engine_batch_sizes,
             devices=await _name_devices(policies) if self._hosts is None else await _join_hosts(self._hosts, policies),
-            load=policies.engine_load,
+            max_load=policies.engine_load,
             load_timeout=policies.load_timeout,
         )
         if self._hosts is None:
@@ -62,7 +62,7 @@ class OwnEngine:
             # Last of all: robots are held by then, and nobody asks any more.
             await asyncio.to_thread(self._hosts.close)
 
-    def wrap_admit(self, admit: Admit) -> Admit:
+    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
         """Refuse new sessions after a host is lost: a policy in memory would be ready and never act."""
         if (hosts := self._hosts) is None:
             return admit
@@ -87,7 +87,7 @@ async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
 
 async def _join_hosts(hosts: HostCoordinator, policies: PolicySettings) -> tuple[str, ...]:
     """Wait for all hosts and return the one name under which their devices are used together."""
-    name_caches(policies)
+    set_cache_folders(policies)
     try:
         return (await call_in_thread(hosts.begin, "join-hosts"),)
     except JaxModelsError as error:
@@ -103,7 +103,7 @@ def _report_lost_hosts(hosts: HostCoordinator, engine: Engine) -> Iterator[None]
 
     def leave(why: str) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(engine.leave, place, why)
+            loop.call_soon_threadsafe(engine.retire_device, place, why)
 
     hosts.told = leave
     yield
@@ -131,7 +131,7 @@ class ClusterEngine:
         self.load: LoadPolicy = self._bootstrap.load
 
     @asynccontextmanager
-    async def open(self, durations: Durations) -> AsyncIterator[Engine]:
+    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
         """Open the engine, as `EngineSource.open`.
 
         Raises:
@@ -144,7 +144,7 @@ class ClusterEngine:
         finally:
             await self._bootstrap.close()
 
-    def wrap_admit(self, admit: Admit) -> Admit:
+    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
         """Return the check unchanged: a cluster may get an engine at any time."""
         return admit
 
@@ -157,11 +157,11 @@ class EngineSource(Protocol):
         """The function that loads a policy where the engine runs it."""
         ...
 
-    def open(self, durations: Durations) -> AbstractAsyncContextManager[Engine]:
+    def open(self, durations: LoadDurations) -> AbstractAsyncContextManager[Engine]:
         """Open the engine; it is closed when the context ends."""
         ...
 
-    def wrap_admit(self, admit: Admit) -> Admit:
+    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
         """Return the check of new sessions with this engine's own conditions added to it."""
         ...
 
@@ -185,6 +185,6 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
     hosts = (
         None
         if options is None
-        else HostCoordinator(options, CheckpointSandbox(policies.load_memory), opened_in(policies))
+        else HostCoordinator(options, CheckpointSandbox(policies.load_memory), allowed_roots(policies))
     )
     return OwnEngine(policies, hosts, first_device)

@@ -9,14 +9,14 @@ from service.api.context import App, Context
 from service.control.limits import read_limits
 from service.engine_source import EngineSource
 from service.inference.engine import LoadPolicy
-from service.inference.model_server import LoadModel, Models
-from service.inference.progress import Durations
+from service.inference.model_server import LoadModel, ModelServer
+from service.inference.progress import LoadDurations
 from service.logging import capture_logs
 from service.processes import pause_garbage_collection
 from service.recording.recordings import Recordings
 from service.rollout.webhooks import Webhooks
 from service.sessions.records import SessionRecords
-from service.sessions.request import Admit
+from service.sessions.request import CheckRequest
 from service.sessions.store import Sessions, SessionSettings
 from service.settings import Settings
 from service.shared_sessions import SharedDatabase
@@ -45,7 +45,7 @@ def register_lifespan(
     load: LoadPolicy,
     load_model: LoadModel,
     webhooks: Webhooks,
-    admit: Admit,
+    admit: CheckRequest,
     records: Callable[[], AbstractContextManager[SessionRecords]],
 ) -> None:
     """Register the listeners that open everything when the app starts and close it in the opposite order.
@@ -77,12 +77,12 @@ def register_lifespan(
                 load=load,
                 engine=engine,
                 settings=of_sessions,
-                tell=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
-                admit=shared.wrap_admit(source.wrap_admit(admit)),
+                publish=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
+                check_request=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )
             await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
-            app.ctx.models = Models(
+            app.ctx.models = ModelServer(
                 engine,
                 settings.models,
                 answer_deadline=settings.limits.answer_deadline,
@@ -115,9 +115,9 @@ def hold_robots_first(app: App) -> None:
         app.ctx.sessions.begin_close()
 
 
-def _create_durations(context: Context) -> Durations:
+def _create_durations(context: Context) -> LoadDurations:
     folder = state_folder(context.settings.webhooks.state)
-    return Durations(None if folder is None else folder / "durations.json", context.metrics.prepared)
+    return LoadDurations(None if folder is None else folder / "durations.json", context.metrics.prepared)
 
 
 def import_jax_early(app: App) -> None:

@@ -9,7 +9,7 @@ from yarl import URL
 from service.api.context import App
 from service.errors import NoDatabase
 from service.http.origins import Origins
-from service.sessions.request import Admit, NewSession
+from service.sessions.request import CheckRequest, NewSession
 from service.sessions.store import Sessions
 from service.setting_types import SettingsError
 
@@ -39,7 +39,7 @@ class SharedDatabase:
         self._redirects = Redirects(Origins(app.ctx.settings.server.origins))
         self._redirects.watch(app)
 
-    def wrap_admit(self, admit: Admit) -> Admit:
+    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
         """Return the check of new sessions with one addition: the session's id is claimed among all servers."""
         if not self.is_configured:
             return admit

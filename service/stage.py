@@ -1,4 +1,4 @@
-"""Stages of a session and allowed moves, as a table."""
+"""Stages of a session and the allowed moves between them, as a table."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from service.errors import MoveRefused
 
 
 class Stage(StrEnum):
-    """Where a session stands; the value is the word on the wire (``deleted`` is never listed)."""
+    """Stage of a session; the value is the word on the wire (``deleted`` is never listed)."""
 
     INITIALIZING = "initializing"
     READY = "ready"
@@ -21,7 +21,7 @@ class Stage(StrEnum):
 
 
 class Move(StrEnum):
-    """What can happen to a session. Those in ``ASKED`` are asked for by somebody, the others just happen."""
+    """What can happen to a session. Those in ``REQUESTABLE`` are requested by somebody, the others just happen."""
 
     START = "start"
     STOP = "stop"
@@ -38,13 +38,13 @@ class Move(StrEnum):
     RECOVERED = "recovered"
 
 
-ASKED = (Move.START, Move.STOP, Move.RESTART, Move.RESET, Move.EMERGENCY_STOP, Move.DELETE)
+REQUESTABLE = (Move.START, Move.STOP, Move.RESTART, Move.RESET, Move.EMERGENCY_STOP, Move.DELETE)
 
 # `reconnecting` only ever means "running, but a room is lost", and `degraded` "running, but held for seconds already
 # because it cannot see": coming back is one move. A stop asked for twice is no error: a person who presses stop again
 # must not be told that it was refused. `interrupted` is a session of a process that was killed: it has no policy and
 # no rooms, and a restart loads and joins them anew but moves nothing.
-MOVES: dict[tuple[Stage, Move], Stage] = {
+TRANSITIONS: dict[tuple[Stage, Move], Stage] = {
     (Stage.INITIALIZING, Move.LOADED): Stage.READY,
     (Stage.INITIALIZING, Move.FAILED): Stage.ERROR,
     (Stage.INITIALIZING, Move.EMERGENCY_STOP): Stage.INITIALIZING,
@@ -107,13 +107,13 @@ MOVES: dict[tuple[Stage, Move], Stage] = {
 }
 
 # Moves that set the arm going: they need a loaded policy and living rooms, and no emergency stop.
-SETS_GOING = frozenset({Move.START, Move.RESTART})
+STARTING_MOVES = frozenset({Move.START, Move.RESTART})
 # Stages in which a robot moves, or would at once if what it lacks came back.
 MOVING = frozenset({Stage.RUNNING, Stage.DEGRADED, Stage.RECONNECTING})
 
 
 class Lifecycle:
-    """One session's walk through the table.
+    """Stage, reason and latch of one session, changed by moves of the table.
 
     Attributes:
         stage: where it stands.
@@ -123,40 +123,40 @@ class Lifecycle:
     """
 
     def __init__(self, session_id: str, latch: str | None = None):
-        """``latch``: of an emergency stop of this id that nobody has reset yet."""
+        """Start initializing; ``latch`` is an emergency stop of this id that nobody has reset yet."""
         self.stage = Stage.INITIALIZING
         self.reason: str | None = None
         self.latch = latch
         self.is_loaded = False
         self._session_id = session_id
 
-    def can(self, move: Move) -> bool:
-        """Whether the move is possible now."""
-        if move in SETS_GOING and (self.latch is not None or not (self.is_loaded or self._is_interrupted)):
+    def is_allowed(self, move: Move) -> bool:
+        """Return whether a move is allowed now."""
+        if move in STARTING_MOVES and (self.latch is not None or not (self.is_loaded or self._is_interrupted)):
             return False
-        return (self.stage, move) in MOVES
+        return (self.stage, move) in TRANSITIONS
 
     @property
     def _is_interrupted(self) -> bool:
         return self.stage is Stage.INTERRUPTED
 
     def check(self, move: Move) -> None:
-        """Refuse what is not possible now.
+        """Refuse a move that is not allowed now.
 
         Raises:
             MoveRefused: the message names the moves that are.
         """
-        if not self.can(move):
+        if not self.is_allowed(move):
             raise MoveRefused(self._refusal(move))
 
     def move(self, move: Move, reason: str | None = None) -> Stage:
-        """Go where the table says; ``reason`` is kept as the reason of the new stage.
+        """Make a move; ``reason`` is kept as the reason of the new stage.
 
         Raises:
             MoveRefused: the table has no such move from here; the message names the allowed ones.
         """
         self.check(move)
-        self.stage = MOVES[self.stage, move]
+        self.stage = TRANSITIONS[self.stage, move]
         if move is Move.EMERGENCY_STOP:
             # The first reason stays: it is what somebody has to look at before the reset.
             self.latch = self.latch or reason or "no reason given"
@@ -165,16 +165,16 @@ class Lifecycle:
         if move is Move.FAILED or self.stage not in (Stage.ERROR, Stage.INTERRUPTED):
             self.reason = reason
         if move is Move.LOADED and self.latch is not None:
-            self.stage = MOVES[self.stage, Move.EMERGENCY_STOP]
+            self.stage = TRANSITIONS[self.stage, Move.EMERGENCY_STOP]
         return self.stage
 
     def _refusal(self, move: Move) -> str:
         name = f"session {self._session_id!r}"
-        if move in SETS_GOING and self.latch is not None:
+        if move in STARTING_MOVES and self.latch is not None:
             return (
                 f"{name} cannot {move}: an emergency stop is latched ({self.latch}); make sure that the robot is safe, "
                 f"then POST /debug/sessions/{self._session_id}/reset, "
                 f"then {'restart' if self._is_interrupted else 'start'}"
             )
-        allowed = ", ".join(str(other) for other in ASKED if self.can(other)) or "none"
+        allowed = ", ".join(str(other) for other in REQUESTABLE if self.is_allowed(other)) or "none"
         return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}"

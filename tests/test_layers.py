@@ -259,11 +259,14 @@ BANNED = [
     "helpers",
     "misc",
 ]
-# Public names with such words that others have: in their code, in files, on the wire.
+# Where public names are read for such words, and which of them stay: others have them in code, files or settings.
 FIXED_NAMES = {
     "hooks": {"WebhookNotFound", "ServerNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
     "jaxmodels": {"shapes_kept"},
     "robojax": {"drive_mode", "found"},
+    "service/auth": set(),
+    "service/http": set(),
+    "service/streaming": {"compile_patience", "act_patience"},
 }
 
 

@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "a latched session may be restarted",
         "service/stage.py",
-        "SETS_GOING = frozenset({Move.START, Move.RESTART})",
-        "SETS_GOING = frozenset({Move.START})",
+        "STARTING_MOVES = frozenset({Move.START, Move.RESTART})",
+        "STARTING_MOVES = frozenset({Move.START})",
         _tests("unit/sessions/test_stage.py"),
     ),
     Fault(
@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "what a newer version wrote down is dropped",
         "service/sessions/records.py",
-        'told["new"] |= told.pop("wishes")',
-        'told.pop("wishes")',
+        'document["new"] |= document.pop("wishes")',
+        'document.pop("wishes")',
         _tests("unit/sessions/test_records.py", k="comes_back"),
     ),
     # Control.
@@ -230,8 +230,8 @@ FAULTS = (
     Fault(
         "who gave up is answered all the same",
         "service/inference/batching.py",
-        "line.waiting = [request for request in line.waiting if request.is_wanted]",
-        "line.waiting = list(line.waiting)",
+        "queue.requests = [request for request in queue.requests if request.is_awaited]",
+        "queue.requests = list(queue.requests)",
         _tests("unit/inference/test_batching.py", "unit/inference/test_batches.py"),
     ),
     Fault(
@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "a forward pass too many has a place",
         "service/inference/model_server.py",
-        "if self._places >= self.settings.max_forwards:",
-        "if self._places > self.settings.max_forwards:",
+        "if self._reserved >= self.settings.max_forwards:",
+        "if self._reserved > self.settings.max_forwards:",
         _tests("unit/inference/test_forwards.py"),
     ),
     Fault(

@@ -78,7 +78,9 @@ class Dataset:
         for feature in self.features:
             if feature.name == name:
                 return feature
-        raise DatasetError(f"{self.folder.name} has no {name}; it has {', '.join(feature.name for feature in self.features)}")
+        raise DatasetError(
+            f"{self.folder.name} has no {name}; it has {', '.join(feature.name for feature in self.features)}"
+        )
 
     @property
     def joint_names(self) -> tuple[str, ...] | None:
@@ -199,7 +201,11 @@ class Dataset:
         except CheckpointError as error:
             raise DatasetError(f"{self.folder.name}: {error}") from error
         known = {name: stats for name, stats in written.items() if isinstance(stats, dict)}
-        return {feature.name: read_stats(feature, known[feature.name], where) for feature in self.features if feature.name in known}
+        return {
+            feature.name: read_stats(feature, known[feature.name], where)
+            for feature in self.features
+            if feature.name in known
+        }
 
     def _compute(self, feature: Feature) -> dict[str, list]:
         if feature.type != "VISUAL":
@@ -265,7 +271,9 @@ def fetch_dataset(
     """
     folder = hub.fetch(repo_id, revision, files=META, kind="dataset", on_progress=on_progress)
     locations = select_episodes(folder, read_episode_locations(folder, read_info(folder)), episodes)
-    files = {location.rows for location in locations} | {file for location in locations for file, _ in location.videos.values()}
+    files = {location.rows for location in locations} | {
+        file for location in locations for file, _ in location.videos.values()
+    }
     # Each name is compared with each pattern: of a whole dataset two are enough.
     patterns = sorted(files) if episodes is not None else ALL
     # The same commit, even when somebody pushes meanwhile: a snapshot's folder is called after it.

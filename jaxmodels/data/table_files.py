@@ -79,7 +79,9 @@ def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Tabl
     """
     with open_table(path, where) as file:
         available = file.schema_arrow.names
-        selected = list(columns) if columns is not None else [name for name in available if not name.startswith("stats/")]
+        selected = (
+            list(columns) if columns is not None else [name for name in available if not name.startswith("stats/")]
+        )
         if missing := sorted(set(selected) - set(available)):
             raise DatasetError(f"{where} has no column {', '.join(missing)}")
         _check_size(file, selected, where)

@@ -46,7 +46,7 @@ def check(
     from jaxmodels.errors import JaxModelsError
 
     pass
-    from service.inference.measurement import judge, measure
+    from service.inference.measurement import assess_speed, measure_policy
 
     console = Console(stderr=True, highlight=False)
     try:
@@ -59,7 +59,7 @@ def check(
                 policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
             )
             status.update("compiling and timing ...")
-            speed = measure(loaded, runs=runs)
+            speed = measure_policy(loaded, runs=runs)
     except JaxModelsError as error:
         fail(
             Code.POLICY,
@@ -69,7 +69,7 @@ def check(
         )
     requirements = loaded.requirements
     motion = _limits(requirements, limits)
-    verdict = judge(requirements, speed, rate or requirements.rate or 20.0)
+    verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
         facts = _facts(requirements, speed, verdict, loaded.device) | motion
         needs = {"load": loaded.needs.host, "run": loaded.needs.device}

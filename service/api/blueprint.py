@@ -43,7 +43,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def configuration(limits: LimitSettings) -> Config:
-    """Sanic's own settings."""
+    """Build Sanic's own settings."""
     # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
     config = Config(env_prefix="")
     config.update(
@@ -67,7 +67,7 @@ def configuration(limits: LimitSettings) -> Config:
 
 
 def api(prefix: str, origins: Origins) -> Blueprint:
-    """All routes under a prefix."""
+    """Build the blueprint of all routes under a prefix."""
     blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
     methods: dict[str, list[str]] = {}
     for route in ROUTES:
@@ -108,7 +108,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
 
 
 def watch(app: App) -> None:
-    """Every request gets an id, its own time limit, and is counted."""
+    """Give every request an id and its own time limit, and count it."""
 
     @app.on_request
     async def begin(request: Request) -> HTTPResponse | None:
@@ -136,5 +136,5 @@ def watch(app: App) -> None:
 
 
 def _template(path: str) -> str:
-    """``sessions/<session_id:str>`` as the documents write it."""
+    """Convert ``sessions/<session_id:str>`` to the documents' form."""
     return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")

@@ -1,4 +1,4 @@
-"""Route description, shared app context, a caller's sessions."""
+"""Route description, shared app context, and the sessions that a caller may see."""
 
 import asyncio
 import inspect
@@ -20,13 +20,13 @@ from service.auth.guard import Guard
 from service.dashboard.live import Live
 from service.errors import UnknownSession
 from service.http.limits import CreateLimiter
-from service.inference.model_server import Models
-from service.inference.policy_sources import PolicyPlaces, PolicyReader
+from service.inference.model_server import ModelServer
+from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
 from service.recording.recordings import Recordings
 from service.rollout.deployments import Updates
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
 from service.transport.server.rooms import RoomTable
@@ -41,7 +41,7 @@ Handler = Callable[..., Coroutine[Any, Any, HTTPResponse | None]]
 
 @dataclass(frozen=True)
 class Query:
-    """An optional query parameter."""
+    """Optional query parameter of a route."""
 
     name: str
     schema: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Route:
-    """A row of the route table.
+    """Row of the route table.
 
     The handler's name gives the operation id and summary as FastAPI makes them, its docstring the description.
 
@@ -96,22 +96,22 @@ class Route:
 
     @property
     def name(self) -> str:
-        """The handler's."""
+        """Name of the handler function."""
         return getattr(self.handler, "__name__", type(self.handler).__name__)
 
     @property
     def operation_id(self) -> str:
-        """As FastAPI makes it of function name, path and method."""
+        """Operation id as FastAPI makes it of function name, path and method."""
         return re.sub(r"\W", "_", f"{self.name}{self.path}") + f"_{self.method.lower()}"
 
     @property
     def summary(self) -> str:
-        """The function name as a title."""
+        """Function name as a title."""
         return self.name.replace("_", " ").title()
 
     @property
     def description(self) -> str:
-        """The docstring."""
+        """Docstring of the handler."""
         return inspect.getdoc(self.handler) or ""
 
     @property
@@ -121,21 +121,21 @@ class Route:
 
     @property
     def sanic_path(self) -> str:
-        """The path as Sanic writes it."""
+        """Path as Sanic writes it."""
         return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
 class OtherServers(Protocol):
-    """The other servers of a database, as far as routes ask for them (``service.api.redirects``)."""
+    """Interface of the other servers of a database, as routes use it (``service.api.redirects``)."""
 
     async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
-        """Stop the robots of all of them: how many, and which did not answer."""
+        """Stop the robots of all other servers; returns how many, and which servers did not answer."""
         ...
 
 
 @dataclass
 class Context:
-    """The app's ``ctx``.
+    """Objects that all requests share: the app's ``ctx``.
 
     Attributes:
         documents: served file name to its bytes.
@@ -164,7 +164,7 @@ class Context:
     logs: RecentLogs
     table: RoomTable | None
     guard: Guard
-    places: PolicyPlaces
+    places: SourceRules
     policy_reader: PolicyReader
     live: Live
     create_limiter: CreateLimiter
@@ -176,7 +176,7 @@ class Context:
     front: "PeerSessions | None" = None
     others: OtherServers | None = None
     sessions: Sessions = field(init=False)
-    models: Models = field(init=False)
+    models: ModelServer = field(init=False)
     updates: Updates = field(init=False)
     recordings: Recordings = field(init=False)
 
@@ -185,14 +185,14 @@ App: TypeAlias = sanic.Sanic[Config, Context]
 Request: TypeAlias = sanic.Request[App, SimpleNamespace]
 
 
-def sessions_of(request: Request) -> list[Listed]:
-    """All that this caller may see, oldest first."""
+def sessions_of(request: Request) -> list[AnySession]:
+    """Return all sessions that this caller may see, oldest first."""
     caller = caller_of(request)
     return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
 
 
-def session_of(request: Request, session_id: str) -> Listed:
-    """The session of this id.
+def session_of(request: Request, session_id: str) -> AnySession:
+    """Return the session of this id.
 
     Raises:
         UnknownSession: there is none, or it is somebody else's: which of the two is not told.

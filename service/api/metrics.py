@@ -1,4 +1,4 @@
-"""Prometheus collectors of requests, sessions, models, devices."""
+"""Prometheus metrics of requests, sessions, models, devices and the event loop."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from service.control.robot_io import RobotIO
 from service.inference.model_server import ServedModel
 from service.loop_watchdog import LoopWatchdog
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.stage import Stage
 from service.stats import BOUNDS, Recent
 
@@ -56,16 +56,16 @@ _MODEL_COUNTERS: Sequence[tuple[str, str, Callable[[ServedModel], float]]] = (
 
 
 class Metrics:
-    """The registry of one app."""
+    """Registry of the metrics of one app."""
 
     def __init__(
         self,
-        sessions: Callable[[], Sequence[Listed]],
+        sessions: Callable[[], Sequence[AnySession]],
         models: Callable[[], Sequence[ServedModel]],
         engine: Callable[[], Mapping[str, Any]] = dict,
         watchdog: LoopWatchdog | None = None,
     ):
-        """``engine`` gives ``Engine.facts``."""
+        """Register all collectors; ``engine`` gives ``Engine.get_stats``."""
         self._registry = CollectorRegistry()
         self._thread = ThreadPoolExecutor(1, "figures")
         self._is_free = asyncio.Semaphore(1)
@@ -94,12 +94,12 @@ class Metrics:
         self._seconds.labels(method, route).observe(seconds)
 
     def prepared(self, steps: Mapping[str, float]) -> None:
-        """A session got ready; its steps in seconds."""
+        """Record the preparation of a session; its steps in seconds."""
         for step, seconds in steps.items():
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
 
     async def text(self, own: Collection[str] | None = None) -> bytes:
-        """Everything, in Prometheus's text format; of sessions only ``own``, or all of them when None.
+        """Return all metrics in Prometheus's text format; of sessions only ``own``, or all of them when None.
 
         With many sessions it takes 60 ms, so it is written in a thread, and one thread only, at most half of the time:
         several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
@@ -135,15 +135,15 @@ def _only(text: bytes, own: Collection[bytes]) -> bytes:
 
 
 class _Sessions(Collector):
-    def __init__(self, sessions: Callable[[], Sequence[Listed]]):
+    def __init__(self, sessions: Callable[[], Sequence[AnySession]]):
         self._sessions = sessions
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead: the registry would otherwise collect at once, before there is a server."""
+        """Return nothing: the registry would otherwise collect at once, before there is a server."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All sessions as they are now."""
+        """Collect all sessions as they are now."""
         sessions = self._sessions()
         statuses = [(session.id, session.status()) for session in sessions]
         stages = GaugeMetricFamily("robojax_sessions", "Sessions by stage", labels=["stage"])
@@ -194,11 +194,11 @@ class _Models(Collector):
         self._models = models
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead, as with sessions."""
+        """Return nothing, as with sessions."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All models as they are now."""
+        """Collect all models as they are now."""
         models = self._models()
         yield GaugeMetricFamily("robojax_models", "Models loaded", value=len(models))
         for metric, text, value in _MODEL_COUNTERS:
@@ -213,11 +213,11 @@ class _Devices(Collector):
         self._engine = engine
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead, as with sessions."""
+        """Return nothing, as with sessions."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All devices as they are now; two lanes of one device are told apart by their number."""
+        """Collect all devices as they are now; two workers of one device are told apart by their number."""
         facts = self._engine()
         load = GaugeMetricFamily("robojax_device_load", "Share of the newest seconds in use", labels=["device", "lane"])
         waiting = GaugeMetricFamily("robojax_device_waiting", "Inferences that wait", labels=["device", "lane"])
@@ -248,7 +248,7 @@ class _Loop(Collector):
         self._watchdog = watchdog
 
     def collect(self) -> Iterable[Metric]:
-        """The event loop until now."""
+        """Collect the stalls of the event loop."""
         blocked, paused = self._watchdog.blocked, self._watchdog.paused
         yield CounterMetricFamily(
             "robojax_loop_blocked", "Times that the event loop was blocked for 250 ms or longer", value=blocked.count

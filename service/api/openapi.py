@@ -90,7 +90,7 @@ _MEANINGS = {
 
 
 def specified_document(routes: Iterable[Route]) -> Json:
-    """What the specification declares, nothing more: clients generated from it work unchanged."""
+    """Build the specification's document and nothing more: clients generated from it work unchanged."""
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "summary": SUMMARY, "version": VERSION},
@@ -101,7 +101,7 @@ def specified_document(routes: Iterable[Route]) -> Json:
 
 
 def full_document(routes: Iterable[Route], limits: Mapping[str, Mapping[str, Any]] | None = None) -> Json:
-    """Every route and every answer.
+    """Build the document of every route and every answer.
 
     Args:
         limits: what the settings add to the schemas of a new session's fields, e.g. ``{"rate": {"maximum": 200}}``.

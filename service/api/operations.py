@@ -44,7 +44,7 @@ async def emergency_stop(request: Request) -> HTTPResponse:
         seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
     told = {"message": f"Emergency stop of {count} sessions", "count": count}
-    return json_response({**told, "stopped": seen, **elsewhere, **sessions.caveat()})
+    return json_response({**told, "stopped": seen, **elsewhere, **sessions.get_warning()})
 
 
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
@@ -55,16 +55,16 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
     except UnknownSession:
         # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
         caller, front = caller_of(request), request.app.ctx.front
-        is_reset = await sessions.forget_latch(session_id, caller.sees)
+        is_reset = await sessions.clear_latch(session_id, caller.sees)
         if front is not None:
             is_reset = await front.forget_latch(session_id, caller) or is_reset
         if not is_reset:
             raise
         told = {"message": f"Session {session_id} reset", "session_id": session_id, "status": str(Stage.DELETED)}
-        return json_response({**told, **sessions.caveat()})
+        return json_response({**told, **sessions.get_warning()})
     message = f"Session {session.id} reset"
     return json_response(
-        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()}
+        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.get_warning()}
     )
 
 
@@ -90,7 +90,7 @@ async def get_system_info(request: Request) -> HTTPResponse:
             "memory_mb": round(psutil.Process().memory_info().rss / 1e6, 1),
             "uptime": round(time.monotonic() - context.started_at, 3),
             "sessions": {session.id: str(session.stage) for session in context.sessions.list()},
-            "engine": context.sessions.engine.facts(),
+            "engine": context.sessions.engine.get_stats(),
             "embedded_rooms": rooms,
             "settings": context.settings.public_values(),
             "models": [served.name for served in context.models.list()],
@@ -166,7 +166,7 @@ async def health_check(request: Request) -> HTTPResponse:
     sessions = sessions_of(request)
     # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
-    facts = context.sessions.engine.facts()
+    facts = context.sessions.engine.get_stats()
     models = context.models.list()
     device = facts["device"] or next((served.model.description["device"] for served in models), None)
     return json_response(
@@ -199,7 +199,7 @@ async def readiness(request: Request) -> HTTPResponse:
         waiting_for.append("JAX cannot be imported; the server's log says more")
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
-    facts: Any = context.sessions.engine.facts()
+    facts: Any = context.sessions.engine.get_stats()
     if facts["loads_refused"] is not None:
         waiting_for.append(facts["loads_refused"])
     failed = [device["failed"] for device in facts["devices"]]
@@ -207,9 +207,9 @@ async def readiness(request: Request) -> HTTPResponse:
         waiting_for.append(f"no device works: {failed[0]}")
     loading = [
         {
-            "progress": session.progress.word,
-            "progress_s": round(session.progress.seconds(), 1),
-            "progress_left_s": None if (left := session.progress.left()) is None else round(left, 1),
+            "progress": session.progress.stage,
+            "progress_s": round(session.progress.elapsed(), 1),
+            "progress_left_s": None if (left := session.progress.estimate_remaining()) is None else round(left, 1),
             "progress_percent": session.progress.percent(),
         }
         for session in context.sessions.list()

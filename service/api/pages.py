@@ -45,7 +45,7 @@ def _answer(file: StaticFile) -> HTTPResponse:
 
 
 def live_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """``{prefix}/ui/live``; the guard has looked at the caller's ticket or key before."""
+    """Build the route of ``{prefix}/ui/live``; the guard has checked the caller's ticket or key before."""
     blueprint = Blueprint(f"live{prefix.replace('/', '-')}")
 
     async def live(request: Request, websocket: WebsocketImplProtocol) -> None:
@@ -78,7 +78,7 @@ DASHBOARD_ROUTES = (
 
 
 def document_page() -> tuple[bytes, str]:
-    """The page, and the Content-Security-Policy that lets exactly its own script and style run."""
+    """Build the documentation page, and the Content-Security-Policy that lets exactly its own script and style run."""
     text = files("service.api").joinpath("docs.html").read_text()
     hashes = {
         kind: " ".join(_hash(part) for part in re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL))

@@ -14,7 +14,7 @@ from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, Pol
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
 from service.http.bodies import InvalidBody, json_response, mask_input, read_body
-from service.sessions.compatibility import fit, misfits
+from service.sessions.compatibility import configure_control, find_mismatches
 from service.sessions.request import NewSession, SessionSettings
 
 LIMIT = 500
@@ -77,8 +77,9 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
 
 
 def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """An update without the sessions of others; None when there are only such. What came before a session was made
-    was about another one of its id."""
+    """Return an update without the sessions of others; None when there are only such. What came before a session was
+    made was about another one of its id.
+    """
     if caller_of(request).sees_all:
         return update
     now, age = time.monotonic(), time.time() - update["at"]
@@ -164,12 +165,12 @@ def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: Ses
         # Whether there will be one is not asked here; a blank one is compared.
         language_instruction="do it" if body.language_instruction is None else body.language_instruction,
     )
-    wrong, joints, rate = misfits(requirements, new), None, None
+    wrong, joints, rate = find_mismatches(requirements, new), None, None
     try:
         settings.check(new)
         if not wrong:
-            table, pace = fit(requirements, new, settings)
-            joints, rate = list(table.names), pace.rate
+            table, config = configure_control(requirements, new, settings)
+            joints, rate = list(table.names), config.rate
     except (InvalidRequest, PolicyError) as error:
         wrong.append(str(error))
     found = PolicyCheck(

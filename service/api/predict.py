@@ -10,18 +10,18 @@ from service.auth.caller import Role, caller_of
 from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
 from service.http.bodies import discard_body, json_response, read_streamed_body, send_response
-from service.inference.model_server import Ask
+from service.inference.model_server import ForwardRequest
 from service.streaming import codec, direct_inference
 
 
 async def list_models(request: Request) -> HTTPResponse:
     """All models: what each is, which inputs it takes, and how it fared."""
-    return json_response([served.facts() for served in request.app.ctx.models.list()])
+    return json_response([served.describe() for served in request.app.ctx.models.list()])
 
 
 async def get_model(request: Request, name: str) -> HTTPResponse:
     """One model."""
-    return json_response(request.app.ctx.models.get(name).facts())
+    return json_response(request.app.ctx.models.get(name).describe())
 
 
 async def run_model(request: Request, name: str) -> HTTPResponse | None:
@@ -39,7 +39,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             served = models.get(name)
             form = find_body_format(request.headers.get("content-type"))
             wanted = choose_answer_format(request.headers.get("accept"), form)
-            held.enter_context(models.forwards.place())
+            held.enter_context(models.forwards.reserve_slot())
             if form.is_small:
                 body = await read_streamed_body(
                     request, settings.limits.max_body, "max_body; npz and msgpack may have more"
@@ -50,7 +50,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             held.close()
             await discard_body(request, 2 * settings.models.max_forward_bytes)
             raise
-        forwarded = await models.forwards.forward(served, Ask(body, form, wanted), held)
+        forwarded = await models.forwards.forward(served, ForwardRequest(body, form, wanted), held)
         timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
         return await send_response(
             request,

@@ -1,4 +1,4 @@
-"""Redirects (307) of requests about sessions of other servers; emergency stops are passed on."""
+"""Redirects (307) of requests about sessions of other servers; emergency stops are forwarded."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ _CREDENTIALS = ("authorization", "x-api-key")
 
 
 class Redirects:
-    """Looks at each request after the guard has let it in; the server that it goes to looks at its key again.
+    """Redirects requests after the guard has let them in; the server they go to checks their key again.
 
     Emergency stops are not sent on but passed on, each with its caller's key: whoever stops a robot need not know how
     to follow an answer.
@@ -47,7 +47,7 @@ class Redirects:
         self._places: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
 
     async def answer(self, request: Request) -> HTTPResponse | None:
-        """Where to ask, or what is known here; None: this server answers."""
+        """Return the redirect, or what is known here of the session; None: this server answers."""
         route: Any = request.route
         front = self.front
         if route is None or front is None or PASSED in request.headers or getattr(route.ctx, "is_own", False):
@@ -91,7 +91,7 @@ class Redirects:
         return found
 
     async def _of_the_dead(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
-        """What can be said and done of a session whose server died."""
+        """Answer about a session whose server died."""
         last = request.path.rstrip("/").rsplit("/", 1)[-1]
         if not entry.status and request.method != "DELETE":
             raise UnknownSession(f"Session {entry.id} not found")  # its id was taken, and nothing came of it
@@ -112,7 +112,7 @@ class Redirects:
         return json_response(told, status, {PASSED: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
-        """Stop the robots of all other servers, too: how many, and which servers are not known to have.
+        """Stop the robots of all other servers; returns how many, and which servers are not known to have.
 
         Those too that are not heard of: what they move, they may move still.
         """
@@ -134,11 +134,11 @@ class Redirects:
         return kept | {PASSED: self.front.name, "x-request-id": request_id(request)}
 
     async def close(self) -> None:
-        """Let stops end that were begun."""
+        """Wait for stops that are under way."""
         await asyncio.gather(*self._stops, return_exceptions=True)
 
     def watch(self, app: App) -> None:
-        """From now on requests of this app are sent on."""
+        """Redirect requests of this app from now on."""
 
         @app.on_request
         async def send_on(request: Request) -> HTTPResponse | None:

@@ -20,9 +20,9 @@ from service.api.schemas import (
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
 from service.http.bodies import REASON, json_response, read_body, read_reason, to_invalid_body
-from service.sessions.interrupted import Interrupted
+from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import NewSession
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 
 
 async def list_sessions(request: Request) -> HTTPResponse:
@@ -81,11 +81,11 @@ async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
     sessions = request.app.ctx.sessions
     await sessions.delete(session_of(request, session_id).id)
-    return json_response({"message": f"Session {session_id} deleted", **sessions.caveat()})
+    return json_response({"message": f"Session {session_id} deleted", **sessions.get_warning()})
 
 
 def _check_id(request: Request, caller: Caller, session_id: str) -> None:
-    """An id of somebody else's is taken, whatever became of the session; nothing more is told of it."""
+    """Refuse an id of somebody else's session, whatever became of it; nothing more is told of it."""
     try:
         session = request.app.ctx.sessions.get(session_id)
     except UnknownSession:
@@ -170,14 +170,14 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     await sessions.emergency_stop(await read_reason(request), session_id)
     log.warning("emergency stop of session %s by %s", session_id, caller_of(request).name)
     return json_response(
-        {"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.caveat()}
+        {"message": f"Emergency stop of session {session_id}", "stopped": [session_id], **sessions.get_warning()}
     )
 
 
-def _moved(sessions: Sessions, what: str, session: Listed) -> HTTPResponse:
+def _moved(sessions: Sessions, what: str, session: AnySession) -> HTTPResponse:
     message = f"{what} for session {session.id}"
     return json_response(
-        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.caveat()}
+        {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.get_warning()}
     )
 
 
@@ -219,18 +219,18 @@ CONTROL_ROUTES = (
 
 
 class Score:
-    """What was told last; one of a session's figures."""
+    """Score that was reported last for a session; one of its stats."""
 
     def __init__(self) -> None:
         self._told = ScoreRequest(tried=0, succeeded=0)
         self._at = 0.0
 
     def take(self, told: ScoreRequest, now: float) -> None:
-        """Remember it in place of what was told before."""
+        """Replace the score."""
         self._told, self._at = told, now
 
     def __call__(self) -> Mapping[str, object]:
-        """The part of the stats."""
+        """Return the session's stats of the score."""
         return {"score": self._told.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
 
 
@@ -241,12 +241,12 @@ async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
     """
     session = session_of(request, session_id)
     told = read_body(request, ScoreRequest)
-    if isinstance(session, Interrupted):
-        raise session.refusal()
-    score = next((figures for figures in session.figures if isinstance(figures, Score)), None)
+    if isinstance(session, InterruptedSession):
+        raise session.make_refusal()
+    score = next((figures for figures in session.stats_sources if isinstance(figures, Score)), None)
     if score is None:
         score = Score()
-        session.figures.append(score)
+        session.stats_sources.append(score)
     score.take(told, time.monotonic())
     return json_response(
         {"message": f"Score of session {session.id} taken", "session_id": session.id, **told.model_dump()}
@@ -320,9 +320,9 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
         {
             "message": f"Session {session.id} adjusted",
             "session_id": session.id,
-            **adjusted.joining(),
+            **adjusted.describe_overlap(),
             "language_instruction": adjusted.new.language_instruction,
-            **sessions.caveat(),
+            **sessions.get_warning(),
         }
     )
 

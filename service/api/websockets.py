@@ -13,14 +13,16 @@ from service.auth.caller import Role, caller_of
 from service.errors import TooManyRequests
 from service.http.bodies import install_errors
 from service.http.origins import Origins
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.streaming.openpi import OpenpiProtocol
 from service.streaming.stream import Stream
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 
 def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has looked at the ticket or key before."""
+    """Build the routes ``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has checked the ticket or key
+    before.
+    """
     blueprint = Blueprint(f"doors{prefix.replace('/', '-')}")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
@@ -63,7 +65,9 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
 
 
 def openpi_app(app: App) -> App:
-    """A second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and ``/healthz``."""
+    """Create a second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and
+    ``/healthz``.
+    """
     settings = app.ctx.settings
     origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
@@ -105,8 +109,8 @@ def openpi_app(app: App) -> App:
     return beside
 
 
-def _prepare(request: Request, session: Listed) -> None:
-    """Before the upgrade, so that whatever forbids it is an answer that clients can read."""
+def _prepare(request: Request, session: AnySession) -> None:
+    """Find the session before the upgrade, so that a refusal is an answer that clients can read."""
     request.app.ctx.doors.create_inference(session).get_link()
     request.ctx.session = session
 

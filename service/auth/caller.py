@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Role(IntEnum):
-    """What a key may do; a higher role may do all that a lower one may. Every key may make an emergency stop."""
+    """Role of a key: a higher role may do all that a lower one may. Every key may make an emergency stop."""
 
     VIEWER = 1
     OPERATOR = 2
@@ -34,7 +34,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request: the holder of a key, a token or a ticket.
+    """Sender of a request: the holder of a key, a token or a ticket.
 
     Attributes:
         name: of the key, or the token's subject.

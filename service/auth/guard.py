@@ -40,7 +40,7 @@ class Admission:
 
 
 class Admissions:
-    """All ways to authenticate: keys of a file, tokens signed with a secret, tickets, and this process's own key.
+    """Authenticates requests: by keys of a file, tokens signed with a secret, tickets, and this process's own key.
 
     Args:
         keys, secret: their files, which need not be there yet.

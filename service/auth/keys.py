@@ -34,7 +34,7 @@ class KeyRefused(Exception):
 
 @dataclass(frozen=True)
 class Key:
-    """What is stored of a key: its holder and its hash, not the key itself. Times are seconds since 1970."""
+    """Stored description of a key: its holder and its hash, not the key itself. Times are seconds since 1970."""
 
     name: str
     role: Role

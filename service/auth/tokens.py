@@ -175,7 +175,7 @@ class Ticket:
 
 
 class Tickets:
-    """All issued tickets that were not used. They stand in URLs, which proxies log, so each counts once."""
+    """Issued tickets that were not used. They stand in URLs, which proxies log, so each counts once."""
 
     def __init__(self) -> None:
         self._issued: dict[bytes, Ticket] = {}  # oldest first

@@ -43,12 +43,12 @@ class ActionQueue:
         self._next = 0
 
     def __len__(self) -> int:
-        """How many actions are left."""
+        """Return how many actions are left."""
         return len(self._chunk) - self._next
 
     @property
     def seen_at(self) -> float | None:
-        """When the frames were seen that the actions left belong to; None when nothing is left."""
+        """When the frames were seen that the remaining actions belong to; None when nothing is left."""
         return self._seen_at if self._next < len(self._chunk) else None
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
@@ -57,7 +57,8 @@ class ActionQueue:
         self._counts = np.ones(len(self._chunk), np.int64)
 
     def remaining(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """What is left of the plan for the moments of a chunk that belongs to ``seen_at``, interpolated if need be.
+        """Return what is left of the plan for the moments of a chunk that belongs to ``seen_at``, interpolated if need
+        be.
 
         Returns:
             the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
@@ -176,7 +177,7 @@ class ActionQueue:
         """Monotonic time at which the plan runs dry; None when nothing is left."""
         return self.due(len(self._chunk)) if len(self) else None
 
-    def taken_since(self, moment: float) -> int:
+    def count_taken_since(self, moment: float) -> int:
         """How many actions, of whatever chunk, were given out for ticks from this moment on."""
         count = 0
         for deadline in reversed(self._taken):
@@ -186,7 +187,7 @@ class ActionQueue:
         return count
 
     def due_times(self) -> list[float]:
-        """Monotonic times at which the actions that are left are due."""
+        """Return the monotonic times at which the remaining actions are due."""
         return [self.due(index) for index in range(self._next, len(self._chunk))]
 
     def _position(self, moment: float) -> float:

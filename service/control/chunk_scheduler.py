@@ -1,4 +1,4 @@
-"""When to ask for the next chunk; measured delay; plan prefix."""
+"""Chunk scheduler: when to ask for the next chunk, by measured delays, and with which prefix of the plan."""
 
 import math
 from collections import deque
@@ -42,7 +42,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """One question to the policy.
+    """One request to the policy for a chunk.
 
     Attributes:
         snapshot: what the robot sees and feels, and for policies that continue a plan what is left of it.
@@ -82,7 +82,7 @@ class ChunkScheduler:
         self._is_hurried = False
 
     def is_due(self, queue: ActionQueue) -> bool:
-        """Whether it is time to ask, with the actions that are left in this queue."""
+        """Whether it is time to request a chunk, with the actions that are left in this queue."""
         if self.in_flight is not None:
             return False
         if self._is_hurried:
@@ -104,7 +104,7 @@ class ChunkScheduler:
         return self.in_flight
 
     def prefix(self, queue: ActionQueue, seen_at: float) -> Mapping[str, np.ndarray]:
-        """What is planned from ``seen_at`` on, as inputs of a policy that continues a plan, with a batch axis of 1."""
+        """Return the plan from ``seen_at`` on, as inputs of a policy that continues a plan, with a batch axis of 1."""
         _, plan, _ = queue.remaining(seen_at, self.config.chunk)
         if self._delay.value is not None:
             delay = math.ceil(self._delay.value)
@@ -142,7 +142,7 @@ class ChunkScheduler:
         self._latency.add(now - request.asked_at)
         if request.due is None:
             return
-        self.delay = queue.taken_since(request.snapshot.seen_at)
+        self.delay = queue.count_taken_since(request.snapshot.seen_at)
         self._delay.add(self.delay)
         done = queue.consumed
         if not len(queue) or done > self.config.action_steps + 1:

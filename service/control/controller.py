@@ -45,7 +45,7 @@ class ControlEvent(NamedTuple):
 
 
 class PolicyAnswer(NamedTuple):
-    """What became of a request to the policy.
+    """Result of a request to the policy.
 
     Attributes:
         request: the one that is answered.
@@ -63,7 +63,7 @@ class PolicyAnswer(NamedTuple):
 
 
 class TickResult(NamedTuple):
-    """What is to be done now.
+    """What a tick decided: what is to be sent, asked and reported.
 
     Attributes:
         command: (a,) to be sent.
@@ -107,7 +107,7 @@ class TickClock:
         self._anchor, self._index = now, 0 if is_done else -1
 
     def next_deadline(self, now: float) -> float:
-        """When the next tick is due."""
+        """Return when the next tick is due."""
         newest = math.floor((now - self._anchor) / self.period + _EARLY_TOLERANCE)
         return self._anchor + max(self._index + 1, newest) * self.period
 
@@ -194,7 +194,7 @@ class Controller:
     # Ticks.
 
     def next_deadline(self, now: float) -> float:
-        """When the next tick is due: on the grid of ``begin``."""
+        """Return when the next tick is due: on the grid of ``begin``."""
         return self._clock.next_deadline(now)
 
     def tick(self, now: float) -> TickResult:
@@ -228,7 +228,7 @@ class Controller:
         return TickResult(command, request, events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
-        """What the watchdog finds counts for the tick that comes; a stop is done at once."""
+        """Apply what the watchdog finds to the tick that comes; a stop is done at once."""
         in_flight = self.scheduler.in_flight
         report = self.watchdog.check(
             now,
@@ -525,7 +525,7 @@ class Controller:
         self._obstacles[code] = text
 
     def clear(self, code: str) -> None:
-        """Take the obstacle of this code away."""
+        """Remove the obstacle of this code."""
         self._obstacles.pop(code, None)
 
     def request_soon(self) -> None:
@@ -576,7 +576,7 @@ class Controller:
         self._is_moving = False
 
     def _hold_command(self) -> np.ndarray | None:
-        """What is sent to a robot that is held, at this tick: (a,), or None."""
+        """Return what is sent to a robot that is held, at this tick: (a,), or None."""
         slower = self._hold_state.next_of_ramp()
         if slower is not None:
             self._history.add(slower)
@@ -591,7 +591,7 @@ class Controller:
         return pose
 
     def _keep_grip(self, pose: np.ndarray) -> np.ndarray:
-        """Where a robot stays that is held at this measured pose (a,), and where its next motion begins.
+        """Return where a robot stays that is held at this measured pose (a,), and where its next motion begins.
 
         A gripper that holds something is not where it was sent, and presses by the difference: sent to where it is
         measured, it presses no more, and what it holds falls.

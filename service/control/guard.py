@@ -1,4 +1,4 @@
-"""Judges whole chunks and limits every command.
+"""Guard: judges whole chunks and limits every command.
 
 Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
 (position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
@@ -139,7 +139,9 @@ class Guard:
     """
 
     def __init__(self, limits: MotionLimits, *, rate: float, action_rate: float, chunk: int):
-        """For chunks (chunk, a) whose actions come ``action_rate`` times a second, and ``rate`` commands a second."""
+        """Create the guard for chunks (chunk, a) of ``action_rate`` actions a second, and ``rate`` commands a
+        second.
+        """
         self.limits = limits
         self.clamped, self.refused, self.joints = Tally(), Tally(), Tally()
         self._shape = (1, chunk, len(limits.names))

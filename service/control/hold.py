@@ -18,7 +18,7 @@ class Ramp:
     """Commands that slow a motion down in its own direction; all joints come to rest at the same time."""
 
     def __init__(self, limits: MotionLimits, position: np.ndarray, velocity: np.ndarray, rate: float):
-        """From a command (a,) that moved with this velocity (a,), in units per second."""
+        """Begin at a command (a,) that moved with this velocity (a,), in units per second."""
         fastest = np.minimum(limits.velocity, limits.step * rate)
         velocity = np.clip(velocity, -fastest, fastest)
         braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL_RAMP)
@@ -43,7 +43,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Hold:
-    """Why the robot is held.
+    """Reason for which the robot is held.
 
     Attributes:
         code: stable, e.g. ``camera_stale``.

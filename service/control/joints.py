@@ -1,4 +1,4 @@
-"""Joint names, order, ranges; values to arrays and commands."""
+"""Joints of a policy: names, order and ranges; converts values to arrays and commands."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""One controlling session per robot."""
+"""Leases: one controlling session per robot."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -13,7 +13,7 @@ from service.stats import Rate, Tally
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why a robot must not move now: a stable code, and a text for people."""
+    """Reason for which a robot must not move now: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -238,7 +238,7 @@ class ObservationBuffer:
         return self._values.copy() if self._is_known.all() else None
 
     def poses(self, now: float) -> list[np.ndarray]:
-        """(a,) each: the measured pose and those of the last second; none while a joint is unknown."""
+        """Return the measured pose (a,) and those of the last second; none while a joint is unknown."""
         past = [pose for until, pose in self._past if now - until <= RECENT_POSES]
         return [self._values, *past] if self._is_known.all() else past
 
@@ -254,7 +254,7 @@ class ObservationBuffer:
         return {camera: None if seen_at is None else now - seen_at for camera, seen_at in self.seen_at.items()}
 
     def not_ready(self, now: float) -> NotReady | None:
-        """All that is missing or stale in one text; None when every frame and joint is there and fresh."""
+        """Return all that is missing or stale in one text; None when every frame and joint is there and fresh."""
         missing, stale = [], []
         for camera, seen_at in self.seen_at.items():
             if seen_at is None:

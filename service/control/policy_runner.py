@@ -13,7 +13,7 @@ from service.control.chunk_scheduler import PolicyRequest
 from service.control.controller import COMPILING, STUCK, PolicyAnswer, TickResult
 from service.control.shadow import Shadow
 from service.errors import DeviceAway, PolicyFailed
-from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy, Sizes, in_words
+from service.inference.engine import Engine, FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, describe_sizes
 from service.inference.loaded_policy import select_features, task_input
 from service.stats import Recent
 
@@ -35,7 +35,7 @@ class _Successor:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What an answer was given to."""
+    """Inputs that an answer was given to."""
 
     loaded: LoadedPolicy
     instruction: str | None
@@ -87,7 +87,7 @@ class PolicyRunner:
             self._change_over()
         loaded, instruction = self.loaded, self.instruction
         if not loaded.is_compiled(sizes):
-            return PolicyAnswer(request, error=(COMPILING, f"compiling for {in_words(sizes)}"))
+            return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
         if self._waits_for_compile():
             text = "what was being compiled when the robot was started is let end"
             return PolicyAnswer(request, error=(COMPILING, text))
@@ -177,12 +177,12 @@ class PolicyRunner:
 
     def _waits_for_compile(self) -> bool:
         """Whether a program that was begun before is still being compiled, for no longer than ``COMPILE_WAIT``."""
-        if self._engine.is_at_rest:
+        if self._engine.is_batch_compiler_idle:
             self._has_waited = False
             return False
         return not self._has_waited
 
-    async def prepare(self, sizes: Sizes) -> None:
+    async def prepare(self, sizes: FrameSizes) -> None:
         """Compile for frames of these sizes; or wait for the end of a compile that was begun before.
 
         Raises:
@@ -193,7 +193,7 @@ class PolicyRunner:
             return
         try:
             async with asyncio.timeout(COMPILE_WAIT):
-                await self._engine.rest()
+                await self._engine.wait_for_batch_compiler()
         except TimeoutError:
             logger.warning("a program has been compiled for more than %g s; the robot moves beside that", COMPILE_WAIT)
         self._has_waited = True

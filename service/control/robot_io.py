@@ -14,7 +14,7 @@ from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
 from service.errors import PolicyFailed
-from service.inference.engine import LoadedPolicy, Sizes
+from service.inference.engine import FrameSizes, LoadedPolicy
 from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, Link, LinkEvent
@@ -199,16 +199,16 @@ class RobotIO:
             self._prepare(request.snapshot.sizes)
         self.apply(outcome)
 
-    def _prepare_for(self, sizes: Sizes) -> None:
+    def _prepare_for(self, sizes: FrameSizes) -> None:
         if not self.runner.loaded.is_compiled(sizes):
             self._prepare(sizes)
 
-    def _prepare(self, sizes: Sizes) -> None:
+    def _prepare(self, sizes: FrameSizes) -> None:
         """Begin to compile the policy for frames of these sizes; it is asked again when that is done."""
         if self._tasks is not None and self._preparing is None:
             self._preparing = self._tasks.create_task(self._run_prepare(dict(sizes)))
 
-    async def _run_prepare(self, sizes: Sizes) -> None:
+    async def _run_prepare(self, sizes: FrameSizes) -> None:
         try:
             await self.runner.prepare(sizes)
         except PolicyFailed as error:
@@ -274,7 +274,7 @@ class RobotIO:
         self.controller.adjust(config)
 
     def instruct(self, instruction: str | None) -> None:
-        """Tell the policy something else from the next request on; what was asked before is answered as it was."""
+        """Give the policy another instruction from the next request on; what was asked before is answered as it was."""
         self.runner.instruction = instruction
         if not self.controller.is_running:
             self.runner.followed = instruction

@@ -1,4 +1,4 @@
-"""Second policy compared with the first, never sent."""
+"""Shadow policy: compared with the first policy, never sent."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
+from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.loaded_policy import select_features
 from service.stats import Recent
 
@@ -91,7 +91,7 @@ class Shadow:
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
                 return  # what was seen then is long over
-            answer, seconds = await self._engine.try_out(self._served, self._select_inputs(observation))
+            answer, seconds = await self._engine.run_trial(self._served, self._select_inputs(observation))
             self._add_comparison(answer, chunk, seconds)
         except PolicyFailed as error:
             self._note_failure(str(error))
@@ -99,7 +99,7 @@ class Shadow:
             logger.exception("the shadow policy %r failed", self.path)
             self._note_failure(f"{type(error).__name__}; the server's log says more")
 
-    async def _compile(self, sizes: Sizes) -> None:
+    async def _compile(self, sizes: FrameSizes) -> None:
         try:
             await self._engine.compile(self._served, sizes)
         except PolicyFailed:
@@ -147,7 +147,7 @@ async def load_shadow(
     if path is None:
         yield None
         return
-    loading = engine.policy(load, path, revision, lambda stage: notify(f"shadow policy: {stage}"))
+    loading = engine.open_policy(load, path, revision, lambda stage: notify(f"shadow policy: {stage}"))
     try:
         loaded = await loading.__aenter__()
     except PolicyError as error:

@@ -22,7 +22,7 @@ HOLDS = ("paused", "inference_slow", "action_stale")
 
 @dataclass(frozen=True)
 class Stop:
-    """Why the robot has to be stopped until somebody resets it: a stable code, and a text for people."""
+    """Reason to stop a robot until somebody resets it: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -52,7 +52,7 @@ class InputTimes:
 
 @dataclass(frozen=True)
 class WatchdogReport:
-    """What one check of the watchdog demands.
+    """Result of one check: what the watchdog demands.
 
     Attributes:
         holds: code to text of what forbids motion at this tick.

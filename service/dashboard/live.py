@@ -19,7 +19,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 from service.auth.caller import Caller
 from service.dashboard.live_view import LiveView, PictureEncoder, PictureSettings
 from service.logging import sanitize_text
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 from service.stage import Stage
 
 # Upper edges in milliseconds; the last bin is open.
@@ -27,7 +27,7 @@ HISTOGRAM_EDGES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _HISTOGRAM_BINS = np.array((0.0, *HISTOGRAM_EDGES, np.inf))
 
 
-def summarize_session(session: Listed) -> dict[str, Any]:
+def summarize_session(session: AnySession) -> dict[str, Any]:
     """Summarize one session for the list. Cheap: no percentile is taken of a session that is driven."""
     robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
@@ -51,7 +51,7 @@ def summarize_session(session: Listed) -> dict[str, Any]:
     return line
 
 
-def describe_session(session: Listed) -> dict[str, Any]:
+def describe_session(session: AnySession) -> dict[str, Any]:
     """Describe one session: its status as the API tells it, its joints, and histograms of times."""
     robot_io = session.robot_io
     detail: dict[str, Any] = {"status": vars(session.status()), "joints": [], "edges_ms": HISTOGRAM_EDGES, "spread": {}}
@@ -197,7 +197,7 @@ class Live:
         self._sessions = sessions
         self._views: dict[str, LiveView] = {}
         self._summaries: tuple[float, list[tuple[str | None, dict[str, Any]]]] = (0.0, [])
-        self._details: dict[str, tuple[float, Listed, BinaryPart]] = {}
+        self._details: dict[str, tuple[float, AnySession, BinaryPart]] = {}
 
     async def serve(
         self, socket: WebsocketImplProtocol, caller: Caller, is_still_authorized: Callable[[], bool] = lambda: True
@@ -242,9 +242,9 @@ class Live:
         stopped = await sessions.emergency_stop(reason)
         logger.warning("emergency stop of %d sessions by %s, on the page", len(stopped), caller.name)
         own = {session.id for session in self.visible_sessions(caller)}
-        return {"count": len(stopped), "stopped": [one for one in stopped if one in own], **sessions.caveat()}
+        return {"count": len(stopped), "stopped": [one for one in stopped if one in own], **sessions.get_warning()}
 
-    def visible_sessions(self, caller: Caller) -> Iterable[Listed]:
+    def visible_sessions(self, caller: Caller) -> Iterable[AnySession]:
         """Return the sessions that this caller sees."""
         return (session for session in self._sessions().list() if caller.sees(session.new.owner))
 
@@ -257,7 +257,7 @@ class Live:
             )
         return [line for owner, line in self._summaries[1] if caller.sees(owner)]
 
-    def get_detail(self, session: Listed, now: float) -> tuple[float, BinaryPart]:
+    def get_detail(self, session: AnySession, now: float) -> tuple[float, BinaryPart]:
         """Return everything of this session, and when it was made; made once for all viewers, as it takes a
         millisecond.
         """
@@ -267,7 +267,7 @@ class Live:
             known = self._details[session.id] = (now, session, BinaryPart({"kind": "detail"}, text.encode()))
         return known[0], known[2]
 
-    def open_view(self, session: Listed, caller: Caller) -> LiveView:
+    def open_view(self, session: AnySession, caller: Caller) -> LiveView:
         """Open the view of this session, which its viewers share."""
         view = self._views.get(session.id)
         if view is None or view.session is not session:
@@ -384,7 +384,7 @@ class Viewer:
         if self._socket.io_proto is not None and self._socket.io_proto.transport is not None:
             self._socket.io_proto.transport.abort()
 
-    def view_session(self, session: Listed | None) -> None:
+    def view_session(self, session: AnySession | None) -> None:
         """View another session, or none."""
         if self._view is not None:
             self._live.release_view(self._view)

@@ -14,7 +14,7 @@ import numpy as np
 
 from service.control.observers import Tick
 from service.sessions.session import Session
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.threads import call_in_thread
 
 # Ticks kept for a viewer that joins, or that falls behind: ten seconds at 50 Hz.
@@ -57,7 +57,7 @@ class LiveView:
         frames: camera to its newest frame.
     """
 
-    def __init__(self, session: Listed):
+    def __init__(self, session: AnySession):
         self.session = session
         self.viewers = 0
         self.tick_count = 0

@@ -1,4 +1,4 @@
-"""A policy's files by content hash, packed, sent and cached.
+"""Policy artifacts: a policy's files by content hash, packed, sent and cached.
 
 Engines need no way to the Hub, and no token for it: what they run is what the front has checked.
 """
@@ -28,7 +28,7 @@ _SHA = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Listing:
-    """Files by name.
+    """Names and sizes of a policy's files, with one hash of all of them.
 
     Attributes:
         sha: of all names and contents.
@@ -39,7 +39,7 @@ class Listing:
     files: tuple[tuple[str, int], ...]
 
     def check(self) -> None:
-        """Refuse what may not be written here: it came from another machine.
+        """Refuse a listing from another machine whose files may not be written here.
 
         Raises:
             CheckpointError: a name is none of a policy's files, or the sha is none.
@@ -51,14 +51,14 @@ class Listing:
 
 
 class Digest:
-    """Of files that come one after the other, taken while their pieces pass by."""
+    """Hash of files that come one after the other, computed while their pieces pass through."""
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
         self._files: list[tuple[str, int]] = []
 
     def passing(self, name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The pieces of the next file, all of which have to be taken."""
+        """Hash and yield the pieces of the next file; all of them have to be consumed."""
         self._whole.update(f"{len(name)} {name} ".encode())
         size = 0
         for piece in pieces:
@@ -70,17 +70,17 @@ class Digest:
 
     @property
     def listing(self) -> Listing:
-        """Of those that have passed."""
+        """Listing of the files hashed so far."""
         return Listing(self._whole.hexdigest(), tuple(self._files))
 
 
 def is_policy_file(name: str) -> bool:
-    """Whether it is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
+    """Return whether this is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
     return "/" not in name and any(fnmatchcase(name, known) for known in POLICY_FILES)
 
 
 def files_of(folder: Path) -> Sequence[Path]:
-    """Those of a policy's folder that go to other machines, in the order of their names.
+    """Return the files of a policy's folder that are sent to other machines, in the order of their names.
 
     Raises:
         CheckpointError: there are none, or its weights are in a form that does not travel.
@@ -98,7 +98,7 @@ def files_of(folder: Path) -> Sequence[Path]:
 
 
 def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
-    """Its content, so many bytes at a time.
+    """Yield a file's content, ``size`` bytes at a time.
 
     Raises:
         CheckpointError: it is no regular file (any more), or shorter than it was when it was opened.
@@ -110,7 +110,7 @@ def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
 
 
 def listing_of(folder: Path) -> Listing:
-    """Reads all of the files once; raises as `files_of`."""
+    """Hash all files of a policy's folder; raises as `files_of`."""
     digest = Digest()
     for file in files_of(folder):
         for _ in digest.passing(file.name, pieces_of(file)):
@@ -119,7 +119,7 @@ def listing_of(folder: Path) -> Listing:
 
 
 def is_like(folder: Path, listing: Listing) -> bool:
-    """Whether just these files are in it; reads them only where their sizes are the same."""
+    """Return whether a folder has exactly the listed files; reads them only where their sizes match."""
     try:
         sizes = tuple((file.name, file.stat().st_size) for file in files_of(folder))
         return sizes == listing.files and listing_of(folder) == listing
@@ -134,7 +134,8 @@ IN_USE = 600.0
 
 
 def find_kept(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[bytes]]) -> Path:
-    """The folder with just these files; of the processes of a machine that want it, one fetches them.
+    """Return the cached folder with exactly the listed files, fetching them if needed; one process of a machine
+    fetches.
 
     Args:
         cache: made if there is none, for this user alone.
@@ -204,12 +205,12 @@ class PolicyArtifact:
 
     @property
     def sha(self) -> str:
-        """Of what is in it; the name of the policy in engines."""
+        """Hash of its files; engines know the policy by it."""
         return self.listing.sha
 
 
 def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
-    """Read the files of a policy's folder; raises as `files_of`.
+    """Put the files of a policy's folder into the object store; raises as `files_of`.
 
     Args:
         put: gives a piece to the object store.
@@ -221,7 +222,7 @@ def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
 
 
 def unpack(parcel: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
-    """The folder of a parcel on this machine; raises as `find_kept`.
+    """Return the folder of an artifact on this machine, fetching its files if needed; raises as `find_kept`.
 
     Args:
         get: asks the object store for a piece.

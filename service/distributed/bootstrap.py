@@ -1,4 +1,4 @@
-"""Joins a cluster: engines first, then sessions."""
+"""Bootstrap of a cluster: connects to Ray and creates the engine whose devices are in it."""
 
 import os
 import socket
@@ -12,13 +12,13 @@ from service.distributed.scaling import Bounds
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine
-from service.inference.policy_sources import opened_in
-from service.inference.progress import Durations
+from service.inference.policy_sources import allowed_roots
+from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
 
 
 class ClusterBootstrap:
-    """What the composition of a server needs of `service.distributed`.
+    """Creates the cluster, its policy loader and its engine from settings.
 
     Attributes:
         cluster: used once it is open.
@@ -26,7 +26,7 @@ class ClusterBootstrap:
     """
 
     def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
-        """Nothing is connected yet."""
+        """Prepare everything; nothing is connected yet."""
         self._policies, self._settings = policies, cluster
         options = EngineOptions(
             dtype=policies.dtype,
@@ -49,12 +49,12 @@ class ClusterBootstrap:
         self.load = RemoteLoader(
             self.cluster,
             policies.policy_bytes,
-            roots=opened_in(policies),
+            roots=allowed_roots(policies),
             inspect=CheckpointSandbox(policies.load_memory),
         )
 
-    async def open(self, durations: Durations, name: str) -> Engine:
-        """Connect; there is an engine when this returns.
+    async def open(self, durations: LoadDurations, name: str) -> Engine:
+        """Connect and wait for the first engine.
 
         Args:
             name: what this server is called.
@@ -66,9 +66,9 @@ class ClusterBootstrap:
         engine = Engine(
             stuck_after=policies.stuck_after,
             durations=durations,
-            load=policies.engine_load,
-            are_elsewhere=True,
-            patience=cluster.engine_patience,
+            max_load=policies.engine_load,
+            are_remote=True,
+            join_timeout=cluster.engine_patience,
         )
         self.cluster.front = name
         try:
@@ -79,5 +79,5 @@ class ClusterBootstrap:
         return engine
 
     async def close(self) -> None:
-        """Leave."""
+        """Leave the cluster."""
         await self.cluster.close()

@@ -1,4 +1,4 @@
-"""Engines of a Ray cluster, as one server uses them."""
+"""Cluster: the Ray engines that one server uses."""
 
 import asyncio
 import logging
@@ -24,14 +24,14 @@ from service.distributed.scaling import Bounds
 from service.errors import ServiceError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
-from service.inference.policy_cache import in_short
+from service.inference.policy_cache import summarize_error
 from service.threads import Worker
 
 logger = logging.getLogger(__name__)
 
 
 class EngineHandle:
-    """One from joining until leaving; the same actor has another name when it is used again.
+    """One engine from joining until leaving; the same actor gets another name when it is used again.
 
     Attributes:
         worker: where robots' requests go.
@@ -55,7 +55,7 @@ class EngineHandle:
         self._why = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
-        """See `Engines.ask`; from any thread."""
+        """Call a method of the engine, as `Engines.ask`; from any thread."""
         answer: Future[Any] = Future()
         self._open.add(answer)
         answer.add_done_callback(self._open.discard)
@@ -77,7 +77,7 @@ class EngineHandle:
         return DeviceGone(f"engine {self.name}: {why_gone(error)}") if _is_gone(error) else error
 
     def fail(self, why: str) -> None:
-        """It is gone: whoever waits for it is told now, but for robots, of whom the engine's worker knows."""
+        """Mark the engine as gone and fail all pending calls, except those of robots, which the worker fails."""
         self.is_gone, self._why = True, f"engine {self.name} is not there any more: {why}"
         for answer in tuple(self._open):
             _settle(answer, DeviceGone(self._why))
@@ -97,7 +97,7 @@ class EngineHandle:
 
 
 def why_gone(error: BaseException) -> str:
-    """In words of ours: Ray does not always know whether an engine ended."""
+    """Describe why an engine is gone: Ray does not always know whether it ended."""
     is_known = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
     return f"{'its process ended' if is_known else 'it cannot be reached'} ({type(error).__name__})"
 
@@ -116,7 +116,7 @@ def _settle(answer: "Future[Any]", found: Any) -> None:
 
 
 def _plain(error: BaseException) -> Exception:
-    """Ray's errors carry what happened in the engine with all its traceback."""
+    """Convert an error of Ray, which carries the engine's whole traceback."""
     if _is_gone(error):
         return DeviceGone(why_gone(error))
     if isinstance(error, ServiceError):
@@ -146,7 +146,7 @@ REJOINING = "the cluster is lost; it is joined again as soon as its head answers
 
 
 class Cluster:
-    """Joins a cluster and keeps an `Engine` told of its engines. An `Engines` for loaders' threads.
+    """Joins a Ray cluster and tells an `Engine` which engines come and go. An `Engines` for loader threads.
 
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
@@ -172,7 +172,7 @@ class Cluster:
         self._life: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
-        """Connect and wait for the first engine; from then on this one is told who comes and goes.
+        """Connect and wait for the first engine; from then on the `Engine` is told which engines come and go.
 
         Raises:
             CannotJoin: and why.
@@ -234,14 +234,14 @@ class Cluster:
                 await self._rejoin()
 
     def _doubt(self) -> None:
-        """Whether engines live the pool finds out; where it does not answer either, robots do not wait for them."""
+        """Remove engines that answer neither here nor to the pool, so that robots do not wait for them."""
         now = time.monotonic()
         for known in tuple(self._known.values()):
             if now - known.heard_at > SILENT:
                 self._leave(known, "it does not answer, and neither does the pool")
 
     async def _rejoin(self) -> None:
-        """Robots are held meanwhile, each when its plan runs dry."""
+        """Leave a lost cluster and join it again; robots are held meanwhile, each when its plan runs dry."""
         logger.error("nothing of the cluster has answered for %g s: %s", GONE, REJOINING)
         self._lost = REJOINING
         for known in tuple(self._known.values()):
@@ -256,7 +256,7 @@ class Cluster:
         logger.warning("the cluster is joined again")
 
     async def _join_again(self) -> str:
-        """Why it cannot be; nothing when it is."""
+        """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
         await self._thread.submit(self._connection.close).outcome
         try:
@@ -265,7 +265,7 @@ class Cluster:
         except CannotJoin as error:
             return str(error)
         except Exception as error:  # of a cluster that is coming up, or going down again
-            return in_short(error)
+            return summarize_error(error)
         return ""
 
     async def _look(self) -> None:
@@ -281,7 +281,7 @@ class Cluster:
         for known in tuple(self._known.values()):
             if known.listed.name not in there:
                 self._leave(known, "it is not in the cluster any more")
-            elif known.name in self._engine.failed and not known.is_gone:
+            elif known.name in self._engine.failed_devices and not known.is_gone:
                 known.fail("it failed")
                 known.joined_at = now
         for name, listed in there.items():
@@ -297,7 +297,7 @@ class Cluster:
         self._complete(now)
 
     def _complete(self, now: float) -> None:
-        """Engines that could not have a policy try again."""
+        """Start to copy missing policies to the engines that are due for another try."""
         there = {known.name: known for known in self._known.values() if not known.is_gone}
         self._lacking.keep(there, {copy.loaded.handle for known in there.values() for copy in known.copies})
         for name in self._lacking.due(now):
@@ -308,7 +308,7 @@ class Cluster:
     async def _try_again(self, name: str) -> None:
         assert self._engine is not None
         began = time.monotonic()
-        await self._engine.complete(name)
+        await self._engine.copy_missing_policies(name)
         self._lacking.forget(name, began)
 
     def _join(self, listed: Listed, now: float) -> None:
@@ -317,11 +317,11 @@ class Cluster:
         name = listed.name.removeprefix("robojax-") + (
             "" if not any(one.listed.name == listed.name for one in self._known.values()) else f".{self._times}"
         )
-        if name in self._engine.failed:
+        if name in self._engine.failed_devices:
             name = f"{name}.{self._times}"
         known = self._known[name] = EngineHandle(name, listed, now, self._stuck_after)
         known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
-        self._engine.join(name, known.worker)
+        self._engine.add_device(name, known.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _leave(self, known: EngineHandle, why: str) -> None:
@@ -331,16 +331,16 @@ class Cluster:
             known.watching.cancel()
         known.fail(why)
         known.worker.fail(why)
-        self._engine.leave(known.name, why)
+        self._engine.retire_device(known.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget, known.name)
 
     def _forget(self, name: str) -> None:
         assert self._engine is not None
-        task = asyncio.get_running_loop().create_task(self._engine.forget(name))
+        task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
     async def _watch(self, known: EngineHandle) -> None:
-        """How it does, and that its policies are still wanted here, as long as it is there."""
+        """Poll one engine's state, which also tells it which policies are still used here."""
         while True:
             try:
                 handles = sorted({copy.loaded.handle for copy in known.copies})
@@ -356,7 +356,7 @@ class Cluster:
             await asyncio.sleep(PERIOD)
 
     def facts(self) -> dict[str, object]:
-        """For the API; JSON-ready."""
+        """Return state and load of all engines for the API; JSON-ready."""
         engines = [
             {
                 "engine": known.name,
@@ -376,7 +376,7 @@ class Cluster:
         return {"address": self._connection.address, "engines": engines, "trouble": trouble or None}
 
     async def close(self) -> None:
-        """Let go of the cluster; its engines go on for other fronts."""
+        """Leave the cluster; its engines go on for other servers."""
         if self._life is not None:
             self._life.cancel()
         if not self._lost:
@@ -397,7 +397,7 @@ class Cluster:
     # For threads that load.
 
     def pick(self) -> tuple[str, Sequence[str]]:
-        """See `Engines.pick`: the one with the least to do, and those that computed nothing for seconds."""
+        """See `Engines.pick`: the engine with least to do, and those that have computed nothing for seconds."""
         there = [one for one in tuple(self._known.values()) if not one.is_gone]
         if not there:
             raise CheckpointError("no engine of the cluster is there; try again when one is")

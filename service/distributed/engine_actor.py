@@ -1,4 +1,4 @@
-"""Engine as a Ray actor, and its messages.
+"""Engine actor: an inference engine in a Ray actor, and its messages.
 
 It holds the same ``Engine`` that a server without a cluster has: requests of all fronts go together in batches where
 that makes nobody late.
@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.distributed.artifacts import PolicyArtifact, unpack
 from service.errors import PolicyError, PolicyFailed
-from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy, Policy
+from service.inference.engine import Engine, FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, Policy
 from service.inference.sandbox import CheckpointSandbox
 from service.threads import call_in_thread
-
-Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 
 # input: the policy refused it, as it would anywhere. failed: it raised. stuck: it did not come back in time.
 # unknown: the engine does not have the policy (any more). policy: it cannot be loaded. engine: this engine cannot be
@@ -37,7 +35,7 @@ Kind = Literal["input", "failed", "stuck", "unknown", "policy", "engine"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no answer, in words that clients may read."""
+    """Why an engine gives no answer, with a text that clients may read."""
 
     kind: Kind
     text: str
@@ -45,7 +43,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs policies; as the settings of these names, of the first front.
+    """How an engine runs policies; from the settings of these names, of the first server.
 
     Attributes:
         accelerators: places on its machine that Ray gave it, `engine_resources`.
@@ -62,7 +60,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an engine says of itself when it has begun."""
+    """What an engine reports once it is started."""
 
     version: str
     node: str
@@ -72,7 +70,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A policy in an engine.
+    """A policy that is loaded in an engine.
 
     Attributes:
         handle: by which the engine knows it.
@@ -82,12 +80,12 @@ class Loaded:
     handle: str
     requirements: Requirements
     device: str
-    compiled: Sequence[Sizes]
+    compiled: Sequence[FrameSizes]
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """How an engine does.
+    """Load and latencies of an engine.
 
     Attributes:
         load: share of the newest seconds that its busiest device computed.
@@ -115,12 +113,12 @@ COUNTED = 256
 class _Held:
     served: LoadedPolicy
     stack: AsyncExitStack
-    compiled: list[Sizes]
+    compiled: list[FrameSizes]
     wanted_at: float = field(default_factory=time.monotonic)
 
 
 class EngineActor:
-    """Created by the pool; all methods but `__init__` run on its event loop.
+    """Ray actor with an inference engine, created by the pool; all methods but `__init__` run on its event loop.
 
     Args:
         name: of the actor.
@@ -138,11 +136,11 @@ class EngineActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def node(self) -> str:
-        """The machine that Ray has started it on."""
+        """Return the name of the machine that Ray started it on."""
         return socket.gethostname()
 
     async def begin(self) -> Begun | Refusal:
-        """Import JAX and take its devices; again, it says the same."""
+        """Import JAX and open the devices; called again, it returns the same."""
         async with self._beginning:
             if self._engine is None:
                 options = self._options
@@ -160,7 +158,7 @@ class EngineActor:
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
 
     async def load(self, parcel: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
-        """Have a policy in memory, compiled for one at a time; two fronts that want the same share it."""
+        """Load a policy and compile it for batches of one; servers that want the same one share it."""
         task = self._loading.get(parcel.sha)
         if task is None:
             task = self._loading[parcel.sha] = asyncio.create_task(self._load(parcel, like))
@@ -168,7 +166,7 @@ class EngineActor:
         return await asyncio.shield(task)
 
     async def stage(self, sha: str) -> str | None:
-        """What loading it does now; None when it is not being loaded."""
+        """Return the stage of loading a policy; None when it is not being loaded."""
         return self._stages.get(sha)
 
     async def _load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
@@ -182,7 +180,7 @@ class EngineActor:
         try:
             folder = await call_in_thread(partial(unpack, parcel, cache, _get), "policy-files")
             served = await stack.enter_async_context(
-                engine.policy(
+                engine.open_policy(
                     self._read,
                     str(folder),
                     None,
@@ -216,8 +214,8 @@ class EngineActor:
         policy = held.served.policy
         return Loaded(sha, policy.requirements, policy.device, tuple(held.compiled))
 
-    async def compile(self, handle: str, sizes: Sizes | None) -> Refusal | None:
-        """Make a policy ready for frames of these sizes."""
+    async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
+        """Compile a policy for frames of these sizes."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         wanted = dict(held.served.requirements.cameras if sizes is None else sizes)
@@ -229,8 +227,8 @@ class EngineActor:
             held.compiled.append(wanted)
         return None
 
-    async def rehearse(self, handle: str, sizes: Sizes | None) -> float | Refusal:
-        """Seconds that one inference takes now, measured with zeros."""
+    async def rehearse(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
+        """Return the seconds that one inference takes now, measured with zeros."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         return await call_in_thread(lambda: held.served.policy.rehearse(1, sizes), "policy-rehearsal", 5)
@@ -238,7 +236,9 @@ class EngineActor:
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
     ) -> InferenceResult | Refusal:
-        """Ask a policy, in a batch with others when that makes nobody late; due in so many seconds."""
+        """Run a policy on an observation, in a batch with others when that makes nobody late; due in so many
+        seconds.
+        """
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         due = None if due_in is None else time.monotonic() + due_in
@@ -254,12 +254,12 @@ class EngineActor:
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
         try:
-            return await self._begun().try_out(held.served, observation)
+            return await self._begun().run_trial(held.served, observation)
         except PolicyFailed as error:
             return Refusal(_kind(error), str(error))
 
     async def prepare_task(self, handle: str, text: str) -> Refusal | None:
-        """Read an instruction ahead."""
+        """Encode an instruction ahead of ``act``."""
         if (held := self._find(handle)) is None:
             return _unknown(self._name)
 
@@ -278,7 +278,7 @@ class EngineActor:
         for handle in handles:
             self._find(handle)
         engine = self._begun()
-        told: Any = engine.facts()
+        told: Any = engine.get_stats()
         now = time.monotonic()
         queues = sorted(seconds for when, seconds in self._queues if now - when < 5)
         batches: dict[int, int] = {}

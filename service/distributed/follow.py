@@ -1,4 +1,4 @@
-"""What `robojax follow` runs: a Ray node on this machine, as long as the server and the actor in it live."""
+"""Worker node of a host group: runs Ray on this machine for `robojax follow`, as long as the server lives."""
 
 import json
 import os
@@ -28,7 +28,7 @@ _LOOK_OFTEN = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_
 
 
 def follow_front(host: str, port: int, secret: bytes, patience: float, show: Callable[[str], None]) -> str | None:
-    """Do what the front says until it is over; why it is, None where the server simply ended.
+    """Run a worker node until the server ends; returns why it ended, None where the server ended in order.
 
     Args:
         patience: seconds in which the front has to be there.
@@ -78,7 +78,7 @@ def _connect(address: str, credentials: Credentials) -> Any:
 
 
 def _read(pipe: str, show: Callable[[str], None], end: Callable[[str | None], None]) -> None:
-    """What the actor has to say; the pipe's end is that of its process."""
+    """Read messages of the host's actor; the pipe ends with the actor's process."""
     with open(pipe, encoding="utf-8") as lines:
         for line in lines:
             match json.loads(line):

@@ -1,4 +1,4 @@
-"""Coordinator host: gathers workers, loads policies everywhere."""
+"""Coordinator of a host group: gathers the worker hosts and loads policies on all of them."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from service.distributed.host_group import (
 )
 from service.distributed.ray_node import own_credentials
 from service.inference.config import PolicySettings
-from service.inference.policy_sources import copies_in
+from service.inference.policy_sources import copy_roots
 from service.setting_types import SettingsError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ ANYWHERE = ("0.0.0.0", "[::]", "*")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What hosts have to know.
+    """Options that all hosts of a group must agree on.
 
     Attributes:
         count: of all hosts, the front included.
@@ -59,7 +59,7 @@ class HostOptions:
 
 
 def host_options(hosts: HostSettings, policies: PolicySettings, engine: str) -> HostOptions | None:
-    """None where this server is alone.
+    """Read the options of a host group from the settings; None where this server is alone.
 
     Raises:
         SettingsError: something is missing or makes no sense.
@@ -87,7 +87,7 @@ def host_options(hosts: HostSettings, policies: PolicySettings, engine: str) -> 
 
 
 def read_address(name: str, said: str | None) -> tuple[str, int]:
-    """An address as ``10.0.0.1:8470`` or ``[fd00::1]:8470``.
+    """Parse an address such as ``10.0.0.1:8470`` or ``[fd00::1]:8470``.
 
     Raises:
         SettingsError: it is none.
@@ -99,7 +99,7 @@ def read_address(name: str, said: str | None) -> tuple[str, int]:
 
 
 def read_secret(path: str | None) -> bytes:
-    """The secret that all hosts know.
+    """Read the secret that all hosts know.
 
     Raises:
         SettingsError: there is none, it is too short, or others may read it.
@@ -122,7 +122,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostCoordinator:
-    """Begun and closed by whoever made it; policies are loaded in between.
+    """Coordinator host; it is begun and closed by its maker, and loads policies in between.
 
     Args:
         inspect: given the folder of a policy before it is read, or sent.
@@ -149,7 +149,7 @@ class HostCoordinator:
         self._folders: dict[str, Path] = {}
 
     def begin(self) -> str:
-        """Wait for the others, in a thread; the place of all devices, as policies call it.
+        """Wait for the worker hosts and join their devices; returns their common device name. Blocks.
 
         Raises:
             HostsLost: they did not come, or one of them is gone again.
@@ -158,10 +158,7 @@ class HostCoordinator:
         options = self._options
         credentials = own_credentials(options.secret, options.host, options.port)
         os.environ.update(credentials.environment)
-        # Ray reads its environment when it is imported, and once only.
-        pass
-
-        # Ray reads its environment when it is imported, and `own_credentials` is in it by now.
+        # Ray reads its environment when it is imported, and once only: by now `own_credentials` is in it.
         from service.distributed.ray_hosts import RayHosts
 
         self._hosts = RayHosts(options, credentials, self._folders.__getitem__, self._hear_end)
@@ -184,7 +181,7 @@ class HostCoordinator:
     def load(
         self, path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
     ) -> SharedPolicy:
-        """As `jaxmodels.load_policy`, on all hosts.
+        """Load a policy on all hosts, as `jaxmodels.load_policy`.
 
         Raises:
             JaxModelsError: this host cannot load it, or another one (`HostRefused`), or one is gone (`HostsLost`).
@@ -220,7 +217,7 @@ class HostCoordinator:
                 on_progress=on_progress,
                 inspect=share,
                 largest=self._options.policy_bytes,
-                roots=self._roots if like is None else copies_in(path),
+                roots=self._roots if like is None else copy_roots(path),
             )
             if loading.asked is not None:
                 loading.asked.wait()
@@ -233,15 +230,12 @@ class HostCoordinator:
         return SharedPolicy(crew, local, number)
 
     def check(self) -> None:
-        """
-        Raises:
-            HostsLost: nothing can be computed any more.
-        """
+        """Raise when a host is gone."""
         if self._crew is not None:
             self._crew.check()
 
     def close(self) -> None:
-        """Send the followers home, and end Ray here."""
+        """End the worker hosts, and Ray on this machine."""
         if self._crew is not None:
             self._crew.close()
         if self._hosts is not None:

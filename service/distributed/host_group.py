@@ -1,4 +1,4 @@
-"""A policy sharded over hosts: program order and timeouts."""
+"""Host group: one policy sharded over several hosts, which run its programs in the same order."""
 
 import logging
 import math
@@ -23,20 +23,20 @@ from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
 from service.errors import DeviceAway
 from service.http.array_limits import DTYPES
-from service.inference.loaded_policy import IMAGES, Sizes
+from service.inference.loaded_policy import IMAGES, FrameSizes
 
 if TYPE_CHECKING:
     import jaxmodels  # a server of one host listens before it imports JAX
 
 
 class HostsLost(DeviceAway, JaxModelsError):
-    """A host of several is gone or failed, and nothing can be computed any more until all are started anew."""
+    """A host of the group is gone or failed; nothing can be computed until all are started again."""
 
     code = "hosts_lost"
 
 
 class HostSilent(DeviceAway, JaxModelsError):
-    """A host of several has said nothing for a while, and what all of them compute waits for it; it may come back."""
+    """A host of the group has sent nothing for a while; it may come back."""
 
     code = "host_silent"
 
@@ -46,7 +46,7 @@ class HostRefused(JaxModelsError):
 
 
 class HostGone(Exception):
-    """The process of another host ended, or its machine did; the text says what Ray knows."""
+    """The process or the machine of another host ended; the text says what Ray knows."""
 
 
 class HostFailed(Exception):
@@ -65,14 +65,14 @@ LOOK = BEAT / 4
 
 
 class LastHeard(Protocol):
-    """Another host, which was heard of last at this time, monotonic."""
+    """Interface of a host with the monotonic time of its last sign of life."""
 
     @property
     def heard_at(self) -> float: ...
 
 
 def wait_for(outcome: "Future[Result]", hosts: Mapping[str, LastHeard], quiet: float = math.inf) -> Result:
-    """What all hosts were asked for, when it is there.
+    """Wait for the outcome of what all hosts were asked for.
 
     Args:
         hosts: the others, by their names.
@@ -115,36 +115,36 @@ REMEMBERED = 64
 
 
 class Host(Protocol):
-    """Another host; none of these waits for it. What they give raises `HostGone` where it is gone."""
+    """Interface of another host; no method waits for it. Futures raise `HostGone` when it is gone."""
 
     @property
     def name(self) -> str:
-        """As errors call it."""
+        """The host's name in errors."""
         ...
 
     @property
     def heard_at(self) -> float:
-        """When it last gave a sign of life, monotonic."""
+        """Monotonic time of its last sign of life."""
         ...
 
     def beat(self) -> None:
-        """Ask for one, unless it still owes one."""
+        """Ask for a sign of life, unless one is still owed."""
         ...
 
     def stay(self) -> "Future[None]":
-        """Does not end as long as that host does not."""
+        """Return a future that ends when the host does."""
         ...
 
     def run(self, number: int, words: Words, arrays: Arrays) -> "Future[list[tuple[int, str]]]":
-        """Do this at the turn of its number; which runs were refused, and why."""
+        """Run a command when its number is next; returns the commands that were refused, and why."""
         ...
 
     def build(self, words: Words) -> "Future[str | None]":
-        """Load or compile; why it cannot be done."""
+        """Load or compile; returns why it cannot be done, or None."""
         ...
 
     def end(self, why: str | None) -> "Future[None]":
-        """It is over."""
+        """End the host, for this reason."""
         ...
 
 
@@ -159,13 +159,13 @@ class _Run:
 
 
 class Asked:
-    """Something that all followers were asked at once."""
+    """Answers of all worker hosts to one build request."""
 
     def __init__(self, names: Sequence[str]):
         self.answers: dict[str, Future[str | None]] = {name: Future() for name in names}
 
     def wait(self) -> None:
-        """Wait for all of them.
+        """Wait for all answers.
 
         Raises:
             HostRefused: one of them cannot.
@@ -177,7 +177,7 @@ class Asked:
 
 
 class HostGroup:
-    """Used from any thread; none waits for a follower that is gone.
+    """The worker hosts of a group, and the order in which all hosts run programs. Used from any thread.
 
     Programs over the devices of several processes are begun everywhere in the same order, or they wait for each other
     for ever. So all of them go through one thread here (`run`) and one thread there. What asks nothing of the devices
@@ -208,7 +208,7 @@ class HostGroup:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def ask(self, words: Words) -> Asked:
-        """Have all followers load or compile something, each when it gets to it.
+        """Ask all worker hosts to load or compile something, each as soon as it can.
 
         Raises:
             HostsLost: one of them is gone.
@@ -230,7 +230,7 @@ class HostGroup:
         quiet: float = math.inf,
         limit: float = HUNG,
     ) -> Result:
-        """Run something in all processes at its turn, and wait for the end of it here.
+        """Run a command on all hosts in the common order, and wait for its result here.
 
         Args:
             words: what it is, for the followers.
@@ -257,19 +257,16 @@ class HostGroup:
                 self._waiting.discard(outcome)
 
     def check(self) -> None:
-        """
-        Raises:
-            HostsLost: one of them is gone, and nothing can be computed any more.
-        """
+        """Raise when a host is gone."""
         if self.lost is not None:
             raise HostsLost(_words_for(self.lost))
 
     def tell(self, words: Words) -> None:
-        """Have the followers do something at its turn; never waits, nothing is heard of it."""
+        """Queue a command for the worker hosts without waiting for it."""
         self._runs.put(_Run(words, {}, lambda: None, Future()))
 
     def lose(self, why: str) -> None:
-        """Nothing can be computed any more; whoever waits is told, and the other followers are sent away."""
+        """Mark the group as lost: pending calls fail, and the other worker hosts are ended."""
         is_closed = self._is_closed  # then connections end because they are closed here, and followers are told so
         why = "the server is ending" if is_closed else why
         with self._lock:
@@ -288,7 +285,7 @@ class HostGroup:
             self._send_away(f"{why}; start this again, and the server")
 
     def close(self) -> None:
-        """Send the followers home; they end."""
+        """End all worker hosts."""
         self._is_closed = True
         self._runs.put(None)
         if self.lost is None:
@@ -355,7 +352,7 @@ class HostGroup:
             threading.Thread(target=self._compare, args=(host, number, why), daemon=True).start()
 
     def _compare(self, host: Host, number: int, why: str) -> None:
-        """A follower did not begin a run; this process has not either, or waits for it in vain."""
+        """Compare a worker host's refusal with the outcome here; when they differ, the group is lost."""
         outcome = self._begun.get(number)
         try:
             here = None if outcome is None else outcome.exception(CAUSE)
@@ -392,7 +389,7 @@ def _words_for(why: str) -> str:
 
 
 class _Held:
-    """What the followers call a policy; they let it go when nobody here has it any more."""
+    """Number under which worker hosts know a policy; they drop it when nothing here refers to it any more."""
 
     def __init__(self, crew: HostGroup, number: int):
         self.number = number
@@ -400,7 +397,7 @@ class _Held:
 
 
 class SharedPolicy:
-    """All of `service.inference.loaded_policy.Policy`; every host does what this one is asked for.
+    """A `service.inference.loaded_policy.Policy` over several hosts; each host does what this one is asked for.
 
     Args:
         local: this process' part of it.
@@ -420,26 +417,26 @@ class SharedPolicy:
 
     @property
     def number(self) -> int:
-        """By which the followers know it."""
+        """Number under which the worker hosts know the policy."""
         return self._held.number
 
     @property
     def requirements(self) -> Requirements:
-        """What it needs."""
+        """What the policy needs."""
         return self.local.requirements
 
     @property
     def device(self) -> str:
-        """The place of all devices of all hosts."""
+        """Name of the device that stands for all devices of all hosts."""
         return self.local.device
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """As `jaxmodels.Policy.timings`, of this host; waiting for its turn is in none of them."""
+        """As `jaxmodels.Policy.timings`, of this host; waiting for the common order is not included."""
         return MappingProxyType(dict(self._timings))
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Feature names to arrays with a batch axis -> (b, t, a) float32.
+        """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis.
 
         Raises:
             ObservationError: a feature is missing or is not as it should be.
@@ -458,7 +455,7 @@ class SharedPolicy:
         return actions
 
     def prepare_task(self, text: str) -> None:
-        """As `jaxmodels.Policy.prepare_task`.
+        """Encode an instruction ahead of ``act``, as `jaxmodels.Policy.prepare_task`.
 
         Raises:
             ObservationError: the policy cannot read it.
@@ -466,8 +463,8 @@ class SharedPolicy:
         """
         self._crew.run(self._words("prepare") | {"text": text}, lambda: self.local.prepare_task(text))
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
-        """On all hosts at a time, while others are acted for; then it runs once.
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
+        """Compile on all hosts at once, while other requests are answered; then run once.
 
         Raises:
             ObservationError: a camera the policy does not have, or one left out.
@@ -478,19 +475,19 @@ class SharedPolicy:
         words = self._words("compile") | _which(batch, cameras)
         self._crew.run(words, lambda: self.local.compile(batch, cameras))
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
-        """Seconds that `act` takes now for such a batch, measured with zeros; raises as `compile`."""
+    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+        """Return the seconds that `act` takes now for such a batch, measured with zeros; raises as `compile`."""
         if not self.is_compiled(batch, cameras):
             self._build(batch, cameras)
         words = self._words("rehearse") | _which(batch, cameras)
         return self._crew.run(words, lambda: self.local.rehearse(batch, cameras))
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
-        """Whether this host has the program; others may take a moment longer, and are waited for."""
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
+        """Return whether this host has the program; others may take a moment longer, and are waited for."""
         return self.local.is_compiled(batch, cameras)
 
     def on(self, device: str) -> "SharedPolicy":
-        """The same, sharing the weights.
+        """Return a copy that shares the weights.
 
         Raises:
             ConfigError: it is to be somewhere else than on all hosts.
@@ -499,7 +496,7 @@ class SharedPolicy:
             raise ConfigError(f"device is {device!r}; a policy of several hosts is on all of them ({self.device!r})")
         return copy(self)
 
-    def _build(self, batch: int, cameras: Sizes | None) -> None:
+    def _build(self, batch: int, cameras: FrameSizes | None) -> None:
         asked = self._crew.ask(self._words("build") | _which(batch, cameras))
         self.local.build(batch, cameras)
         asked.wait()
@@ -508,12 +505,12 @@ class SharedPolicy:
         return {"do": what, "policy": self.number}
 
 
-def _which(batch: int, cameras: Sizes | None) -> Words:
+def _which(batch: int, cameras: FrameSizes | None) -> Words:
     return {"batch": batch, "cameras": None if cameras is None else {name: list(cameras[name]) for name in cameras}}
 
 
 def _apart(observation: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
-    """An observation in the two forms in which it travels: texts, and arrays of numbers."""
+    """Split an observation into its texts and its arrays of numbers, which travel differently."""
     texts: dict[str, list[str]] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, value in observation.items():
@@ -529,7 +526,7 @@ def _apart(observation: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[s
     return texts, arrays
 
 
-def _sizes(arrays: Arrays) -> tuple[int, Sizes]:
+def _sizes(arrays: Arrays) -> tuple[int, FrameSizes]:
     frames = {name.removeprefix(IMAGES): array.shape for name, array in arrays.items() if name.startswith(IMAGES)}
     batch = max((array.shape[0] for array in arrays.values() if array.ndim), default=1)
     return batch, {name: (shape[-3], shape[-2]) for name, shape in frames.items() if len(shape) in (4, 5)}

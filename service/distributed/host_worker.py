@@ -1,4 +1,4 @@
-"""Worker host: runs what its coordinator says.
+"""Worker host: a Ray actor that runs what its coordinator sends.
 
 It runs in a worker of the node that ``robojax follow`` began, and tells that process through a named pipe what people
 may want to know, and why it is over.
@@ -40,12 +40,12 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on all hosts, or their programs may differ."""
+    """Return the versions of packages that must be the same on all hosts, or their programs may differ."""
     return {name: version(name) for name in ("robojax", "jax", "jaxlib", "flax")}
 
 
 class Reporter(logging.Handler):
-    """Writes to ``robojax follow`` what it is to show: lines, and the end."""
+    """Log handler that sends log lines, messages and the end to ``robojax follow`` through a named pipe."""
 
     def __init__(self, path: str):
         super().__init__(logging.INFO)
@@ -53,17 +53,17 @@ class Reporter(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As of `logging.Handler`."""
+        """Send the lines of a log record."""
         for line in self.format(record).splitlines():
             self.write({"log": line[: _LINE // 8]})
 
     def write(self, what: Words) -> None:
-        """One line of JSON; nothing where nobody reads any more, as this process ends then."""
+        """Send one message as a line of JSON; raises where nobody reads any more, as this process ends then."""
         os.write(self._pipe, json.dumps(what).encode()[: _LINE - 1] + b"\n")
 
 
 class HostActor:
-    """Begun by the front; `number` is from 1.
+    """Ray actor on a worker host, created by the coordinator; `number` is from 1.
 
     Runs are numbered, and done in the order of their numbers, whatever the order in which Ray delivers them: one whose
     arrays travel by the object store may be overtaken.
@@ -86,28 +86,28 @@ class HostActor:
 
     @ray.method(concurrency_group="beat")
     def introduce(self) -> tuple[str, dict[str, str]]:
-        """The address of its machine, and its versions."""
+        """Return the address of its machine, and its versions."""
         return os.environ[ADDRESS], versions()
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> None:
-        """A sign of life, of both sides."""
+        """Exchange a sign of life with the coordinator."""
         self._heard_at = time.monotonic()
 
     @ray.method(concurrency_group="stay")
     def stay(self) -> None:
-        """Whoever asked hears when this process is gone."""
+        """Return when the actor ends; the coordinator hears of its death by this call."""
         self._is_over.wait()
 
     @ray.method(concurrency_group="beat")
     def end(self, why: str | None) -> None:
-        """It is over, and why; None where the server simply ended."""
+        """End, for this reason; None where the server ended in order."""
         self._reporter.write({"end": why})
         self._is_over.set()
 
     @ray.method(concurrency_group="run")
     def run(self, number: int, words: Words, arrays: Arrays) -> list[tuple[int, str]]:
-        """Do it at its turn; which runs were refused, and why."""
+        """Run a command when its number is next; returns the commands that were refused, and why."""
         self._early[number] = words, arrays
         refused = []
         while (run := self._early.pop(self._next, None)) is not None:
@@ -124,7 +124,7 @@ class HostActor:
 
     @ray.method(concurrency_group="build")
     def build(self, words: Words, parcel: PolicyArtifact | None = None) -> str | None:
-        """Load or compile; None when that is done, `MISSING`, or why it cannot be done.
+        """Load or compile; returns None when that is done, `MISSING`, or why it cannot be done.
 
         Args:
             parcel: the policy's files, where this host was found not to have them.
@@ -196,7 +196,7 @@ def _pieces(parcel: PolicyArtifact | None, name: str) -> Iterator[bytes]:
 
 
 class _Missing(Exception):
-    """A file is neither here nor sent along."""
+    """A file is neither on this host nor sent along."""
 
 
 def _sizes(words: Words) -> Mapping[str, tuple[int, int]] | None:

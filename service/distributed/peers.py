@@ -1,4 +1,4 @@
-"""This server among its peers: claims, liveness, adoption."""
+"""Peers: the servers that share a database of sessions; heartbeats, claims, liveness and adoption."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from service.errors import (
 from service.http.origins import is_loopback
 from service.sessions.records import Latch, SessionRecord, from_json
 from service.sessions.request import NewSession
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PeerLost(ServiceError):
 
 
 async def probe(front: Peer, machine: str) -> Found:
-    """Ask a server's address whether it is there: one without a heartbeat may only have lost the database.
+    """Probe whether a server is alive: one without a heartbeat may only have lost the database.
 
     Args:
         machine: `machine_of_loopback` of this process.
@@ -80,7 +80,7 @@ async def probe(front: Peer, machine: str) -> Found:
 
 
 async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
-    """Have another server stop one robot of its own, in an emergency.
+    """Ask another server for an emergency stop of one of its sessions.
 
     Returns:
         Status and body of its answer.
@@ -99,7 +99,9 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
 
 
 async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: str) -> dict[str, Any]:
-    """Have other servers stop all of their robots: which they stopped, and which servers are not known to have."""
+    """Ask other servers for an emergency stop of all their sessions; returns the stopped ones, and servers that did
+    not answer.
+    """
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         answers = await asyncio.gather(
             *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
@@ -140,7 +142,7 @@ async def _post(client: aiohttp.ClientSession, url: str, headers: Mapping[str, s
 
 
 def machine_of_loopback() -> str:
-    """Tells apart what 127.0.0.1 is: one for each machine, and for each container with a network of its own."""
+    """Return an id of what 127.0.0.1 is: one for each machine, and for each container with a network of its own."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:  # no /proc on this system
@@ -162,7 +164,8 @@ AWAY = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """One server; there from its start to its stop. See `SharedSessions`.
+    """This server among its peers, from its start to its stop: publishes its sessions and finds those of others. A
+    `SharedSessions`.
 
     Args:
         name: tells servers apart, and is the same after a restart.
@@ -191,7 +194,7 @@ class PeerSessions:
         self.trouble: str | None = None
 
     async def open(self) -> None:
-        """Tell the others what this server has; ends when they know.
+        """Publish this server's sessions; returns when the other servers know them.
 
         What another server adopted while this one was away is not this one's any more; what this one had, and has no
         record of, it takes in.
@@ -210,11 +213,11 @@ class PeerSessions:
             )
         await self._enter()
         await asyncio.gather(*self._leaving)
-        self._sessions.share(self)
+        self._sessions.share_with(self)
         self._life = asyncio.create_task(self._run(), name="front")
 
     async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """What the database says, which may be away for a while."""
+        """Query the database, again and again while it is away at the start."""
         until, said = asyncio.get_running_loop().time() + FINDING, ""
         while True:
             try:
@@ -241,12 +244,12 @@ class PeerSessions:
             await asyncio.sleep(PERIOD)
 
     async def close(self) -> None:
-        """Nothing more is told, and the name is free; the robots are held before."""
+        """Stop publishing and release the name; the robots are held before."""
         if self._life is None:
             return
         self._life.cancel()
         await asyncio.gather(self._life, *self._leaving, return_exceptions=True)
-        latches = {id: self._sessions.latch_of(id) for id, entry in self._told.items() if entry.latch is None}
+        latches = {id: self._sessions.get_latch(id) for id, entry in self._told.items() if entry.latch is None}
         news = {id: latch for id, latch in latches.items() if latch is not None}
         try:
             await self._database.run(LEAVING, session_table.leave, self.name, self._process, news)
@@ -255,12 +258,12 @@ class PeerSessions:
 
     @property
     def others(self) -> Sequence[Peer]:
-        """Servers that live, but for this one."""
+        """The other servers that are alive."""
         return [front for front in self._last_answer.fronts if front.name != self.name and front.is_alive]
 
     @property
     def silent(self) -> Sequence[Peer]:
-        """Servers that are not heard of, and whose robots may move all the same."""
+        """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
     # What it tells.
@@ -270,8 +273,8 @@ class PeerSessions:
             await asyncio.sleep(PERIOD)
             await self._try_beat()
 
-    async def tell(self) -> None:
-        """See `SharedSessions.tell`: whoever is answered after this finds it at the others, if they can know."""
+    async def publish(self) -> None:
+        """See `SharedSessions.publish`: after this other servers know of all changes, if they can."""
         if self.trouble is None:
             number = self._beats
             await self._try_beat(number)
@@ -294,7 +297,7 @@ class PeerSessions:
             self.trouble = None
 
     async def _beat(self, after: int | None = None) -> None:
-        """Tell all that changed.
+        """Send a heartbeat with all changes.
 
         Args:
             after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
@@ -311,7 +314,7 @@ class PeerSessions:
             # Now: sessions came and went meanwhile.
             held = [session.id for session in self._sessions.list()]
             news = [entry for entry in news if entry.id in held]
-            ended = {**self._unreadable, **self._sessions.ended()}
+            ended = {**self._unreadable, **self._sessions.list_ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
             said = Peer(self.name, self.url, self._machine, self._process)
             self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
@@ -329,7 +332,7 @@ class PeerSessions:
         if any(session.id == entry.id for session in self._sessions.list()):
             return
         try:
-            await self._sessions.take_in(from_json(entry.record), entry.latch)
+            await self._sessions.adopt(from_json(entry.record), entry.latch)
         except SessionExists:
             pass  # its end is not over; it is looked at again
         except ValueError as error:
@@ -337,7 +340,7 @@ class PeerSessions:
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _stand_back(self, why: str) -> None:
-        """While this server was silent another one took its name, and with it the sessions that it had told of."""
+        """Hand over all sessions: while this server was silent, another one took its name, and with it its sessions."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
         self.trouble, self._last_answer = why, BeatAnswer()
@@ -347,7 +350,7 @@ class PeerSessions:
 
     def _give_up(self, session_id: str) -> None:
         # All robots are held at once, and no beat waits until one has left its rooms.
-        task = asyncio.create_task(self._sessions.give_up(session_id), name=f"give up {session_id}")
+        task = asyncio.create_task(self._sessions.hand_over(session_id), name=f"give up {session_id}")
         self._leaving.add(task)
         task.add_done_callback(self._has_left)
 
@@ -356,7 +359,7 @@ class PeerSessions:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
-    async def _news(self, listed: Sequence[Listed], figures: int) -> Sequence[Entry]:
+    async def _news(self, listed: Sequence[AnySession], figures: int) -> Sequence[Entry]:
         first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
         due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
         news = []
@@ -367,8 +370,8 @@ class PeerSessions:
             await asyncio.sleep(0)  # ticks go first
         return news
 
-    def _entry(self, session: Listed) -> Entry:
-        record = self._sessions.record_of(session.id)
+    def _entry(self, session: AnySession) -> Entry:
+        record = self._sessions.get_record(session.id)
         status = vars(session.status())
         return Entry(
             id=session.id,
@@ -382,7 +385,7 @@ class PeerSessions:
     # What it asks.
 
     async def claim(self, new: NewSession) -> None:
-        """Take an id before a session of it is made, and the emergency stop that was latched on it elsewhere.
+        """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
 
         Raises:
             SessionExists: another server has one.
@@ -394,7 +397,7 @@ class PeerSessions:
             latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
         except DatabaseAway as error:
             raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
-        self._sessions.take_latch(new.session_id, latch)
+        self._sessions.sync_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
         """Reset the emergency stop of an id whose session is gone, whichever server it was on.
@@ -408,7 +411,7 @@ class PeerSessions:
         return await self._ask(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
-        """Status of the sessions of all other servers that this caller may see, each with its front.
+        """Return the status of the sessions of all other servers that this caller may see, each with its server.
 
         Raises:
             NoDatabase: the database does not answer.
@@ -422,7 +425,7 @@ class PeerSessions:
         ]
 
     async def find(self, session_id: str) -> tuple[Entry, Peer | None] | None:
-        """A session of another server, and that one.
+        """Return a session of another server, and that server; None when there is none.
 
         Raises:
             NoDatabase: the database does not answer.
@@ -436,7 +439,7 @@ class PeerSessions:
             self._last_answer = replace(self._last_answer, fronts=(*others, owning))
         return found
 
-    async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> Listed:
+    async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
 
         Args:
@@ -464,10 +467,10 @@ class PeerSessions:
             _read(entry)  # before anything is changed
         adopted = await self._ask(session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
-        return await self._sessions.take_in(_read(adopted), adopted.latch)
+        return await self._sessions.adopt(_read(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
-        """A server that only lost the database still commands its robots, and two controllers never may."""
+        """Refuse unless a server has ended: one that only lost the database still commands its robots."""
         if front.has_ended:
             return
         found = await probe(front, self._machine)
@@ -528,7 +531,7 @@ class PeerSessions:
             raise _REFUSALS[error.kind](str(error)) from None
 
     def facts(self) -> dict[str, object]:
-        """For the API; JSON-ready."""
+        """Return this server and its peers for the API; JSON-ready."""
         return {
             "name": self.name,
             "url": self.url,
@@ -564,6 +567,7 @@ def _standing(entry: Entry) -> tuple[object, ...]:
 
 
 def status_of(entry: Entry) -> dict[str, Any]:
+    """Return the status of another server's session, with that server's name in its stats."""
     status = dict(entry.status)
     status["stats"] = {**status.get("stats", {}), "front": entry.front}
     return status

@@ -1,4 +1,4 @@
-"""Makes, watches and scales engine actors.
+"""Pool of engines: one Ray actor that creates, watches and scales engine actors for all servers.
 
 The pool is one actor for all servers, which Ray restarts elsewhere when its machine fails; the engines go on
 meanwhile, and it finds them by their names.
@@ -49,7 +49,7 @@ ALONE = 60.0
 
 @dataclass(frozen=True)
 class Listed:
-    """An engine that fronts may ask.
+    """An engine that servers may use.
 
     Attributes:
         actor: Ray's handle.
@@ -62,7 +62,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a front is told of the pool.
+    """What a server learns from the pool.
 
     Attributes:
         coming: engines that are being made.
@@ -89,7 +89,7 @@ class _Engine:
 
 
 class Pool:
-    """See the module. All methods but `__init__` run on the actor's event loop."""
+    """The pool's actor; see the module. All methods but `__init__` run on its event loop."""
 
     def __init__(self, options: EngineOptions, bounds: Bounds):
         self._options, self._bounds = options, bounds
@@ -102,7 +102,9 @@ class Pool:
         self._life: asyncio.Task[None] | None = None
 
     async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
-        """Have engines; text of what differs when another front wanted others before, else nothing."""
+        """Register a server and start the engines; returns in which options it differs from an earlier server, or an
+        empty text.
+        """
         self._fronts[front] = time.monotonic()
         if self._life is None:
             await asyncio.to_thread(self._find_engines)
@@ -116,7 +118,7 @@ class Pool:
         return "; ".join(differing)
 
     async def listing(self, front: str) -> Listing | None:
-        """The engines that may be asked; None when this is another pool than the one that was begun."""
+        """Return the engines that may be used; None when this is another pool than the one that was begun."""
         if self._life is None:
             return None
         self._fronts[front] = time.monotonic()
@@ -129,11 +131,11 @@ class Pool:
         )
 
     async def part(self, front: str) -> None:
-        """A front ends in order."""
+        """Unregister a server that ends in order."""
         self._fronts.pop(front, None)
 
     def _find_engines(self) -> None:
-        """Those that a pool before this one made."""
+        """Find the engines that an earlier pool created."""
         for name in ray.util.list_named_actors():
             if not name.startswith(ENGINE):
                 continue
@@ -243,12 +245,12 @@ class Pool:
         )
 
     def _end(self) -> None:
-        """Nobody uses this any more."""
+        """Remove all engines and end the pool: no server uses it any more."""
         for engine in tuple(self._engines.values()):
             self._remove(engine, "no front is there any more")
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def find_pool(options: EngineOptions, bounds: Bounds) -> Any:
-    """The pool of the cluster that this process is connected to, made if there is none; blocks."""
+    """Return the pool of the cluster that this process is connected to, created if there is none; blocks."""
     return find_actor(NAME, Pool, options, bounds, at_once=AT_ONCE)

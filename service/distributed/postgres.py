@@ -1,4 +1,4 @@
-"""PostgreSQL connection on a thread of its own, so that no event loop waits for it."""
+"""PostgreSQL connection on its own thread, so that no event loop waits for it."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ class DatabaseUnusable(DatabaseAway):
 
 
 class Postgres:
-    """Runs transactions, one after the other; connects again by itself.
+    """Runs transactions one after the other, and reconnects when needed.
 
     Args:
         url: as libpq has it; what it does not say comes from PGPASSFILE, PGSSLROOTCERT and the like.
@@ -141,7 +141,7 @@ class Postgres:
             self._connection = None
 
     async def close(self) -> None:
-        """Let go of it at once."""
+        """Close the connection at once."""
 
         async def close() -> None:
             connection, self._connection = self._connection, None

@@ -1,4 +1,4 @@
-"""Connection to Ray, re-established when lost."""
+"""Connection to a Ray cluster, and calls of its actors with time limits."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ _ON_THE_HEAD = {"node:__internal_head__": 0.001}
 
 
 def find_actor(name: str, kind: type, *arguments: Any, at_once: int | None = None, retries: int = 0) -> Any:
-    """Ray's handle of the actor of this name in the cluster that this process is connected to; blocks.
+    """Return Ray's handle of the actor of this name, created if there is none; blocks.
 
     It is made if there is none, outlives whoever made it, and Ray starts it again where it ends.
 
@@ -59,11 +59,11 @@ class CannotJoin(Exception):
 
 
 class NoAnswer(Exception):
-    """An actor did not answer, or cannot be asked: there is no connection to its cluster."""
+    """An actor did not answer in time, or there is no connection to its cluster."""
 
 
 class Connection:
-    """Blocks wherever it waits.
+    """Connection of this process to a Ray cluster; its methods block.
 
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
@@ -79,7 +79,7 @@ class Connection:
         self._head: tuple[str, int] | None = None
 
     def open(self) -> None:
-        """Join the cluster.
+        """Connect to the cluster.
 
         Raises:
             CannotJoin: and why.
@@ -106,12 +106,12 @@ class Connection:
         self.number += 1
 
     def close(self) -> None:
-        """Let go of it."""
+        """Disconnect."""
         ray.shutdown()
 
 
 def _stated(address: str) -> tuple[str, int] | None:
-    """Host and port of an address, which may have none."""
+    """Return host and port of an address, or None when it has none."""
     try:
         url = URL(address if "://" in address else f"ray://{address}")
         return None if not url.host or url.explicit_port is None else (url.host, url.explicit_port)
@@ -130,7 +130,7 @@ def _knock(host: str, port: int) -> None:
 
 
 async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
-    """What an actor's method gives.
+    """Call an actor's method, with a time limit.
 
     It is asked by a thread of its own: where Ray's client has lost its server, it stands still for half a minute, and
     the event loop has ticks to keep.
@@ -167,17 +167,17 @@ async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
 
 
 def is_unanswered(error: BaseException) -> bool:
-    """Whether this is how Ray says that it has no answer."""
+    """Return whether this error of Ray means that there is no answer."""
     # Its client raises no kind of its own where it has lost its server.
     return isinstance(error, RayError | TimeoutError | ConnectionError) or not ray.is_initialized()
 
 
 def _in_short(error: Exception) -> str:
-    """Ray's own words without its traceback: what happened, and where that only announces it, the last of it."""
+    """Return the first and most telling line of an error of Ray."""
     lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()] or [repr(error)]
     return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 def address_of(setting: str) -> str:
-    """Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
+    """Return Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
     return {"ray-local": "local", "ray-auto": "auto"}.get(setting, setting)

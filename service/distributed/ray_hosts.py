@@ -1,4 +1,4 @@
-"""Other hosts of a policy as Ray actors, one to a machine, in a cluster whose head is a child of the server."""
+"""Worker hosts of a host group as Ray actors, one per machine, in a cluster whose head is a child of the server."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ BEGINNING = 120.0
 
 @dataclass(eq=False)
 class RayHost:
-    """A `Host`.
+    """A `Host` that is a Ray actor.
 
     Args:
         folder: of the policy that is loaded, for a host that does not have its files.
@@ -98,7 +98,7 @@ class RayHost:
 
 
 class RayHosts:
-    """The cluster of one server and its followers: begun once, and closed.
+    """The Ray cluster of one server and its worker hosts; it is gathered once, and closed.
 
     Args:
         on_end: called in a thread with the reason, should Ray end on this machine.
@@ -118,7 +118,7 @@ class RayHosts:
         self._ended: str | None = None
 
     def gather(self) -> Sequence[RayHost]:
-        """All of them, when they are there; blocks.
+        """Wait for all worker hosts; blocks.
 
         Raises:
             HostsLost: they did not come, or Ray cannot be begun here.
@@ -181,7 +181,7 @@ class RayHosts:
 
 
 def _connect(options: HostOptions, until: float, check: Callable[[], None]) -> None:
-    """Make this process one of the cluster's, as soon as its head listens; without one Ray would wait for ever."""
+    """Connect this process to the cluster as soon as its head listens; without one Ray would wait for ever."""
     os.environ.update(FOR_EVER)
     address = join_address(options.host, options.port)
     while True:
@@ -203,14 +203,14 @@ def _connect(options: HostOptions, until: float, check: Callable[[], None]) -> N
 
 
 def _free_port() -> int:
-    """For Ray's client server, which cannot be left out."""
+    """Return a free port for Ray's client server, which cannot be left out."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _outcome(asked: Any) -> "Future[Any]":
-    """What an actor answers; its end and its errors as those of hosts."""
+    """Return an actor's answer as a future whose errors are those of hosts."""
     outcome: Future[Any] = Future()
 
     def settle(answer: "Future[Any]") -> None:

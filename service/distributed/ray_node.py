@@ -1,4 +1,4 @@
-"""Ray nodes of one policy over several hosts, and their certificates.
+"""Ray nodes of a host group, and their certificates.
 
 Ray's own token travels with every call, and whoever has it can run any code. So nothing of it is said in the open: all
 of Ray's connections use TLS, with certificates on both sides that are signed by a key made from the secret.
@@ -62,7 +62,7 @@ _START = (
 
 
 class Credentials:
-    """Files and environment with which a process may join; the folder is for this user alone.
+    """Certificates and environment with which a process may join; their folder is for this user alone.
 
     Args:
         secret: that all hosts know; neither it nor anything that it could be found from is in the files.
@@ -99,16 +99,16 @@ class Credentials:
         }
 
     def read(self, variable: str) -> bytes:
-        """The content of one of the files."""
+        """Return the content of one of the files."""
         return (self.folder / variable).read_bytes()
 
     def remove(self) -> None:
-        """The folder, with what Ray wrote there."""
+        """Delete the folder, with what Ray wrote there."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RayNode:
-    """``ray start`` in a process that is killed when this one ends, whatever ends it; all of Ray's end with that one.
+    """Runs ``ray start`` in a process that is killed when this one ends; all of Ray's processes end with it.
 
     Args:
         arguments: of ``ray start``.
@@ -130,7 +130,7 @@ class RayNode:
         self._begun.wait()
 
     def kill(self) -> None:
-        """End it and all of its processes at once."""
+        """Kill the node and all of its processes."""
         self._is_killed = True
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
@@ -154,7 +154,7 @@ class RayNode:
 
 
 def _remove_stale() -> None:
-    """Folders of processes of this user that were killed."""
+    """Delete folders of killed processes of this user."""
     for folder in Path("/tmp").glob(f"{_PREFIX}[0-9]*-*"):
         with suppress(OSError, ValueError):
             number = int(folder.name.removeprefix(_PREFIX).split("-")[0])
@@ -163,7 +163,7 @@ def _remove_stale() -> None:
 
 
 def own_credentials(secret: bytes, host: str, port: int) -> Credentials:
-    """For this machine in the cluster whose head is there.
+    """Make the credentials of this machine for the cluster whose head is at this address.
 
     Raises:
         OSError: there is no way there.
@@ -175,7 +175,7 @@ def own_credentials(secret: bytes, host: str, port: int) -> Credentials:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine from which that one is reached.
+    """Return this machine's address on the route to another one.
 
     Raises:
         OSError: there is no way there.
@@ -187,7 +187,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """As Ray writes it."""
+    """Format host and port as Ray does."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

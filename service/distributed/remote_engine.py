@@ -1,4 +1,4 @@
-"""Device worker and policy whose device is remote."""
+"""Policies, policy loader and device worker whose device is an engine of a cluster."""
 
 import asyncio
 import time
@@ -11,19 +11,26 @@ from typing import Any
 import numpy as np
 
 from jaxmodels import PolicyFolder, Requirements, find_policy
-from service.distributed.engine_actor import EngineFacts, Refusal, Sizes
+from service.distributed.engine_actor import EngineFacts, Refusal
 from service.distributed.replication import Copy, Engines, PolicyReplication, answered
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import Frames, InferenceResult, InferenceStuck, Replica, frames_of
-from service.inference.policy_sources import copies_in
+from service.inference.loaded_policy import (
+    FrameSizes,
+    FrameSizesKey,
+    InferenceResult,
+    InferenceStuck,
+    Replica,
+    frame_sizes_of,
+)
+from service.inference.policy_sources import copy_roots
 from service.inference.sandbox import begin_building
 from service.threads import mark_retrieved, settle, settle_threadsafe
 
 
 class RemotePolicy:
-    """Stands where `jaxmodels.Policy` stands. All but its properties and `is_compiled` wait for the engine.
+    """A policy in an engine of a cluster; all but its properties and `is_compiled` wait for the engine.
 
     Attributes:
         commit: what its files are called; not its parcel's name, which is of their contents.
@@ -38,51 +45,51 @@ class RemotePolicy:
 
     @property
     def requirements(self) -> Requirements:
-        """As the engine read them."""
+        """What the policy needs, as the engine read it."""
         return self._copy.loaded.requirements
 
     @property
     def device(self) -> str:
-        """The engine's name."""
+        """Name of the engine."""
         return self._copy.engine
 
     @property
     def handle(self) -> str:
-        """What the engine calls it."""
+        """Name of the policy in the engine."""
         return self._copy.loaded.handle
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Of the last `act`."""
+        """Timings of the last `act`."""
         return self._timings
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """See `Policy.act`; yields to robots, which do not come this way."""
+        """Run one inference for no robot; see `Policy.act`. Robots' requests go through `RemoteWorker`."""
         chunk, seconds = self._call("try_out", dict(observation))
         self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
     def prepare_task(self, text: str) -> None:
-        """Read an instruction ahead."""
+        """Encode an instruction ahead of ``act``."""
         self._call("prepare_task", text)
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
-        """Make it ready for frames of these sizes; which batches there are is the engine's business."""
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
+        """Compile for frames of these sizes; the engine chooses the batch sizes."""
         sizes = dict(self.requirements.cameras if cameras is None else cameras)
         if not self.is_compiled(batch, sizes):
             self._call("compile", sizes)
             self._compiled.add(_key(sizes))
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
-        """Whether it is; asks nobody."""
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
+        """Return whether it is compiled, without asking the engine."""
         return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
-        """Seconds that an inference takes in the engine."""
+    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+        """Return the seconds that an inference takes in the engine."""
         return self._call("rehearse", None if cameras is None else dict(cameras))
 
     def on(self, device: str) -> "RemotePolicy":
-        """The same in another engine, which may be making its copy already.
+        """Return the same policy in another engine, which may be making its copy already.
 
         Raises:
             CopyRefused, CheckpointError: as of `PolicyReplication.copy`.
@@ -123,7 +130,7 @@ class RemoteLoader:
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> RemotePolicy:
-        """Fetch its files here, send them, and have engines read them; see `LoadPolicy`.
+        """Fetch the policy's files, send them, and have engines load them; see `LoadPolicy`.
 
         All engines that nobody asks anything load it side by side, the others later, one after the other: robots are
         answered by those that are not loading. So it is with an update, which is ``like`` what runs.
@@ -131,7 +138,7 @@ class RemoteLoader:
         tell = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
         tell("reading")
-        roots = self._roots if commit is None and like is None else copies_in(folder)
+        roots = self._roots if commit is None and like is None else copy_roots(folder)
         with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
             self._inspect(opened)
         begin_building()
@@ -143,7 +150,7 @@ class RemoteLoader:
         return RemotePolicy(shipment, shipment.first(tell), commit)
 
 
-def _key(sizes: Sizes) -> frozenset[tuple[str, tuple[int, int]]]:
+def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
     return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())
 
 
@@ -157,7 +164,7 @@ Send = Callable[[str, tuple[Any, ...], Callable[[Any], None]], None]
 
 
 class RemoteWorker:
-    """A `DeviceWorker` whose device is an engine elsewhere.
+    """A `DeviceWorker` whose device is an engine of a cluster.
 
     Sending takes this process a while for large frames, so it is done by a thread of its own and never by the event
     loop, which has ticks to keep.
@@ -181,27 +188,27 @@ class RemoteWorker:
 
     @property
     def pending(self) -> int:
-        """Requests of this front that nobody has answered yet."""
+        """Requests of this server that have no answer yet."""
         return len(self._open)
 
     @property
     def is_late(self) -> bool:
-        """Whether an answer to this front has taken longer than usual, and is not there yet."""
+        """Whether an answer to this server takes longer than usual."""
         oldest = next(iter(self._open.values()), None)
         return oldest is not None and time.monotonic() - oldest > self._usual
 
     @property
     def waiting(self) -> int:
-        """Requests of all fronts that the engine has not begun."""
+        """Requests of all servers that the engine has not begun."""
         return self.facts.waiting
 
     @property
     def batches(self) -> Mapping[int, int]:
-        """As the engine counted them, for all fronts."""
+        """Number of batches that the engine ran for all servers, by batch size."""
         return self.facts.batches
 
     def load(self, now: float) -> float:
-        """As the engine said last."""
+        """Share of the last seconds that the engine was busy, as it said last."""
         return self.facts.load
 
     async def submit(
@@ -213,7 +220,7 @@ class RemoteWorker:
         is_alone: bool = False,
         may_move: bool = False,
     ) -> InferenceResult:
-        """See `DeviceWorker.submit`; whether it runs alone is the engine's business."""
+        """Run a policy on one observation; see `DeviceWorker.submit`. The engine decides what runs alone."""
         if self._is_closed:
             raise WorkerClosed("the server is ending")
         if self._gone is not None:
@@ -229,7 +236,7 @@ class RemoteWorker:
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._post, arguments, partial(settle_threadsafe, loop, outcome), outcome)
-        answer = asyncio.create_task(self._answer(outcome, replica, frames_of(observation), now))
+        answer = asyncio.create_task(self._answer(outcome, replica, frame_sizes_of(observation), now))
         answer.add_done_callback(mark_retrieved)
         if may_move:
             usual = self._usual
@@ -245,19 +252,19 @@ class RemoteWorker:
 
     @property
     def _usual(self) -> float:
-        usual = max(3 * self._took.usual(1), OVERDUE) if self._took.is_known else UNKNOWN
+        usual = max(3 * self._took.median(1), OVERDUE) if self._took.is_measured else UNKNOWN
         return min(usual, self._stuck_after)
 
     async def _answer(
-        self, outcome: asyncio.Future[Any], replica: Replica, frames: Frames, asked_at: float
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, asked_at: float
     ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
             raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
         total = time.monotonic() - asked_at
         inference = _inference(outcome.result(), total)
-        self._took.learn(1, total)
-        replica.costs(frames).learn(inference.batch, inference.compute)
+        self._took.record(1, total)
+        replica.latency_model(frames).record(inference.batch, inference.compute)
         return inference
 
     def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:
@@ -265,13 +272,13 @@ class RemoteWorker:
             self._send("act", arguments, done)
 
     def fail(self, why: str) -> None:
-        """The engine is gone: whoever waits for it is told now, whatever Ray will say later."""
+        """Fail all pending requests: the engine is gone, whatever Ray will say later."""
         self._gone = why
         for outcome in tuple(self._open):
             settle(outcome, DeviceGone(why))
 
     async def close(self, within: float) -> bool:
-        """Nobody is left waiting."""
+        """Fail all pending requests."""
         self._is_closed = True
         for outcome in tuple(self._open):
             settle(outcome, WorkerClosed("the server is ending"))

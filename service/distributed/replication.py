@@ -1,4 +1,4 @@
-"""Loads a policy into several engines side by side, and tries again what one could not have."""
+"""Replication of policies: loads one into several engines side by side, and retries where that failed."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
@@ -11,7 +11,7 @@ from service.distributed.artifacts import PolicyArtifact, pack
 from service.distributed.engine_actor import Loaded, Refusal
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
-from service.inference.policy_cache import in_short
+from service.inference.policy_cache import summarize_error
 
 # Seconds between looks how far engines are.
 LOOK = 0.5
@@ -19,26 +19,26 @@ LOOK = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A policy in an engine, which has it as long as this is referred to."""
+    """A policy in an engine, which keeps it as long as this object is referred to."""
 
     engine: str
     loaded: Loaded
 
 
 class CopyRefused(DeviceGone):
-    """An engine cannot have a policy that others have; they are asked in its place."""
+    """An engine cannot have a policy that others have; requests go to those."""
 
 
 class Engines(Protocol):
-    """The engines of a cluster, for threads that may wait for them."""
+    """Interface of a cluster's engines, for threads that may wait for them."""
 
     @property
     def connection(self) -> int:
-        """Another one for each connection to the cluster: what was handed to the store of one is not in the next."""
+        """Number of the present connection; objects in the store of an earlier one are gone."""
         ...
 
     def pick(self) -> tuple[str, Sequence[str]]:
-        """The name of one that works, where a policy is loaded first, and of all others that nobody asks anything.
+        """Return the engine to load a policy to first, and all others that are idle.
 
         Raises:
             CheckpointError: there is none.
@@ -46,24 +46,24 @@ class Engines(Protocol):
         ...
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        """What its method returns; DeviceGone, as soon as it is not there any more."""
+        """Call a method of an engine; raises DeviceGone as soon as it is gone."""
         ...
 
     def keep(self, copy: Copy) -> None:
-        """An engine has this for us, as long as it is referred to here."""
+        """Keep a policy in an engine as long as its copy is referred to."""
         ...
 
     def lacks(self, engine: str, handle: str, why: str) -> None:
-        """An engine cannot have a policy that others have; it is tried again."""
+        """Record that an engine could not load a policy that others have; it is tried again."""
         ...
 
     def put(self, piece: bytes) -> Any:
-        """Hand something to the object store, for any number of engines."""
+        """Put bytes into the object store, for any number of engines."""
         ...
 
 
 class PolicyReplication:
-    """One policy's files, of which engines make copies.
+    """One policy's files, and the copies of it that engines make.
 
     Args:
         folder: where they are here; read at once, and again when the cluster was lost and joined anew.
@@ -85,7 +85,7 @@ class PolicyReplication:
         self._parcel, self._packed = pack(folder, engines.put), engines.connection
 
     def _packed_now(self) -> PolicyArtifact:
-        """The parcel, in the store of the present connection."""
+        """Return the artifact in the store of the present connection, packed again if needed."""
         connection = self.engines.connection
         if connection != self._packed:
             parcel = pack(self._folder, self.engines.put)
@@ -97,7 +97,7 @@ class PolicyReplication:
         return self._parcel
 
     def begin(self, engine: str, like: str | None = None) -> "Future[Copy]":
-        """Have an engine load it; whoever wants the copy takes it with `copy`.
+        """Start to load the policy in an engine; `copy` returns the copy.
 
         Args:
             like: handle of a policy that it probably resembles.
@@ -119,7 +119,7 @@ class PolicyReplication:
         return made
 
     def first(self, tell: Callable[[str], None]) -> Copy:
-        """Wait for all that was begun; the first of those that were made. `tell` hears what the slowest engine does.
+        """Wait for all copies that were started, and return the first; ``tell`` gets the slowest engine's stage.
 
         Raises:
             JaxModelsError, PolicyFailed: no engine can load it.
@@ -138,7 +138,7 @@ class PolicyReplication:
         raise next(error for error in errors.values() if not isinstance(error, DeviceGone))
 
     def copy(self, engine: str) -> Copy:
-        """The copy in this engine; one that was not begun is made now.
+        """Return the copy in this engine; one that was not started is made now.
 
         Raises:
             CopyRefused: it cannot have one, or is not there any more.
@@ -169,12 +169,12 @@ class PolicyReplication:
 
 
 def in_words(error: BaseException) -> str:
-    """What may be said of an error that an engine gave."""
-    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else in_short(error)
+    """Describe an error of an engine, for clients."""
+    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else summarize_error(error)
 
 
 def answered(found: Any) -> Any:
-    """What an engine answered, or its refusal as the error that it is.
+    """Return an engine's answer, or raise its refusal as an error.
 
     Raises:
         ObservationError: the policy refused its input.
@@ -207,13 +207,13 @@ class _Lack:
 
 
 class RetryState:
-    """Reads no clock and asks nobody."""
+    """When which engine tries again to load which policy. Reads no clock and asks nobody."""
 
     def __init__(self) -> None:
         self._lacks: dict[tuple[str, str], _Lack] = {}
 
     def failed(self, engine: str, handle: str, why: str, now: float) -> None:
-        """It could not have it."""
+        """Record that an engine could not load a policy."""
         before = self._lacks.get((engine, handle))
         tries = 1 if before is None else before.tries + 1
         # After three days of tries the power alone would be more than a float can hold.
@@ -222,27 +222,27 @@ class RetryState:
         )
 
     def has(self, engine: str, handle: str) -> None:
-        """It has it now."""
+        """Record that an engine has a policy."""
         self._lacks.pop((engine, handle), None)
 
     def keep(self, engines: Collection[str], handles: Collection[str]) -> None:
-        """Nothing is wanted of other engines than these, nor of policies that none of them has."""
+        """Forget all engines but these, and policies that none of them has."""
         for engine, handle in tuple(self._lacks):
             if engine not in engines or handle not in handles:
                 del self._lacks[engine, handle]
 
     def forget(self, engine: str, before: float) -> None:
-        """It tried all again; what was not heard of since then is not wanted any more."""
+        """Forget failures of an engine from before it tried everything again."""
         for key, lack in tuple(self._lacks.items()):
             if key[0] == engine and lack.failed_at < before:
                 del self._lacks[key]
 
     def due(self, now: float) -> Sequence[str]:
-        """Engines that should try again."""
+        """Return the engines that should try again."""
         return sorted({engine for (engine, _), lack in self._lacks.items() if now >= lack.again_at})
 
     def words(self, now: float) -> str:
-        """What is wrong, for people; nothing when all is well."""
+        """Describe all missing policies, for people; empty when there are none."""
         return "; ".join(
             f"{engine} goes without policy {handle[:12]}, which others have: {lack.why} "
             f"(tried {lack.tries} times, {_when(lack.again_at - now)})"

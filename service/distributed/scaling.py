@@ -1,4 +1,4 @@
-"""Scaling of engines: how many there should be, and which resource the cluster lacks for one. Pure; imports no Ray."""
+"""Autoscaling: how many engines there should be, and which resource the cluster lacks for one. Pure; imports no Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ def lack(
     waiting: int,
     seconds: float,
 ) -> str:
-    """Why engines have not begun; nothing as long as they still may.
+    """Explain why engines have not started; empty as long as they still may.
 
     What an engine wants is taken from `free` as soon as Ray has chosen its place, long before its process answers: too
     little that is free says nothing by itself.
@@ -46,7 +46,7 @@ def lack(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of the number of engines.
+    """Bounds and thresholds for the number of engines.
 
     Attributes:
         least, most: how many there may be.
@@ -68,7 +68,7 @@ class Bounds:
 
 @dataclass
 class Scaling:
-    """Asked again and again what to do.
+    """Decides how many engines there should be; called again and again.
 
     Attributes:
         why: the reason for the newest change, for logs.
@@ -79,7 +79,7 @@ class Scaling:
     _since: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, now: float, engines: Sequence[EngineFacts], coming: int = 0) -> int:
-        """How many there should be.
+        """Return how many engines there should be.
 
         Args:
             engines: those that answer.

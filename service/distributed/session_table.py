@@ -1,4 +1,4 @@
-"""Sessions of all servers in one PostgreSQL table: owner, heartbeat, latch, what an adoption needs.
+"""Table of all servers' sessions in PostgreSQL: owner, heartbeat, latch, and what an adoption needs.
 
 Each server is the one source of what its sessions do, keeps them on its own disk, and writes them here again and again;
 only whose an id is, is decided here. Every function is one transaction; rows are locked in one order, servers before
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.distributed.postgres import Sql
-from service.sessions.records import LATCHES, Latch
+from service.sessions.records import MAX_LATCHES, Latch
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ CREATE TABLE robojax_latches (
 
 
 class Refusal(Exception):
-    """What was asked cannot be; the text is for clients.
+    """A request to the table that cannot be met; the text is for clients.
 
     Attributes:
         kind: taken, named, unknown, alive or unready.
@@ -69,7 +69,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One server.
+    """One server of the database.
 
     Attributes:
         url: where other servers, and clients that are sent on, reach it.
@@ -89,7 +89,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Entry:
-    """One session.
+    """One session of the table.
 
     Attributes:
         front: the server that it is on.
@@ -148,7 +148,7 @@ RETURNING name"""
 async def beat(
     sql: Sql, said: Peer, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
 ) -> BeatAnswer:
-    """A server lives.
+    """Record that a server is alive, with its changed and ended sessions.
 
     Args:
         held: ids of all of its sessions.
@@ -196,7 +196,7 @@ async def beat(
 
 
 async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -> None:
-    """A server ends in order, with all robots held: its name is free, and its sessions are interrupted.
+    """Record that a server ended in order, with all robots held: its name is free, and its sessions are interrupted.
 
     Args:
         latches: emergency stops that it did not tell of before.
@@ -210,7 +210,7 @@ async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -
 
 
 async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | None) -> Latch | None:
-    """A session of this id is about to be made on this server.
+    """Claim a session id for this server, before the session is made.
 
     Returns:
         The emergency stop of one of this id that is gone, whichever server it was on: the new one begins with it.
@@ -279,7 +279,7 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
 
 
 async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
-    """A session and its server; None when there is no such session."""
+    """Return a session and its server; None when there is no such session."""
     row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1", session_id)
     if row is None:
         return None
@@ -289,19 +289,19 @@ async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
 
 
 async def list_sessions(sql: Sql) -> Sequence[Entry]:
-    """All sessions, oldest first; those of servers that died are interrupted."""
+    """Return all sessions, oldest first; those of servers that died are interrupted."""
     fronts = {row["name"]: _front(row) for row in await sql.fetch(_FRONT)}
     rows = await sql.fetch(f"{_SESSION} WHERE s.status <> '{{}}' ORDER BY s.created_at")
     return [as_it_is(entry, fronts.get(entry.front)) for entry in map(_entry, rows)]
 
 
 async def front(sql: Sql, name: str) -> Peer | None:
-    """What a server said of itself last, living or not."""
+    """Return a server of this name, alive or not; None when there is none."""
     return await _known(sql, name)
 
 
 async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer | None) -> Entry:
-    """A session of a server that died is this one's from now on, and its emergency stop with it.
+    """Move a session of a server that died to this one, and its emergency stop with it.
 
     Args:
         owning: the server that it is on, as it was when somebody found out that it has ended.
@@ -353,7 +353,7 @@ async def forget(sql: Sql, session_id: str) -> None:
 
 
 def as_it_is(entry: Entry, owning: Peer | None) -> Entry:
-    """A session as far as others know, who hear of its server or do not."""
+    """Return an entry as interrupted if its server is not alive, else as it is."""
     was = entry.status.get("status")
     if (owning is not None and owning.is_alive) or not entry.status or was == "interrupted":
         return entry
@@ -396,16 +396,16 @@ async def _end(sql: Sql, session_id: str, front: str, latch: Latch | None) -> No
 
 
 async def _forget_latches(sql: Sql) -> None:
-    """Emergency stops of ids that are gone have an end."""
+    """Delete the oldest emergency stops of ids that are gone, where there are too many."""
     forgotten = await sql.fetch(
         """DELETE FROM robojax_latches WHERE id IN (
             SELECT id FROM robojax_latches l WHERE NOT EXISTS (SELECT FROM robojax_sessions s WHERE s.id = l.id)
             ORDER BY latched_at DESC OFFSET $1
         ) RETURNING id""",
-        LATCHES,
+        MAX_LATCHES,
     )
     for row in forgotten:
-        logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], LATCHES)
+        logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], MAX_LATCHES)
 
 
 def _front(row: Any) -> Peer:

@@ -1,1 +1,1 @@
-"""HTTP for all doors: protocol deadlines, limits, strict JSON, arrays, origins."""
+"""HTTP for the API, the rooms, streams and the dashboard: protocol deadlines, limits, strict JSON, arrays, origins."""

@@ -40,7 +40,7 @@ class ArrayLimits:
 
 
 class Allowance:
-    """What is left of the limits while the arrays of one body are read."""
+    """Rest of the limits while the arrays of one body are read."""
 
     def __init__(self, limits: ArrayLimits):
         self._limits = limits

@@ -1,4 +1,4 @@
-"""Listens on a port and serves until a signal.
+"""HTTP server: listens on a port and serves until a signal.
 
 uvloop accepts all that wait in one turn of the loop and makes a transport of each, asyncio's own loop as many as its
 backlog is long: of a thousand connections either keeps robots and stops waiting. Here a connection is a bare socket,

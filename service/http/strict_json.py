@@ -1,4 +1,4 @@
-"""Strict JSON of strangers: bounded reading time, no repeated names.
+"""Strict JSON from untrusted senders: bounded reading time, no repeated names.
 
 The cost of JSON is in its values, not in its bytes: a MiB of text is read in 2 ms, a MiB of ``"a":0,`` in 130 ms, with
 Python's lock held all the while, in whichever thread. So its values are counted before any of them is made.

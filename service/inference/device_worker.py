@@ -1,4 +1,4 @@
-"""One thread per device: forms batches, runs, abandons stuck ones."""
+"""Device worker: one thread per device that forms batches, runs them, and is replaced when stuck."""
 
 import asyncio
 import logging
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from service.errors import PolicyFailed
-from service.inference.batching import Batching, Chosen, Stacks, shape_of
-from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frames_of
+from service.inference.batching import BatchPlan, BatchScheduler, StackingBuffers, stacking_shape
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frame_sizes_of
 from service.threads import lower_priority
 
 
 class Overdue(Exception):
-    """A batch takes far longer than usual, and whoever asked may ask elsewhere.
+    """A batch takes far longer than usual, so the request may be sent to another device.
 
     Attributes:
         is_counted: whether it was held against the device already; all members of the batch have this one error.
@@ -33,55 +33,55 @@ class Overdue(Exception):
 
 
 class DeviceGone(Exception):
-    """The device is there no more; whatever was asked of it can be asked of another one."""
+    """The device is gone; its requests can go to another one."""
 
 
 class InputRefused(PolicyFailed):
-    """The policy refused its input, which it would on any device; the text is for clients."""
+    """The policy refused its input, as it would on any device; the text is for clients."""
 
 
 class WorkerClosed(PolicyFailed):
-    """There will be no answer any more."""
+    """The worker is closed and answers no more requests."""
 
     status = 503
     code = "server_ending"
 
 
 class DeviceWorker(Protocol):
-    """Requests in, chunks out; belongs to the event loop it is used on."""
+    """Interface of a worker that answers requests on one device; used on one event loop."""
 
     @property
     def pending(self) -> int:
-        """Requests that nobody has answered yet."""
+        """Requests that have no answer yet."""
         ...
 
     @property
     def last_used_at(self) -> float:
-        """When it was asked last, monotonic."""
+        """Monotonic time of the newest request."""
         ...
 
     @property
     def is_late(self) -> bool:
-        """Whether it owes an answer for longer than one usually takes: others are asked first."""
+        """Whether an answer takes longer than usual; other devices are asked first then."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Requests not yet begun."""
+        """Requests that have not begun to run."""
         ...
 
     @property
     def abandoned(self) -> int:
-        """Threads left behind in a batch that did not return in time."""
+        """Threads abandoned in a batch that did not return in time."""
         ...
 
     @property
     def batches(self) -> Mapping[int, int]:
-        """How many there were of each size."""
+        """Number of batches run, by batch size."""
         ...
 
     def load(self, now: float) -> float:
-        """Share of the newest seconds that the device was used."""
+        """Share of the last seconds that the device was busy."""
         ...
 
     async def submit(
@@ -93,7 +93,7 @@ class DeviceWorker(Protocol):
         is_alone: bool = False,
         may_move: bool = False,
     ) -> InferenceResult:
-        """Have a policy run on one observation, in a batch with others or alone.
+        """Run a policy on one observation, in a batch with others or alone.
 
         Raises:
             Overdue: with ``may_move``, its batch takes far longer than usual.
@@ -106,7 +106,7 @@ class DeviceWorker(Protocol):
         ...
 
     async def close(self, within: float) -> bool:
-        """Let go of the device, whose present batch gets so many seconds; whether that was enough."""
+        """Release the device; its running batch gets ``within`` seconds. Returns whether that was enough."""
         ...
 
 
@@ -114,21 +114,21 @@ logger = logging.getLogger(__name__)
 
 # Seconds that an inference may keep those of other robots waiting: three times what it usually takes, at least this,
 # and so long when nobody knows.
-OVERDUE = 0.1
-UNKNOWN = 1.0
+MIN_OVERDUE = 0.1
+OVERDUE_UNMEASURED = 1.0
 # Seconds after which a request goes before those that are due sooner: whoever has much time is not forgotten.
 LONGEST_WAIT = 1.0
 # Seconds that a device's load is of.
-LOOKED_BACK = 5.0
+LOAD_WINDOW = 5.0
 # Threads left behind that may still come back; with so many a batch is waited for until it is stuck.
-MOST_LEFT = 8
+MAX_ABANDONED = 8
 
-CLOSED = "the device is closed: the server is ending"
+CLOSED_MESSAGE = "the device is closed: the server is ending"
 
 
 @dataclass(eq=False)
 class Request:
-    """One observation, and who waits for what to do about it.
+    """One observation and the future that waits for its result.
 
     Attributes:
         deadline: when the caller's plan runs dry, monotonic; None when it has none.
@@ -149,8 +149,8 @@ class Request:
     due: float = math.inf
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+    def is_awaited(self) -> bool:
+        """Whether somebody still waits for the result."""
         return not self.outcome.done()
 
 
@@ -161,7 +161,7 @@ class Batch:
     Attributes:
         overdue: seconds after which it keeps others waiting for longer than they have to.
         paused: seconds in which this whole process stood still, and the batch with it.
-        is_left: whether the device goes on without it; it may still come back.
+        is_abandoned: whether the device goes on without it; it may still come back.
     """
 
     members: Sequence[Request]
@@ -169,11 +169,11 @@ class Batch:
     started: float
     overdue: float
     paused: float = 0.0
-    is_left: bool = False
+    is_abandoned: bool = False
 
 
-class _Requests:
-    """A queue to the device's thread, which sleeps at a pipe until something comes; one puts, one takes.
+class _RequestPipe:
+    """Queue to the device's thread, which sleeps reading a pipe while it is empty; one producer, one consumer.
 
     Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes the other thread, which wakes
     up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the event loop takes 7 us instead
@@ -184,17 +184,17 @@ class _Requests:
         self._waiting: deque[Request | None] = deque()
         self._is_reader_asleep = False
         self._read_end, self._write_end = os.pipe()
-        weakref.finalize(self, _close, self._read_end, self._write_end).atexit = False
+        weakref.finalize(self, _close_descriptors, self._read_end, self._write_end).atexit = False
 
     def put(self, request: Request | None) -> None:
-        """Add one; None ends the thread."""
+        """Append a request; None ends the thread."""
         self._waiting.append(request)
         if self._is_reader_asleep:
             self._is_reader_asleep = False
             os.write(self._write_end, b"\0")
 
-    def take(self) -> Request | None:
-        """The oldest.
+    def get(self) -> Request | None:
+        """Remove and return the oldest request.
 
         Raises:
             IndexError: there is none.
@@ -202,7 +202,7 @@ class _Requests:
         return self._waiting.popleft()
 
     def wait(self) -> None:
-        """Sleep until there is one."""
+        """Sleep until there is a request."""
         while not self._waiting:
             self._is_reader_asleep = True
             # Looked at again: what was put before that was said has woken nobody.
@@ -211,21 +211,21 @@ class _Requests:
             self._is_reader_asleep = False
 
 
-def _close(*descriptors: int) -> None:
+def _close_descriptors(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 @dataclass
 class _Inbox:
-    """What a thread hands on to the one that takes over."""
+    """The queues of a device, handed from a thread to the one that replaces it."""
 
-    requests: _Requests = field(default_factory=_Requests)
-    batching: Batching[Request] = field(default_factory=Batching)
+    requests: _RequestPipe = field(default_factory=_RequestPipe)
+    scheduler: BatchScheduler[Request] = field(default_factory=BatchScheduler)
 
 
 class InferenceWorker:
-    """Requests in, chunks out; everything but the work itself belongs to the event loop it is used on.
+    """A `DeviceWorker` for a device of this process; only the inference itself leaves the event loop.
 
     Attributes:
         abandoned: threads left behind in a batch that did not return in time.
@@ -243,33 +243,33 @@ class InferenceWorker:
         self.batches: dict[int, int] = {}
         self._requests: set[Request] = set()
         self._is_closed = False
-        self._busy: deque[tuple[float, float]] = deque(maxlen=256)
+        self._busy_spans: deque[tuple[float, float]] = deque(maxlen=256)
         self._name = name
         self._niceness = niceness
         self._inbox = _Inbox()
         self._lock = threading.Lock()
         self._current: Batch | None = None
-        self._left: list[Batch] = []
+        self._abandoned_batches: list[Batch] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._thread = self._start()
+        self._thread = self._start_thread()
 
     @property
     def pending(self) -> int:
-        """Requests that nobody has answered yet."""
+        """Requests that have no answer yet."""
         return len(self._requests)
 
     @property
     def waiting(self) -> int:
-        """Requests not yet begun."""
-        running = [*self._left, *filter(None, (self._current,))]
-        begun = sum(member.is_wanted and member.batch is batch for batch in running for member in batch.members)
+        """Requests that have not begun to run."""
+        running = [*self._abandoned_batches, *filter(None, (self._current,))]
+        begun = sum(member.is_awaited and member.batch is batch for batch in running for member in batch.members)
         return max(self.pending - begun, 0)
 
     def load(self, now: float) -> float:
-        """Share of the newest seconds that the device was used."""
-        since = now - LOOKED_BACK
-        spent = [(began, ended) for began, ended in tuple(self._busy) if ended > since]
-        if len(spent) == self._busy.maxlen:
+        """Share of the last seconds that the device was busy."""
+        since = now - LOAD_WINDOW
+        spent = [(began, ended) for began, ended in tuple(self._busy_spans) if ended > since]
+        if len(spent) == self._busy_spans.maxlen:
             since = spent[0][0]  # there were more before them
         return min(sum(ended - max(began, since) for began, ended in spent) / max(now - since, 1e-9), 1.0)
 
@@ -282,7 +282,7 @@ class InferenceWorker:
         is_alone: bool = False,
         may_move: bool = False,
     ) -> InferenceResult:
-        """Have a policy run on one observation, in a batch with others or alone.
+        """Run a policy on one observation, in a batch with others or alone.
 
         Raises:
             Overdue: with ``may_move``, its batch takes far longer than usual.
@@ -291,7 +291,7 @@ class InferenceWorker:
             Exception: whatever the policy raises for this observation.
         """
         if self._is_closed:
-            raise WorkerClosed(CLOSED)
+            raise WorkerClosed(CLOSED_MESSAGE)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         request = Request(replica, observation, due, loop.create_future(), now, is_alone, may_move)
         self._requests.add(request)
@@ -305,7 +305,7 @@ class InferenceWorker:
             self._requests.discard(request)
 
     async def close(self, within: float) -> bool:
-        """End the thread after its present batch; whether it ended in time (seconds). Nobody is left waiting."""
+        """End the thread after its running batch; returns whether it ended in time. All waiting requests fail."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()  # here and not in another thread: timers belong to the loop
@@ -313,21 +313,21 @@ class InferenceWorker:
         await asyncio.to_thread(self._thread.join, within)
         await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
         for request in tuple(self._requests):
-            if request.is_wanted:
-                request.outcome.set_exception(WorkerClosed(CLOSED))
+            if request.is_awaited:
+                request.outcome.set_exception(WorkerClosed(CLOSED_MESSAGE))
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.
 
     def _start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause = min(OVERDUE, self.stuck_after) / 4
-        self._timer = loop.call_later(pause, self._look, loop, time.monotonic() + pause)
+        pause = min(MIN_OVERDUE, self.stuck_after) / 4
+        self._timer = loop.call_later(pause, self._check_batches, loop, time.monotonic() + pause)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
+    def _check_batches(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
         self._timer = None
         now = time.monotonic()
         current = self._current
-        running = [*self._left, *filter(None, (current,))]
+        running = [*self._abandoned_batches, *filter(None, (current,))]
         if now - expected > self.stuck_after / 10:
             # This whole process stood still.
             for batch in running:
@@ -335,15 +335,20 @@ class InferenceWorker:
         for batch in running:
             ran = now - batch.started - batch.paused
             is_others = len(batch.members) > 1 or self.waiting or any(member.may_move for member in batch.members)
-            if not batch.is_left and ran >= batch.overdue and is_others and len(self._left) < MOST_LEFT:
-                self._leave(batch)
+            if (
+                not batch.is_abandoned
+                and ran >= batch.overdue
+                and is_others
+                and len(self._abandoned_batches) < MAX_ABANDONED
+            ):
+                self._abandon(batch)
             if ran >= self.stuck_after:
-                self._give_up(batch)
-        if self.pending or self._left:
+                self._fail_stuck(batch)
+        if self.pending or self._abandoned_batches:
             self._start_timer(loop)
 
-    def _leave(self, batch: Batch) -> bool:
-        """Go on without a batch in another thread; its members run once more, each alone, or elsewhere.
+    def _abandon(self, batch: Batch) -> bool:
+        """Abandon a running batch with its thread and start another one; members run again alone, or elsewhere.
 
         False when it is over.
         """
@@ -352,124 +357,124 @@ class InferenceWorker:
                 return False
             self._current = None
             self.abandoned += 1
-            batch.is_left = True
-            self._left.append(batch)
-            self._thread = self._start()
+            batch.is_abandoned = True
+            self._abandoned_batches.append(batch)
+            self._thread = self._start_thread()
         overdue = Overdue()
         for member in batch.members:
-            if member.may_move and member.is_wanted:
+            if member.may_move and member.is_awaited:
                 member.outcome.set_exception(overdue)
             elif len(batch.members) > 1:
                 # One of them may be what it does not come back from.
-                self._run_again(member)
+                self._requeue(member)
         return True
 
-    def _give_up(self, batch: Batch) -> None:
-        if not (batch.is_left or self._leave(batch)):
+    def _fail_stuck(self, batch: Batch) -> None:
+        if not (batch.is_abandoned or self._abandon(batch)):
             return
-        self._left = [other for other in self._left if other is not batch]
-        mine = [member for member in batch.members if member.is_wanted and member.batch is batch]
+        self._abandoned_batches = [other for other in self._abandoned_batches if other is not batch]
+        mine = [member for member in batch.members if member.is_awaited and member.batch is batch]
         if mine:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
         for member in mine:
             member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
 
-    def _run_again(self, member: Request) -> None:
-        if member.is_wanted:
+    def _requeue(self, member: Request) -> None:
+        if member.is_awaited:
             member.is_alone, member.batch = True, None
             self._inbox.requests.put(member)
 
     def _set_results(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
-        if self._left:
-            self._left = [other for other in self._left if other is not batch]
+        if self._abandoned_batches:
+            self._abandoned_batches = [other for other in self._abandoned_batches if other is not batch]
         if not isinstance(results, BaseException):
             self.batches[batch.size] = self.batches.get(batch.size, 0) + 1
             for member, result in zip(batch.members, results, strict=True):
                 if not member.outcome.done():
                     member.outcome.set_result(result)
         elif len(batch.members) > 1:
-            if not batch.is_left:
+            if not batch.is_abandoned:
                 for member in batch.members:
-                    self._run_again(member)
-        elif batch.members[0].is_wanted:
-            batch.members[0].outcome.set_exception(_portable(results))
+                    self._requeue(member)
+        elif batch.members[0].is_awaited:
+            batch.members[0].outcome.set_exception(_as_plain_exception(results))
 
     # The thread.
 
-    def _start(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         name = self._name if not self.abandoned else f"{self._name}-{self.abandoned + 1}"
-        thread = threading.Thread(target=self._run, args=(self._inbox, Stacks()), name=name, daemon=True)
+        thread = threading.Thread(target=self._run, args=(self._inbox, StackingBuffers()), name=name, daemon=True)
         thread.start()
         return thread
 
-    def _run(self, inbox: _Inbox, stacks: Stacks) -> None:
+    def _run(self, inbox: _Inbox, stacks: StackingBuffers) -> None:
         lower_priority(self._niceness)
-        while _take_in(inbox):
-            chosen = inbox.batching.choose(time.monotonic())
-            if chosen is None:
+        while _receive_requests(inbox):
+            plan = inbox.scheduler.next_batch(time.monotonic())
+            if plan is None:
                 continue
-            batch = _batch_of(chosen, chosen.line)
+            batch = _start_batch(plan, plan.key)
             with self._lock:
                 self._current = batch
-            found = _infer(batch, chosen.line, stacks)
+            results = _run_batch(batch, plan.key, stacks)
             with self._lock:
                 is_left = self._current is not batch
                 if not is_left:
                     self._current = None
-            self._busy.append((batch.started, time.monotonic()))
-            self._deliver(batch, found)
+            self._busy_spans.append((batch.started, time.monotonic()))
+            self._deliver(batch, results)
             if is_left:
                 return  # somebody else works here now
-            del chosen, batch, found  # with them a policy, and its weights, would wait here for the next request
+            del plan, batch, results  # with them a policy, and its weights, would wait here for the next request
 
-    def _deliver(self, batch: Batch, found: Sequence[InferenceResult] | BaseException) -> None:
+    def _deliver(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
         loop = batch.members[0].outcome.get_loop()
         try:
-            loop.call_soon_threadsafe(self._set_results, batch, found)
+            loop.call_soon_threadsafe(self._set_results, batch, results)
         except RuntimeError:
             # The loop has ended, and whoever waited with it.
             if not loop.is_closed():
                 raise
 
 
-def _take_in(inbox: _Inbox) -> bool:
-    """Let all that came wait for its turn; sleeps when nothing else is to be done. False at the end."""
-    if not len(inbox.batching):
+def _receive_requests(inbox: _Inbox) -> bool:
+    """Move new requests to the scheduler, sleeping while there is nothing to do; False when the worker is closed."""
+    if not len(inbox.scheduler):
         inbox.requests.wait()
     while True:
         try:
-            request = inbox.requests.take()
+            request = inbox.requests.get()
         except IndexError:
             return True
         if request is None:
             return False
         replica = request.replica
         try:
-            frames, shape = frames_of(request.observation), shape_of(request.observation)
+            frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
         except Exception:  # the policy, asked alone, says what is wrong with it
             frames, shape = frozenset(), None
         if request.is_alone or shape is None:
             request.is_alone, shape = True, None
-        latency = replica.costs(frames)
-        soon = request.submitted + 2 * latency.slow(1)
+        latency = replica.latency_model(frames)
+        soon = request.submitted + 2 * latency.p90(1)
         request.due = min(soon if request.deadline is None else request.deadline, request.submitted + LONGEST_WAIT)
-        sizes = (1,) if request.is_alone else replica.can(frames)
+        sizes = (1,) if request.is_alone else replica.batch_sizes(frames)
         # What runs alone has the place in line that its policy has, with such frames.
-        inbox.batching.add((replica, frames, shape), request, latency, sizes)
+        inbox.scheduler.add((replica, frames, shape), request, latency, sizes)
 
 
-def _batch_of(chosen: Chosen[Request], line: Any) -> Batch:
-    replica, frames, _ = line
-    costs = replica.costs(frames)
-    overdue = max(3 * costs.usual(chosen.size), OVERDUE) if costs.is_known else UNKNOWN
-    batch = Batch(chosen.members, chosen.size, time.monotonic(), overdue)
-    for member in chosen.members:
+def _start_batch(plan: BatchPlan[Request], key: Any) -> Batch:
+    replica, frames, _ = key
+    latency = replica.latency_model(frames)
+    overdue = max(3 * latency.median(plan.size), MIN_OVERDUE) if latency.is_measured else OVERDUE_UNMEASURED
+    batch = Batch(plan.members, plan.size, time.monotonic(), overdue)
+    for member in plan.members:
         member.batch = batch
     return batch
 
 
-def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[InferenceResult] | BaseException:
-    replica, frames, shape = line
+def _run_batch(batch: Batch, key: Any, stacks: StackingBuffers) -> Sequence[InferenceResult] | BaseException:
+    replica, frames, shape = key
     members = batch.members
     try:
         if batch.size == 1:
@@ -486,7 +491,7 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[InferenceResult]
     spent = ended - batch.started
     # One that hung for a minute must not turn robots away for as long as it is remembered; a device that got slower is
     # known all the same.
-    replica.costs(frames).learn(batch.size, min(spent, batch.overdue) if batch.is_left else spent)
+    replica.latency_model(frames).record(batch.size, min(spent, batch.overdue) if batch.is_abandoned else spent)
     return [
         InferenceResult(
             # A copy each: what one session does with its rows is nobody else's business.
@@ -502,7 +507,7 @@ def _infer(batch: Batch, line: Any, stacks: Stacks) -> Sequence[InferenceResult]
     ]
 
 
-def _portable(error: BaseException) -> BaseException:
+def _as_plain_exception(error: BaseException) -> BaseException:
     # A future cannot carry a StopIteration, and an exit of that thread is no exit of the process.
     is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
     return error if is_plain else RuntimeError(f"{type(error).__name__} in a policy")

@@ -1,4 +1,4 @@
-"""Engine: sends each request to a device, again elsewhere on failure."""
+"""Inference engine: sends each request to a device, and to another one when that fails."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyFailed
-from service.inference.admission import Admission, FrameSizes, Reservations
+from service.inference.admission import Admission, ReadFrameSizes, Reservations
 from service.inference.device_worker import (
     DeviceGone,
     DeviceWorker,
@@ -25,17 +25,17 @@ from service.inference.device_worker import (
     WorkerClosed,
 )
 from service.inference.loaded_policy import (
+    FrameSizes,
     InferenceResult,
     InferenceStuck,
     LoadedPolicy,
     LoadPolicy,
     Policy,
     Replica,
-    Sizes,
-    in_words,
+    describe_sizes,
 )
-from service.inference.policy_cache import BatchCompiler, PolicyCache, in_short, let_go
-from service.inference.progress import Durations
+from service.inference.policy_cache import BatchCompiler, PolicyCache, clear_frames, summarize_error
+from service.inference.progress import LoadDurations
 from service.inference.replicas import Devices, ReplicaManager
 from service.threads import call_in_thread
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Sends each request to the least busy device, and to another one where that fails.
+    """Sends each request to the least busy device, and to another one when that fails.
 
     Failures that another device made good count against the device.
     """
@@ -55,7 +55,7 @@ class Dispatcher:
     async def run(
         self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray], due: float | None, *, is_alone: bool
     ) -> InferenceResult:
-        """The answer of some device.
+        """Run the policy on some device.
 
         Args:
             due: when the caller's plan runs dry, on the monotonic clock; as soon as possible when None.
@@ -73,7 +73,7 @@ class Dispatcher:
                 replica, observation, due, is_alone=is_alone, may_move=loaded.is_on_several_devices
             )
         except DeviceGone as error:
-            self._replica_manager.leave(replica.policy.device, str(error))
+            self._replica_manager.retire_device(replica.policy.device, str(error))
             return await self.run(loaded, observation, due, is_alone=is_alone)
         except (JaxModelsError, InputRefused, WorkerClosed) as error:
             _raise_refusal(error)
@@ -87,7 +87,7 @@ class Dispatcher:
         return result
 
     def _busyness(self, replica: Replica) -> tuple[bool, int, float]:
-        """Sort key: late answers, then requests under way; of equals, the one used longest ago comes first."""
+        """Sort key of devices: late ones last, then by requests under way, then by when they were last used."""
         worker = self._devices.workers[replica.worker_id]
         return worker.is_late, worker.pending, worker.last_used_at
 
@@ -99,7 +99,7 @@ class Dispatcher:
         due: float | None,
         failure: Exception,
     ) -> InferenceResult:
-        """What another device answers, or the first one does after all, whichever comes first."""
+        """Ask another device, and return its answer or a late one of the first device, whichever comes first."""
         late = failure.answer if isinstance(failure, Overdue) else None
         # Some may have left while the first one was waited for.
         others = [replica for replica in loaded.usable if replica.policy.device != failed.policy.device]
@@ -108,7 +108,7 @@ class Dispatcher:
         other = min(others, key=self._busyness) if others else failed
         tasks = [asyncio.create_task(self._run_alone(other, observation, due))] if others else []
         try:
-            result = await _first_good([*tasks, *filter(None, (late,))])
+            result = await _first_success([*tasks, *filter(None, (late,))])
         except DeviceGone:
             raise
         except Exception as error:
@@ -132,12 +132,12 @@ class Dispatcher:
         try:
             return await self._devices.workers[replica.worker_id].submit(replica, observation, due, is_alone=True)
         except DeviceGone as error:
-            self._replica_manager.leave(replica.policy.device, str(error))
+            self._replica_manager.retire_device(replica.policy.device, str(error))
             raise
 
 
-async def _first_good(answers: Sequence[asyncio.Future[InferenceResult]]) -> InferenceResult:
-    """The first that is no error.
+async def _first_success(answers: Sequence[asyncio.Future[InferenceResult]]) -> InferenceResult:
+    """Return the first result that is no error.
 
     Raises:
         DeviceGone: one of them is gone, and the others are no better: it can be asked of others yet.
@@ -154,40 +154,40 @@ async def _first_good(answers: Sequence[asyncio.Future[InferenceResult]]) -> Inf
 
 
 def _raise_refusal(error: Exception) -> NoReturn:
-    """Raise an error again, in words that a session may hear."""
+    """Raise an error as one whose text clients may read."""
     if isinstance(error, PolicyFailed):
         raise error
     if isinstance(error, JaxModelsError):
         raise PolicyFailed(f"the policy refused its input: {error}") from error
     logger.error("a policy raised", exc_info=error)
-    let_go(error)
-    raise PolicyFailed(f"the policy raised {type(error).__name__} {in_short(error)}") from error
+    clear_frames(error)
+    raise PolicyFailed(f"the policy raised {type(error).__name__} {summarize_error(error)}") from error
 
 
 __all__ = [
     "Admission",
     "Engine",
+    "FrameSizes",
     "InferenceResult",
     "InferenceStuck",
     "LoadPolicy",
     "LoadedPolicy",
     "Policy",
-    "Sizes",
-    "in_words",
+    "describe_sizes",
 ]
 
 
 # Seconds that a trial waits for a moment in which no robot waits.
-TRIAL_WAIT = 1.0
+MAX_TRIAL_WAIT = 1.0
 # Requests of a caller that have to go well after one that failed, before they are batched with others again.
 PROBATION = 16
 # Seconds without a question after which nobody is served: clients without a control loop here ask when they like.
-QUIET = 3.0
+QUIET_SECONDS = 3.0
 
 
 @dataclass(eq=False, slots=True)
 class _Caller:
-    """What the engine knows of somebody who sends requests.
+    """State of one sender of requests.
 
     Attributes:
         turn: held by the request that is under way; the caller's others wait for it.
@@ -199,7 +199,7 @@ class _Caller:
 
 
 class Engine:
-    """Loads policies in threads of their own, and runs each device's in batches on one thread of that device.
+    """Loads policies in their own threads and runs each device's batches on one thread per device.
 
     Requests wait for the device and go together where that makes nobody late (``service.inference.batching``). A batch
     that fails runs again member by member, so that only the one whose observation it was fails; one that takes far
@@ -220,26 +220,26 @@ class Engine:
         stuck_after: float = 5.0,
         niceness: int = 5,
         switch_interval: float | None = 0.001,
-        durations: Durations | None = None,
+        durations: LoadDurations | None = None,
         batch_sizes: Sequence[int] = (1,),
         devices: Sequence[str] = (),
-        load: float | None = None,
-        are_elsewhere: bool = False,
-        patience: float = 60.0,
+        max_load: float | None = None,
+        are_remote: bool = False,
+        join_timeout: float = 60.0,
         load_timeout: float = 600.0,
     ):
-        """One request at a time unless ``batch_sizes`` names larger ones.
+        """Create the engine with one thread per device; without ``batch_sizes`` requests run one at a time.
 
         Args:
             devices: where policies run, each a copy; the one that it was loaded on when there are none. A device that
                 is named twice runs two batches at a time.
-            load: share of the devices' time that may be promised; no end of it when None.
-            are_elsewhere: devices are not of this process: there are none until one joins, see ``join``.
-            patience: seconds that a request then waits for one to join, where none works.
+            max_load: share of the devices' time that may be promised; no end of it when None.
+            are_remote: devices are not of this process: there are none until one joins, see ``add_device``.
+            join_timeout: seconds that a request then waits for one to join, where none works.
             load_timeout: seconds that building and compiling a policy may take; that of others is theirs.
         """
         self.stuck_after = stuck_after
-        self.durations = durations or Durations()
+        self.durations = durations or LoadDurations()
         self.has_running_robot: Callable[[], bool] = lambda: False
         self._niceness = niceness
         # Python's default of 5 ms is how long a thread in Python code may keep the event loop waiting.
@@ -247,28 +247,28 @@ class Engine:
             sys.setswitchinterval(switch_interval)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pending, self._last_used_at = 0, -QUIET
+        self._pending, self._last_used_at = 0, -QUIET_SECONDS
         self._callers: WeakKeyDictionary[object, _Caller] = WeakKeyDictionary()
-        self._claims = Reservations(load)
+        self._reservations = Reservations(max_load)
         workers: Sequence[DeviceWorker] = ()
-        if not are_elsewhere:
+        if not are_remote:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
-        self._devices = Devices(workers, devices, patience if are_elsewhere else 0.0)
-        self._growth = BatchCompiler(batch_sizes, self._may_grow, niceness)
-        limit = math.inf if are_elsewhere else load_timeout
-        self._store = PolicyCache(
-            self._devices.replicas, self._ready, niceness, are_elsewhere=are_elsewhere, limit=limit
+        self._devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
+        self._batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
+        limit = math.inf if are_remote else load_timeout
+        self._policy_cache = PolicyCache(
+            self._devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
         )
-        self._replica_manager = ReplicaManager(self._devices, self._store)
+        self._replica_manager = ReplicaManager(self._devices, self._policy_cache)
         self._dispatcher = Dispatcher(self._devices, self._replica_manager)
 
     @property
     def building(self) -> asyncio.Semaphore:
-        """Held by whatever loads or compiles, so that only one thing at a time does."""
-        return self._store.building
+        """Semaphore held while something loads or compiles, so that only one thing at a time does."""
+        return self._policy_cache.building
 
-    def policy(
+    def open_policy(
         self,
         load: LoadPolicy,
         path: str,
@@ -278,7 +278,7 @@ class Engine:
         folder: str | None = None,
         like: Policy | None = None,
     ) -> AbstractAsyncContextManager[LoadedPolicy]:
-        """A loaded and compiled policy, for as long as the context lasts.
+        """Load and compile a policy; it stays in memory as long as the context lasts.
 
         Args:
             on_progress: gets short words (``downloading``, ``reading``, ``compiling``), in another thread.
@@ -288,64 +288,64 @@ class Engine:
         Raises:
             PolicyError: it cannot be loaded or compiled.
         """
-        return self._store.policy(load, path, revision, on_progress, folder=folder, like=like)
+        return self._policy_cache.open_policy(load, path, revision, on_progress, folder=folder, like=like)
 
     @property
     def first_device(self) -> str | None:
-        """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
+        """The device that policies are loaded to first, as the settings name it; None when they name none."""
         return self._devices.first
 
-    def _ready(self, served: LoadedPolicy) -> None:
-        self._replica_manager.add_policy(served)
-        for frames in served.replicas[0].prepared:
-            self._growth.want(served, dict(frames))
+    def _on_policy_loaded(self, loaded: LoadedPolicy) -> None:
+        self._replica_manager.add_policy(loaded)
+        for frames in loaded.replicas[0].compiled_frames:
+            self._batch_compiler.schedule(loaded, dict(frames))
 
-    def join(self, device: str, worker: DeviceWorker) -> None:
-        """Have policies run on one more device, too, as soon as those that are loaded were put there.
+    def add_device(self, device: str, worker: DeviceWorker) -> None:
+        """Add a device at runtime; it is used once the loaded policies are copied to it.
 
         Args:
             device: what policies call it, a name that no other one had.
         """
-        self._replica_manager.join(device, worker)
+        self._replica_manager.add_device(device, worker)
 
-    def leave(self, device: str, why: str) -> None:
-        """Ask nothing of a device any more; what it was asked, others are."""
-        self._replica_manager.leave(device, why)
+    def retire_device(self, device: str, why: str) -> None:
+        """Send no more requests to a device; its pending ones go to others."""
+        self._replica_manager.retire_device(device, why)
 
-    async def complete(self, device: str) -> None:
-        """Put on a device what is loaded and could not be put there before; without an error where it cannot again."""
-        await self._replica_manager.complete(device)
+    async def copy_missing_policies(self, device: str) -> None:
+        """Copy to a device the loaded policies that it could not get before; failures are only logged."""
+        await self._replica_manager.copy_missing_policies(device)
 
     @property
-    def failed(self) -> Collection[str]:
-        """Names of devices that are not asked any more."""
-        return self._devices.health.out
+    def failed_devices(self) -> Collection[str]:
+        """Names of devices that are no longer used because they failed."""
+        return self._devices.health.failed
 
-    async def forget(self, device: str) -> None:
-        """Let go of a device that left."""
-        await self._replica_manager.forget(device)
+    async def remove_device(self, device: str) -> None:
+        """Remove a device that left, and close its workers."""
+        await self._replica_manager.remove_device(device)
 
-    def _may_grow(self) -> bool:
-        is_quiet = time.monotonic() >= self._last_used_at + QUIET
+    def _may_compile_batches(self) -> bool:
+        is_quiet = time.monotonic() >= self._last_used_at + QUIET_SECONDS
         return is_quiet and not (self._pending or self.building.locked() or self.has_running_robot())
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether no larger batch is being compiled, as may be when a robot is started; ``rest`` waits for its end."""
-        return self._growth.is_at_rest
+    def is_batch_compiler_idle(self) -> bool:
+        """Whether no larger batch size is being compiled; see ``wait_for_batch_compiler``."""
+        return self._batch_compiler.is_idle
 
-    async def rest(self) -> None:
-        """Wait for the end of what was being compiled when a robot was started; nothing new begins meanwhile."""
-        await self._growth.rest()
+    async def wait_for_batch_compiler(self) -> None:
+        """Wait for the compilation that was under way when a robot was started; no other begins meanwhile."""
+        await self._batch_compiler.wait_until_idle()
 
-    async def compile(self, served: LoadedPolicy, sizes: Sizes) -> None:
-        """Make a policy ready for frames of these sizes, away from the device thread.
+    async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
+        """Compile a policy for frames of these sizes, outside of the device thread.
 
         Raises:
             PolicyFailed: it cannot be compiled for them.
         """
-        await self._store.compile(served, sizes)
-        self._growth.want(served, sizes)
+        await self._policy_cache.compile(loaded, sizes)
+        self._batch_compiler.schedule(loaded, sizes)
 
     async def infer(
         self,
@@ -386,35 +386,39 @@ class Engine:
             known.probation = max(known.probation - 1, 0)
             return result
 
-    def admit(self, served: LoadedPolicy, per_second: float, *, seen: FrameSizes, who: object = None) -> Admission:
-        """Whether there is time for so many more inferences per second of this policy; promises nothing.
+    def check_admission(
+        self, loaded: LoadedPolicy, per_second: float, *, read_sizes: ReadFrameSizes, holder: object = None
+    ) -> Admission:
+        """Return whether the devices have time for so many more inferences per second; reserves nothing.
 
         Args:
-            seen: sizes of the frames that it is to be asked with. Before they are known and measured, they count as
-                those of the session of this policy that costs most, or as those that it was trained with.
-            who: whose claim is to be another one; it counts no more.
+            read_sizes: gives the sizes of the frames that it is asked with. Before they are known and measured, those
+                of this policy's most expensive session count, or those that it was trained with.
+            holder: whose present reservation is to be replaced; it counts no more.
         """
-        return self._claims.admit(served, per_second, seen=seen, who=who)
+        return self._reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
 
-    def claim(self, who: object, served: LoadedPolicy, per_second: float, seen: FrameSizes) -> None:
-        """Promise somebody so many inferences per second, until ``release``; what they take follows the frames."""
-        self._claims.claim(who, served, per_second, seen)
+    def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
+        """Reserve so many inferences per second for a holder, until ``release``; their load follows the frames it
+        sends.
+        """
+        self._reservations.reserve(holder, loaded, per_second, read_sizes)
 
-    def move_claim(self, who: object, served: LoadedPolicy) -> None:
-        """What was promised to somebody is of another policy from now on, which may take more or less of the time."""
-        self._claims.move(who, served)
+    def move_reservation(self, holder: object, loaded: LoadedPolicy) -> None:
+        """Move a holder's reservation to another policy, whose inferences may take more or less time."""
+        self._reservations.move(holder, loaded)
 
-    def release(self, who: object) -> None:
-        """Nothing is promised to them any more."""
-        self._claims.release(who)
+    def release(self, holder: object) -> None:
+        """Release a holder's reservation."""
+        self._reservations.release(holder)
 
-    async def until_idle(self) -> None:
-        """Wait until no session waits for an inference: what has time begins only then."""
+    async def wait_until_idle(self) -> None:
+        """Wait until no session waits for an inference."""
         while self._pending:
             await self._idle.wait()
 
-    async def try_out(self, served: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
-        """One inference that no robot waits for, in a thread that yields to the device thread: chunk and seconds.
+    async def run_trial(self, loaded: LoadedPolicy, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float]:
+        """Run one inference for no robot, at lower priority than theirs; returns the chunk and its seconds.
 
         Raises:
             PolicyFailed: the policy raised.
@@ -422,13 +426,13 @@ class Engine:
 
         def infer() -> tuple[np.ndarray, float]:
             began = time.perf_counter()
-            chunk = served.policy.act(observation)
+            chunk = loaded.policy.act(observation)
             return chunk, time.perf_counter() - began
 
         # Robots that keep the device busy all the time are yielded to by the thread's priority alone.
         with suppress(TimeoutError):
-            async with asyncio.timeout(TRIAL_WAIT):
-                await self.until_idle()
+            async with asyncio.timeout(MAX_TRIAL_WAIT):
+                await self.wait_until_idle()
         try:
             return await call_in_thread(infer, "policy-trial", 2 * self._niceness)
         except PolicyFailed:
@@ -439,27 +443,27 @@ class Engine:
             logger.exception("a policy on trial raised")
             raise PolicyFailed(f"the policy raised {type(error).__name__}; the server's log says more") from error
 
-    def facts(self) -> dict[str, object]:
-        """What is loaded, where it runs, what its batches take and how busy the devices are; JSON-ready."""
-        loaded = self._store.all
+    def get_stats(self) -> dict[str, object]:
+        """Return loaded policies, devices, their load and batch latencies; JSON-ready."""
+        policies = self._policy_cache.all
         return {
-            "device": next((served.policy.device for served in loaded), None),
-            "devices_failed": list(self._devices.health.out),
-            "devices": self._devices.facts(loaded),
-            "policies_loaded": len(loaded),
-            "policies_loading": self._store.loading,
-            "loads_left_behind": self._store.left_behind,
-            "loads_refused": self._store.refusal(),
+            "device": next((loaded.policy.device for loaded in policies), None),
+            "devices_failed": list(self._devices.health.failed),
+            "devices": self._devices.get_stats(policies),
+            "policies_loaded": len(policies),
+            "policies_loading": self._policy_cache.loading_count,
+            "loads_left_behind": self._policy_cache.abandoned_loads,
+            "loads_refused": self._policy_cache.why_refused(),
             "inferences_waiting": self._devices.waiting,
             "threads_replaced": self._devices.abandoned,
-            "batch_sizes_to_compile": self._growth.left,
-            "promised_per_second": round(self._claims.per_second, 2),
-            "promised_load": round(self._claims.share, 4),
+            "batch_sizes_to_compile": self._batch_compiler.remaining,
+            "promised_per_second": round(self._reservations.per_second, 2),
+            "promised_load": round(self._reservations.load, 4),
         }
 
     async def close(self) -> None:
-        """End the device threads; waits a second for an inference that is running. Whoever waits is told."""
-        self._store.close()
-        self._growth.close()
+        """Close the device threads; a running inference gets a second. Pending requests fail."""
+        self._policy_cache.close()
+        self._batch_compiler.close()
         self._replica_manager.close()
         await self._devices.close()

@@ -1,4 +1,4 @@
-"""LoadedPolicy, its inputs, and results of inference."""
+"""Loaded policies: copies per device, what they read, and results of inference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -11,16 +11,16 @@ from jaxmodels.types import TASK
 from service.errors import PolicyFailed
 from service.inference.latency_model import LatencyModel
 
-Sizes = Mapping[str, tuple[int, int]]
+FrameSizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
-Frames = frozenset[tuple[str, tuple[int, int]]]
+FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
 IMAGES = "observation.images."
 # How often a batch size is tried: three times, and more often where there is time for it.
-REHEARSALS = (3, 16)
+PROFILE_RUNS = (3, 16)
 
 
 class Policy(Protocol):
-    """What the engine needs of a policy; ``jaxmodels.Policy`` is one."""
+    """Interface of a policy that the engine runs; ``jaxmodels.Policy`` is one."""
 
     @property
     def requirements(self) -> Requirements: ...
@@ -33,35 +33,35 @@ class Policy(Protocol):
     """What its files are called, when that is known: a commit of the Hub, the hash of a folder."""
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Feature names to arrays with a batch axis -> (b, t, a) float32."""
+        """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
         ...
 
     def prepare_task(self, text: str) -> None:
-        """Read an instruction ahead of ``act``; asked only of policies that read language.
+        """Encode an instruction ahead of ``act``; called only for policies that read language.
 
         Raises JaxModelsError with a text that may be shown: it cannot be read.
         """
         ...
 
-    def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
-        """Make ``act`` quick for batches of frames of these sizes."""
+    def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
+        """Compile ``act`` for batches of frames of these sizes."""
         ...
 
-    def is_compiled(self, batch: int = 1, cameras: Sizes | None = None) -> bool:
-        """Whether it is already."""
+    def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
+        """Return whether ``act`` is compiled for them."""
         ...
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
-        """Seconds that ``act`` takes now for such a batch, measured with zeros; compiled before."""
+    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+        """Return the seconds that ``act`` takes now for such a batch of zeros; it is compiled before."""
         ...
 
     def on(self, device: str) -> "Policy":
-        """The same on another device; on its own, one that shares the weights."""
+        """Return a copy on another device; on its own, one that shares the weights."""
         ...
 
 
 class LoadPolicy(Protocol):
-    """``jaxmodels.load_policy``, or a double."""
+    """Interface of the function that loads a policy: ``jaxmodels.load_policy``, or a double."""
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class LoadPolicy(Protocol):
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Policy:
-        """Called in a worker thread; raises JaxModelsError with a text that may be shown.
+        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that may be shown.
 
         ``like`` is a policy that it gave before: what was compiled for it may be used again.
         """
@@ -80,7 +80,7 @@ class LoadPolicy(Protocol):
 
 
 class InferenceResult(NamedTuple):
-    """A chunk, and where the time went, in seconds.
+    """An action chunk, and where the time went, in seconds.
 
     ``total`` runs from asking to having the numpy result; ``queue`` is waiting for the device thread. ``batch`` is how
     many were answered together.
@@ -96,11 +96,11 @@ class InferenceResult(NamedTuple):
 
 
 class InferenceStuck(PolicyFailed):
-    """An inference did not come back in time; the thread it runs on was given up."""
+    """An inference did not return in time; its thread was abandoned."""
 
 
 class Replica:
-    """A policy on one device.
+    """A policy's copy on one device, with the latencies measured there.
 
     Attributes:
         policy: itself, with its weights there.
@@ -110,75 +110,83 @@ class Replica:
     def __init__(self, policy: Policy, worker_id: int = 0):
         self.policy = policy
         self.worker_id = worker_id
-        self._costs: dict[Frames, LatencyModel] = {}
-        self._sizes: dict[Frames, tuple[int, ...]] = {}
-        self._taken_over: dict[Frames, list[int]] = {}
+        self._latency_models: dict[FrameSizesKey, LatencyModel] = {}
+        self._batch_sizes: dict[FrameSizesKey, tuple[int, ...]] = {}
+        self._inherited: dict[FrameSizesKey, list[int]] = {}
 
     @property
-    def trained(self) -> Frames:
-        """The frames that the policy was trained with."""
+    def trained_frames(self) -> FrameSizesKey:
+        """Frame sizes that the policy was trained with."""
         return frozenset(self.policy.requirements.cameras.items())
 
     @property
-    def prepared(self) -> Sequence[Frames]:
-        """Frames that one at a time can run for."""
-        return tuple(self._sizes)
+    def compiled_frames(self) -> Sequence[FrameSizesKey]:
+        """Frame sizes that batches of one are compiled for."""
+        return tuple(self._batch_sizes)
 
     @property
-    def taken_over(self) -> Sequence[Frames]:
-        """Frames that other weights were asked with in programs that these have, too."""
-        return tuple(self._taken_over)
+    def inherited_frames(self) -> Sequence[FrameSizesKey]:
+        """Frame sizes whose programs and latencies come from another policy."""
+        return tuple(self._inherited)
 
-    def costs(self, frames: Frames) -> LatencyModel:
-        """What batches of frames of these sizes take."""
-        return self._costs.get(frames) or self._costs.setdefault(frames, LatencyModel())
+    def latency_model(self, frames: FrameSizesKey) -> LatencyModel:
+        """Return the latencies of batches of frames of these sizes."""
+        return self._latency_models.get(frames) or self._latency_models.setdefault(frames, LatencyModel())
 
-    def milliseconds(self) -> dict[str, dict[str, float]]:
-        """Batch size to median and p90, JSON-ready; other frames than the policy was trained with are named, too."""
-        own = self.costs(trained := self.trained).milliseconds()
-        others = {in_words(dict(frames)): costs for frames, costs in tuple(self._costs.items()) if frames != trained}
+    def get_latency_stats(self) -> dict[str, dict[str, float]]:
+        """Return batch size to median and p90 in milliseconds, JSON-ready; other frame sizes than the trained ones are
+        named.
+        """
+        own = self.latency_model(trained := self.trained_frames).get_stats()
+        others = {
+            describe_sizes(dict(frames)): costs
+            for frames, costs in tuple(self._latency_models.items())
+            if frames != trained
+        }
         return own | {
             f"{size} of {words}": figures
             for words, costs in sorted(others.items(), key=lambda other: other[0])
-            for size, figures in costs.milliseconds().items()
+            for size, figures in costs.get_stats().items()
         }
 
-    def can(self, frames: Frames) -> tuple[int, ...]:
-        """Batch sizes that can run at once for frames of these sizes."""
-        return self._sizes.get(frames, (1,))
+    def batch_sizes(self, frames: FrameSizesKey) -> tuple[int, ...]:
+        """Return the batch sizes that are compiled for frames of these sizes."""
+        return self._batch_sizes.get(frames, (1,))
 
-    def prepare(self, batch: int, cameras: Sizes | None, rehearsing: float = 0.0) -> None:
-        """Compile a batch size and learn what it takes; blocks, for a thread of its own.
+    def prepare(self, batch: int, cameras: FrameSizes | None, profile_seconds: float = 0.0) -> None:
+        """Compile a batch size and measure its latency. Blocks; call it in a thread of its own.
 
         Args:
-            rehearsing: seconds there are for learning; none where others may be waiting for the device.
+            profile_seconds: seconds there are for learning; none where others may be waiting for the device.
         """
-        frames = self.trained if cameras is None else frozenset(cameras.items())
+        frames = self.trained_frames if cameras is None else frozenset(cameras.items())
         self.policy.compile(batch, cameras)
-        if batch not in self._taken_over.get(frames, ()):
-            self._rehearse(batch, cameras, self.costs(frames), rehearsing)
-        self._sizes[frames] = tuple(sorted({*self.can(frames), batch}))
+        if batch not in self._inherited.get(frames, ()):
+            self._profile(batch, cameras, self.latency_model(frames), profile_seconds)
+        self._batch_sizes[frames] = tuple(sorted({*self.batch_sizes(frames), batch}))
 
-    def _rehearse(self, batch: int, cameras: Sizes | None, costs: LatencyModel, rehearsing: float) -> None:
+    def _profile(self, batch: int, cameras: FrameSizes | None, latency: LatencyModel, profile_seconds: float) -> None:
         spent: list[float] = []
-        fewest, most = REHEARSALS
-        while len(spent) < fewest or (len(spent) < most and sum(spent) < rehearsing):
+        fewest, most = PROFILE_RUNS
+        while len(spent) < fewest or (len(spent) < most and sum(spent) < profile_seconds):
             spent.append(self.policy.rehearse(batch, cameras))
-            costs.learn(batch, spent[-1])
-        costs.renew()
+            latency.record(batch, spent[-1])
+        latency.mark_fresh()
 
-    def take_over(self, before: "Replica") -> None:
-        """What batches took with other weights they take with these, too, where both run the same program.
+    def inherit_latency(self, before: "Replica") -> None:
+        """Take over the latencies of a replica with other weights, where both run the same program.
 
         To be asked before anything is prepared: what is compiled by then was compiled for the other one. Preparing it
         is no more than a trial then.
         """
         if before.policy.requirements != self.policy.requirements:
             return
-        for frames, sizes in tuple(before._sizes.items()):
+        for frames, sizes in tuple(before._batch_sizes.items()):
             shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
-            if known := [size for size in shared if self.costs(frames).take_over(before.costs(frames), size)]:
-                self._taken_over[frames] = known
+            if known := [
+                size for size in shared if self.latency_model(frames).copy_from(before.latency_model(frames), size)
+            ]:
+                self._inherited[frames] = known
 
 
 class LoadedPolicy:
@@ -198,26 +206,26 @@ class LoadedPolicy:
         self.requirements = policy.requirements
         self.replicas: tuple[Replica, ...] = tuple(replicas) or (Replica(policy),)
         self.users = 0
-        self._compiled: set[Frames] = set()
+        self._compiled: set[FrameSizesKey] = set()
         self._use(self.replicas)
 
     @property
     def commit(self) -> str | None:
-        """What its files are called, when that is known."""
+        """Commit or content hash of its files, when that is known."""
         return self.policy.commit
 
     @property
-    def costs(self) -> LatencyModel:
-        """What batches of the frames that it was trained with take on its first device."""
-        return self.replicas[0].costs(self.replicas[0].trained)
+    def latency_model(self) -> LatencyModel:
+        """Latencies on the first device, for frames of the sizes that the policy was trained with."""
+        return self.replicas[0].latency_model(self.replicas[0].trained_frames)
 
-    def add(self, replica: Replica) -> None:
-        """It runs on one more device, where it was made ready for all that it is ready for here."""
+    def add_replica(self, replica: Replica) -> None:
+        """Add a copy on one more device; it is compiled for all that the others are compiled for."""
         self.replicas = (*self.replicas, replica)
         self._compiled.clear()
 
-    def keep_working(self, works: Callable[[Replica], bool], *, may_wait: bool) -> None:
-        """Send requests to those copies only that work.
+    def use_working(self, works: Callable[[Replica], bool], *, may_wait: bool) -> None:
+        """Send requests only to the replicas that work.
 
         Args:
             may_wait: where none works, requests wait for another device; else they go to all that there are.
@@ -232,16 +240,16 @@ class LoadedPolicy:
         self.usable = replicas
         self.is_on_several_devices = len({replica.policy.device for replica in replicas}) > 1
 
-    def is_compiled(self, sizes: Sizes) -> bool:
-        """Whether frames of these sizes can be acted on at once. Asked at every inference, so remembered."""
+    def is_compiled(self, sizes: FrameSizes) -> bool:
+        """Return whether all replicas are compiled for frames of these sizes. Asked at every inference, so cached."""
         key = frozenset(sizes.items())
         if key not in self._compiled and all(replica.policy.is_compiled(1, sizes) for replica in self.replicas):
             self._compiled.add(key)
         return key in self._compiled
 
 
-def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
-    """The sizes of an observation's frames."""
+def frame_sizes_of(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:
+    """Return the sizes of an observation's frames."""
     return frozenset(
         [
             (name[len(IMAGES) :], value.shape[-3:-1])
@@ -251,8 +259,8 @@ def frames_of(observation: Mapping[str, np.ndarray]) -> Frames:
     )
 
 
-def in_words(sizes: Sizes) -> str:
-    """``480x640 frames``, or camera by camera when they differ."""
+def describe_sizes(sizes: FrameSizes) -> str:
+    """Describe frame sizes as ``480x640 frames``, or camera by camera when they differ."""
     different = {f"{height}x{width}" for height, width in sizes.values()}
     if len(different) == 1:
         return f"{different.pop()} frames"
@@ -261,36 +269,36 @@ def in_words(sizes: Sizes) -> str:
 
 # Characters of an instruction, as the API takes them: one width for all, so that robots with different ones can be
 # inferred for together.
-LONGEST = 4096
+MAX_INSTRUCTION_LENGTH = 4096
 STATE = "observation.state"
 
 
 def task_input(instruction: str | None) -> dict[str, np.ndarray]:
-    """An instruction as the observation of one robot has it; nothing when there is none.
+    """Return an instruction as features of one robot's observation; empty when there is none.
 
     Args:
-        instruction: of at most ``LONGEST`` characters.
+        instruction: of at most ``MAX_INSTRUCTION_LENGTH`` characters.
     """
-    return {} if instruction is None else {TASK: _written(instruction)}
+    return {} if instruction is None else {TASK: _encode_instruction(instruction)}
 
 
 @lru_cache(maxsize=64)
-def _written(instruction: str) -> np.ndarray:
-    """(1,) of 16 KiB, which nobody may write to: robots are told the same over and over."""
-    text = np.array([instruction], f"<U{LONGEST}")
+def _encode_instruction(instruction: str) -> np.ndarray:
+    """Return an instruction as a read-only (1,) array of 16 KiB; cached, as robots repeat theirs."""
+    text = np.array([instruction], f"<U{MAX_INSTRUCTION_LENGTH}")
     text.flags.writeable = False
     return text
 
 
-def select_features(needs: Requirements, seen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What this policy reads of it; pictures are compared elsewhere."""
-    unread = (None if needs.state is not None else STATE, None if needs.language else TASK)
-    return {name: value for name, value in seen.items() if name not in unread}
+def select_features(requirements: Requirements, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the features that a policy reads; frame sizes are compared elsewhere."""
+    unread = (None if requirements.state is not None else STATE, None if requirements.language else TASK)
+    return {name: value for name, value in observation.items() if name not in unread}
 
 
-def check_instruction(needs: Requirements, instruction: str | None) -> str | None:
-    """Why this policy cannot be told that; None when it can, or reads no language."""
-    if not needs.language:
+def check_instruction(requirements: Requirements, instruction: str | None) -> str | None:
+    """Return why a policy cannot use an instruction; None when it can, or reads no language."""
+    if not requirements.language:
         return None
     if instruction is None or not instruction.strip():
         return "the policy does what it is told, in words; send language_instruction, e.g. 'pick up the red cube'"

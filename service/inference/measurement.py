@@ -17,7 +17,7 @@ Fit = Literal["fits", "fits, thinking less often", "does not fit"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one inference or forward pass, from numpy in to numpy out, after warm-up.
+    """Measured seconds of one inference or forward pass, from numpy in to numpy out, after warm-up.
 
     Attributes:
         compile: what the first inference of its shapes took, compiled or read from the cache.
@@ -34,7 +34,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the policy is fast enough.
+    """Whether a policy is fast enough for a rate.
 
     Attributes:
         rate: actions per second.
@@ -48,8 +48,8 @@ class Verdict:
     covered: float
 
 
-def observation_of(requirements: Requirements, seed: int = 0) -> dict[str, np.ndarray]:
-    """An observation that the policy accepts: noise in the pictures, zeros elsewhere; batch of 1."""
+def make_observation(requirements: Requirements, seed: int = 0) -> dict[str, np.ndarray]:
+    """Make an observation that the policy accepts: noise in the images, zeros elsewhere; batch of 1."""
     random = np.random.default_rng(seed)
     found: dict[str, np.ndarray] = {
         f"observation.images.{camera}": random.integers(0, 256, (1, height, width, 3), np.uint8)
@@ -62,7 +62,7 @@ def observation_of(requirements: Requirements, seed: int = 0) -> dict[str, np.nd
     return found | (task_input("go") if requirements.language else {})
 
 
-def measure(
+def measure_policy(
     policy: Policy,
     *,
     runs: int = 100,
@@ -70,8 +70,8 @@ def measure(
     warm_up: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Speed:
-    """Compile for the policy's own sizes, warm up, then time at most ``runs`` inferences or ``seconds``."""
-    observation = observation_of(policy.requirements)
+    """Compile a policy for its own sizes, warm up, then time at most ``runs`` inferences or ``seconds``."""
+    observation = make_observation(policy.requirements)
     started = clock()
     policy.compile(1)
     compiled = clock() - started
@@ -86,7 +86,7 @@ def measure_model(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Speed:
-    """Compile for one element of the size the model was made for, then time at most ``runs`` passes or ``seconds``."""
+    """Compile a model for one element of its own size, then time at most ``runs`` passes or ``seconds``."""
     inputs = model.example()
     compiled = model.compile(inputs)
     return _time(lambda: model.forward(inputs), lambda: model.timings, compiled, runs, seconds, warm_up, clock)
@@ -117,8 +117,8 @@ def _time(
     return Speed(compiled, float(p50), float(p99), medians, len(samples))
 
 
-def judge(requirements: Requirements, speed: Speed, rate: float) -> Verdict:
-    """Whether actions keep coming at ``rate`` per second.
+def assess_speed(requirements: Requirements, speed: Speed, rate: float) -> Verdict:
+    """Return whether a policy of this speed keeps up with ``rate`` actions per second.
 
     A chunk must last while its successor is asked for and computed, from a frame that is itself that old: twice an
     inference, and a tick for each of the two. Within the budget, the policy also looks as often as it was made for.

@@ -1,4 +1,4 @@
-"""Forward passes of models that are no policies, behind all robots.
+"""Model server: forward passes of models that are no policies, at lower priority than robots.
 
 A pass begins only when no session waits for an inference, on a thread of its own with less priority than theirs: an
 inference that is asked for meanwhile does not queue behind it, but shares the device with it. A pass cannot be
@@ -31,7 +31,7 @@ _SAMPLES = 512
 
 
 class Model(Protocol):
-    """What is needed of a model; ``jaxmodels.LoadedModel`` is one."""
+    """Interface of a model; ``jaxmodels.LoadedModel`` is one."""
 
     @property
     def description(self) -> Mapping[str, Any]: ...
@@ -41,34 +41,34 @@ class Model(Protocol):
     def compiled_shapes(self) -> int: ...
 
     def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-        """Inputs of the size it was made for."""
+        """Return inputs of the size that the model was made for."""
         ...
 
     def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """Seconds, bytes of memory and bytes of the answer, estimated."""
+        """Return estimated seconds, bytes of memory and bytes of the answer."""
         ...
 
     def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool: ...
 
     def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
-        """Make ``forward`` quick for these shapes; the seconds it took."""
+        """Compile ``forward`` for these shapes; returns the seconds it took."""
         ...
 
     def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
 
 
 class LoadModel(Protocol):
-    """``jaxmodels.load_model``, or a double."""
+    """Interface of the function that loads a model: ``jaxmodels.load_model``, or a double."""
 
     def __call__(
         self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
     ) -> Model:
-        """Called in a worker thread; raises JaxModelsError with a text that may be shown."""
+        """Load a model; called in a worker thread. Raises JaxModelsError with a text that may be shown."""
         ...
 
 
 class ServedModel:
-    """One model in memory, and how it fared.
+    """One model in memory, with its counters.
 
     Attributes:
         source: the repo, or the last part of the folder's path.
@@ -86,8 +86,8 @@ class ServedModel:
         self.stages = {stage: Recent(_SAMPLES) for stage in STAGES}
         self.dtypes = {entry["name"]: entry["dtype"] for entry in model.description["inputs"]}
 
-    def facts(self) -> dict[str, Any]:
-        """What the API says of it; JSON-ready."""
+    def describe(self) -> dict[str, Any]:
+        """Return what the API answers about the model; JSON-ready."""
         return {
             "name": self.name,
             "source": self.source,
@@ -109,26 +109,26 @@ _NICENESS = 10  # five more than inferences
 
 
 @dataclass(frozen=True)
-class Forwarded:
-    """An answer in pieces, and where the time went, in milliseconds."""
+class ForwardResult:
+    """An encoded answer in pieces, and where the time went, in milliseconds."""
 
     pieces: Sequence[bytes | memoryview]
     timings: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A body, the form it is in, and the form of the answer."""
+class ForwardRequest:
+    """A request for a forward pass: body, its format, and the format of the answer."""
 
     body: Sequence[bytes]
     form: ArrayFormat
-    answer: ArrayFormat
-    asked_at: float = field(default_factory=time.monotonic)
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    answer_form: ArrayFormat
+    received_at: float = field(default_factory=time.monotonic)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Forwards:
-    """The queue of one process; see `Models` for what it is made of."""
+class ForwardQueue:
+    """Queue of the forward passes of one process."""
 
     def __init__(
         self, engine: Engine, settings: ModelSettings, answer_deadline: float, has_running_robot: Callable[[], bool]
@@ -137,31 +137,31 @@ class Forwards:
         self._arrays = ArrayLimits(bytes=settings.max_forward_bytes)
         self._engine = engine
         self._has_running_robot = has_running_robot
-        self._places = 0
+        self._reserved = 0
         self._turn = asyncio.Lock()
-        self._passes: set[asyncio.Task[Forwarded]] = set()
+        self._passes: set[asyncio.Task[ForwardResult]] = set()
         self._worker: Worker | None = None
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place for one request, to be had before its body is read.
+    def reserve_slot(self) -> Iterator[None]:
+        """Reserve a slot for one request, before its body is read.
 
         Raises:
             ModelBusy: all are taken.
         """
-        if self._places >= self.settings.max_forwards:
-            raise ModelBusy(f"{self._places} forward passes are asked for already; try again in a moment")
-        self._places += 1
+        if self._reserved >= self.settings.max_forwards:
+            raise ModelBusy(f"{self._reserved} forward passes are asked for already; try again in a moment")
+        self._reserved += 1
         try:
             yield
         finally:
-            self._places -= 1
+            self._reserved -= 1
 
-    async def forward(self, served: ServedModel, ask: Ask, place: ExitStack) -> Forwarded:
-        """One pass, from a body to a body.
+    async def forward(self, served: ServedModel, request: ForwardRequest, slot: ExitStack) -> ForwardResult:
+        """Run one forward pass, from an encoded body to an encoded answer.
 
         Args:
-            place: of this request; when the caller leaves before the pass is over, it is kept until then.
+            slot: of this request; when the caller leaves before the pass is over, it is kept until then.
 
         Raises:
             InvalidRequest: the body does not fit the model.
@@ -169,7 +169,7 @@ class Forwards:
             ModelBusy: it was not done in time.
             ModelFailed: the model raised.
         """
-        task = asyncio.create_task(self._pass(served, ask), name=f"forward {served.name}")
+        task = asyncio.create_task(self._run_in_turn(served, request), name=f"forward {served.name}")
         self._passes.add(task)
         task.add_done_callback(self._passes.discard)
         # Looked at here, or it would be reported as lost when nobody waits for it.
@@ -184,17 +184,17 @@ class Forwards:
                 "before it come first"
             ) from None
         finally:
-            ask.given_up.set()
+            request.cancelled.set()
             if not task.done():
-                kept = place.pop_all()
+                kept = slot.pop_all()
                 task.add_done_callback(lambda task: kept.close())
 
-    async def _pass(self, served: ServedModel, ask: Ask) -> Forwarded:
+    async def _run_in_turn(self, served: ServedModel, request: ForwardRequest) -> ForwardResult:
         async with self._turn:
-            if ask.given_up.is_set():
+            if request.cancelled.is_set():
                 raise ModelBusy("given up")
             try:
-                return await self._run(served, ask)
+                return await self._run(served, request)
             except ServiceError:
                 served.errors += 1
                 raise
@@ -206,38 +206,40 @@ class Forwards:
                 logger.exception("model %s raised", served.name)
                 raise ModelFailed(f"the model raised {type(error).__name__}; the server's log says more") from error
 
-    async def _run(self, served: ServedModel, ask: Ask) -> Forwarded:
+    async def _run(self, served: ServedModel, request: ForwardRequest) -> ForwardResult:
         model = served.model
         begun = time.monotonic()
-        inputs = await self._call(lambda: ask.form.decode(b"".join(ask.body), self._arrays, served.dtypes))
+        inputs = await self._call(lambda: request.form.decode(b"".join(request.body), self._arrays, served.dtypes))
         cost = await self._call(lambda: model.cost(inputs))
-        self._check_cost(cost, ask.answer)
-        self._give_way(cost[0])
+        self._check_cost(cost, request.answer_form)
+        self._check_robots(cost[0])
         read = time.monotonic()
         compile_seconds = await self._compile(served, inputs)
         compiled = time.monotonic()
-        if not await _first(self._engine.until_idle(), ask.given_up.wait()):
+        if not await _wait_for_first(self._engine.wait_until_idle(), request.cancelled.wait()):
             raise ModelBusy("given up")
-        self._give_way(cost[0])
+        self._check_robots(cost[0])
         started = time.monotonic()
         outputs = await self._call(lambda: model.forward(inputs))
         seconds = {
-            "queue": begun - ask.asked_at + started - compiled,
+            "queue": begun - request.received_at + started - compiled,
             "read": read - begun,
             **model.timings,
-            "total": time.monotonic() - ask.asked_at,
+            "total": time.monotonic() - request.received_at,
         }
         served.forwards += 1
         for stage, recent in served.stages.items():
             recent.add(seconds.get(stage, 0.0))
         timings = {stage: round(spent * 1e3, 3) for stage, spent in (seconds | {"compile": compile_seconds}).items()}
         try:
-            return Forwarded(await self._call(lambda: ask.answer.encode(outputs, timings)), timings)
+            return ForwardResult(await self._call(lambda: request.answer_form.encode(outputs, timings)), timings)
         except ValueError as error:
             raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz or msgpack") from error
 
     async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compiling takes both cores of a small machine: not while a policy is loaded, and not two at once."""
+        """Compile for new shapes. That takes both cores of a small machine: not while a policy is loaded, nor two at
+        once.
+        """
         if await self._call(lambda: served.model.is_compiled(inputs)):
             return 0.0
         async with self._engine.building:
@@ -270,7 +272,7 @@ class Forwards:
                 "another form: Accept: application/x-npz"
             )
 
-    def _give_way(self, seconds: float) -> None:
+    def _check_robots(self, seconds: float) -> None:
         if seconds > self.settings.forward_beside_robots and self._has_running_robot():
             raise ModelBusy(
                 f"a robot is running, and the forward pass would take about {seconds:.2g} s; beside robots it may take "
@@ -283,15 +285,15 @@ class Forwards:
         return await self._worker.submit(call).outcome
 
     async def close(self) -> None:
-        """End the thread; waits a second for a pass that is running."""
+        """Close the thread; a running pass gets a second."""
         for task in self._passes:
             task.cancel()
         if self._worker is not None and not await asyncio.to_thread(self._worker.close, 1.0):
             logger.warning("a forward pass is still running; it is left behind")
 
 
-async def _first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
-    """Wait for either; whether the wanted one came."""
+async def _wait_for_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Wait for either of two; returns whether the first one is done."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -301,7 +303,7 @@ async def _first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
             task.cancel()
 
 
-class Models:
+class ModelServer:
     """All models of one process.
 
     Attributes:
@@ -322,23 +324,23 @@ class Models:
             answer_deadline: seconds from the whole body to the answer; a pass that is estimated to take longer is
                 refused at once.
         """
-        self.forwards = Forwards(engine, settings or ModelSettings(), answer_deadline, has_running_robot)
+        self.forwards = ForwardQueue(engine, settings or ModelSettings(), answer_deadline, has_running_robot)
         self._engine = engine
         self._models: dict[str, ServedModel] = {}
 
     async def load(self, name: str, path: str, revision: str | None, load: LoadModel) -> ServedModel:
-        """Load, compile and run at the size it was made for.
+        """Load a model, compile it, and run it at the size it was made for.
 
         Raises:
             ModelError: it cannot be loaded.
         """
 
-        def tell(stage: str) -> None:
+        def log_stage(stage: str) -> None:
             if stage != "ready":  # it still has to be compiled
                 logger.info("model %s: %s", name, stage)
 
         def load_and_run() -> tuple[str, Model]:
-            model = load(path, revision, on_progress=tell)
+            model = load(path, revision, on_progress=log_stage)
             inputs = model.example()
             logger.info("model %s: compiling", name)
             model.compile(inputs)
@@ -367,11 +369,11 @@ class Models:
         return served
 
     def list(self) -> list[ServedModel]:
-        """All models, in the order of the settings."""
+        """Return all models, in the order of the settings."""
         return list(self._models.values())
 
     def get(self, name: str) -> ServedModel:
-        """The model of this name.
+        """Return the model of this name.
 
         Raises:
             UnknownModel: there is none.
@@ -382,5 +384,5 @@ class Models:
         return self._models[name]
 
     async def close(self) -> None:
-        """End the thread that runs them; waits a second for a pass that is running."""
+        """Close the thread that runs the models; a running pass gets a second."""
         await self.forwards.close()

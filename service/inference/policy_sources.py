@@ -1,4 +1,4 @@
-"""Folders and Hub repos that policies may come from.
+"""Policy sources: folders and Hub repos that policies may come from, and loaders that keep to them.
 
 ``policy_path`` comes over the wire. A server that only its own machine reaches, and that wants no key, takes every
 policy that its user could load; any other takes what was configured and nothing else.
@@ -19,8 +19,8 @@ from service.errors import InvalidRequest, PolicyError, ServiceError
 from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
 from service.inference.model_server import LoadModel, Model
-from service.inference.policy_cache import cut
-from service.inference.sandbox import CheckpointSandbox, Load
+from service.inference.policy_cache import truncate_error
+from service.inference.sandbox import CheckpointSandbox, LoadJob
 from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
@@ -28,31 +28,31 @@ logger = logging.getLogger(__name__)
 # Called in a thread: path or repo id, revision.
 ReadRequirements = Callable[[str, str | None], Requirements]
 # Looks at a time; each may wait for the Hub.
-AT_ONCE = 2
+MAX_CONCURRENT_READS = 2
 
 
 class PolicyReader:
-    """Reads what policies need, away from the event loop and below it."""
+    """Reads the requirements of policies in threads below the event loop's priority."""
 
-    def __init__(self, read: ReadRequirements, at_once: int = AT_ONCE):
+    def __init__(self, read: ReadRequirements, concurrency: int = MAX_CONCURRENT_READS):
         self._read = read
-        self._places = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(concurrency)
 
     async def read(self, path: str, revision: str | None) -> Requirements:
-        """What a policy needs.
+        """Return a policy's requirements.
 
         Raises:
             PolicyError: it cannot be read.
         """
-        async with self._places:
-            load = Load()
+        async with self._slots:
+            load = LoadJob()
             try:
                 return await call_in_thread(lambda: load.run(lambda: self._read(path, revision)), "policy-reader", 5)
             except asyncio.CancelledError:
-                load.end("nobody waits for it any more")
+                load.cancel("nobody waits for it any more")
                 raise
             except JaxModelsError as error:
-                raise PolicyError(f"policy {path!r} cannot be used: {cut(error)}") from error
+                raise PolicyError(f"policy {path!r} cannot be used: {truncate_error(error)}") from error
             except ServiceError:
                 raise  # a place that is not allowed
             except Exception as error:
@@ -65,7 +65,7 @@ class PolicyReader:
 
 log = logging.getLogger(__name__)
 
-REPO = re.compile(r"(?P<owner>[\w.-]{1,96})/[\w.-]{1,96}", re.ASCII)
+REPO_ID = re.compile(r"(?P<owner>[\w.-]{1,96})/[\w.-]{1,96}", re.ASCII)
 HINT = (
     "it is neither in a folder of the setting policy_roots nor a Hub repo (owner/name) of one in policy_owners; "
     "whoever runs the server may start it with --policy-roots FOLDER or --policy-owners OWNER"
@@ -73,12 +73,12 @@ HINT = (
 # Whoever has an account can open one in the repo of an allowed owner, with a policy of theirs.
 _PULL_REQUEST = re.compile(r"(refs/)?pr/.*|refs/convert/.*", re.IGNORECASE | re.DOTALL)
 # What could be opened of a folder, which is asked again of every file when it is opened (`jaxmodels.PolicyFolder`).
-_OPENED = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
+_READABLE_FILES = re.compile(r".+\.(json|safetensors)|orbax", re.DOTALL)
+_CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 
 
-class PolicyPlaces:
-    """The rules of one server.
+class SourceRules:
+    """Folders and Hub owners that policies may come from.
 
     Args:
         roots: folders; those that are not there (yet) hold nothing.
@@ -92,7 +92,7 @@ class PolicyPlaces:
         self.is_open = is_open and not self._roots and not self._owners
 
     def check(self, path: str, field: str = "policy_path", revision: str | None = None) -> None:
-        """Refuse a place that is not allowed. Looks at the disk, so it is called where that may take a moment.
+        """Refuse a policy path that is not allowed. Reads the disk, so it is called where that may take a moment.
 
         The message is the same whether there is such a folder or not: it tells nobody what this machine has.
 
@@ -106,7 +106,7 @@ class PolicyPlaces:
         self.check_revision(revision, field.replace("policy_path", "revision"))
 
     def check_revision(self, revision: str | None, field: str = "revision") -> None:
-        """Refuse a revision that is of anybody's: a pull request.
+        """Refuse a revision that anybody may have opened: a pull request.
 
         Raises:
             InvalidRequest: at ``field``.
@@ -118,8 +118,10 @@ class PolicyPlaces:
                 ("body", field),
             )
 
-    def guarded(self, load: LoadPolicy) -> LoadPolicy:
-        """The same, but nothing is loaded from elsewhere: sessions of before a restart are asked again, too."""
+    def guard_loader(self, load: LoadPolicy) -> LoadPolicy:
+        """Return a loader that refuses paths that are not allowed; sessions from before a restart are checked again,
+        too.
+        """
 
         def load_allowed(path: str, revision: str | None = None, /, *, like: Any = None, **more: Any) -> Policy:
             if like is None:  # an update comes from the server's own copies of what was checked
@@ -131,8 +133,8 @@ class PolicyPlaces:
 
         return load_allowed
 
-    def guarded_reading(self, read: ReadRequirements) -> ReadRequirements:
-        """The same for whoever only wants to know what a policy needs."""
+    def guard_reader(self, read: ReadRequirements) -> ReadRequirements:
+        """Return a reader of requirements that refuses paths that are not allowed."""
 
         def read_allowed(path: str, revision: str | None) -> Requirements:
             self.check(path, revision=revision)
@@ -147,32 +149,33 @@ class PolicyPlaces:
             if not folder.is_dir() or not _is_in(folder, roots):
                 return False
             names = sorted(os.listdir(folder))
-            known = [(folder / name).resolve(strict=True) for name in names if _OPENED.fullmatch(name)]
+            known = [(folder / name).resolve(strict=True) for name in names if _READABLE_FILES.fullmatch(name)]
         except (OSError, RuntimeError, ValueError):  # no such place, a loop of links, no text
             return False
-        if ignored := [name for name in names if name.endswith(_PICKLES)]:
+        if ignored := [name for name in names if name.endswith(_CODE_SUFFIXES)]:
             log.info("policy folder %s: %s may run code and are not opened", folder.name, ", ".join(ignored[:20]))
         # A link among its files must not lead out of the roots either.
         return all(_is_in(file, roots) for file in known)
 
     def _is_of_an_owner(self, path: str) -> bool:
-        match = REPO.fullmatch(path)
+        match = REPO_ID.fullmatch(path)
         if match is None or match["owner"].lower() not in self._owners or ".." in path:
             return False
         # What is a folder here would be loaded from here, and it is in none of the roots.
         return not os.path.isdir(path)
 
 
-def opened_in(settings: PolicySettings) -> tuple[Path, ...] | None:
-    """Where a folder's files have to be when they are opened; None where whatever folder was allowed may be used."""
+def allowed_roots(settings: PolicySettings) -> tuple[Path, ...] | None:
+    """Return the folders in which a policy's files must be when they are opened; None for any allowed one."""
     if not (settings.policy_roots or settings.policy_owners):
         return None
     return tuple(Path(os.path.expanduser(root)) for root in settings.policy_roots)
 
 
-def copies_in(folder: str | Path) -> tuple[Path, ...]:
-    """The same for an update, which comes from the server's own copies: in the folder itself, or beside it, where a
-    snapshot of the Hub's cache links to."""
+def copy_roots(folder: str | Path) -> tuple[Path, ...]:
+    """Return the folders in which the server's own copy of an update has its files: the folder itself, or the Hub's
+    cache that its snapshot links to.
+    """
     place = Path(os.path.expanduser(folder))
     return (place.parent.parent if place.parent.name == "snapshots" else place,)
 
@@ -182,14 +185,14 @@ def _is_in(path: Path, roots: Iterable[Path]) -> bool:
 
 
 # Seconds that reading the small files of a policy may take.
-CHECK_PATIENCE = 15.0
+DESCRIBE_TIMEOUT = 15.0
 
 
-def policy_loader(settings: PolicySettings, first_device: Callable[[], str | None]) -> LoadPolicy:
-    """Loads to the first device that works, where devices are named."""
+def make_policy_loader(settings: PolicySettings, first_device: Callable[[], str | None]) -> LoadPolicy:
+    """Return a function that loads policies to the first device that works, when devices are named."""
 
     def load(path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
-        name_caches(settings)
+        set_cache_folders(settings)
         return jaxmodels.load_policy(
             path,
             revision,
@@ -199,35 +202,35 @@ def policy_loader(settings: PolicySettings, first_device: Callable[[], str | Non
             on_progress=on_progress,
             inspect=CheckpointSandbox(settings.load_memory),
             largest=settings.policy_bytes,
-            roots=opened_in(settings) if like is None else copies_in(path),
+            roots=allowed_roots(settings) if like is None else copy_roots(path),
         )
 
     return load
 
 
-def requirements_reader(settings: PolicySettings) -> ReadRequirements:
-    """Finds out what a policy needs before it is loaded; a process of its own reads the files."""
-    inspection = CheckpointSandbox(settings.load_memory, patience=CHECK_PATIENCE)
+def make_requirements_reader(settings: PolicySettings) -> ReadRequirements:
+    """Return a function that reads a policy's requirements in a sandboxed process, before it is loaded."""
+    sandbox = CheckpointSandbox(settings.load_memory, timeout=DESCRIBE_TIMEOUT)
 
     def read(path: str, revision: str | None) -> jaxmodels.Requirements:
-        name_caches(settings)
-        return jaxmodels.read_requirements(path, revision, read=inspection.describe, roots=opened_in(settings))
+        set_cache_folders(settings)
+        return jaxmodels.read_requirements(path, revision, read=sandbox.describe, roots=allowed_roots(settings))
 
     return read
 
 
-def model_loader(settings: PolicySettings) -> LoadModel:
-    """Loads the models of the settings."""
+def make_model_loader(settings: PolicySettings) -> LoadModel:
+    """Return a function that loads the models of the settings."""
 
     def load(path: str, revision: str | None = None, /, *, on_progress: Any = None) -> Model:
-        name_caches(settings)
+        set_cache_folders(settings)
         return jaxmodels.load_model(path, revision, settings.dtype, settings.device, on_progress=on_progress)
 
     return load
 
 
-def name_caches(settings: PolicySettings) -> None:
-    """Tell JAX and the Hub's library where they keep things."""
+def set_cache_folders(settings: PolicySettings) -> None:
+    """Tell JAX and the Hub's library which cache folders to use."""
     # Both libraries read these when they are first used, which is after this, in a loader's thread.
     if settings.compile_cache is not None:
         os.environ["ROBOJAX_COMPILE_CACHE"] = settings.compile_cache

@@ -1,4 +1,4 @@
-"""Stages of preparing a session, with estimated time left."""
+"""Progress of preparing a session, by stage, with the estimated time left."""
 
 import json
 import logging
@@ -11,37 +11,37 @@ log = logging.getLogger(__name__)
 
 # The steps of a session that is made, in order; a policy on disk skips the first.
 STEPS = ("downloading", "reading", "compiling", "joining rooms")
-KEPT = 5  # newest durations of each step of each policy
-POLICIES = 200  # policies whose durations are kept
+MAX_SAMPLES = 5  # newest durations of each step of each policy
+MAX_POLICIES = 200  # policies whose durations are kept
 
 
-class Durations:
-    """How long each step took for each policy, newest last; remembered in a file when there is one.
+class LoadDurations:
+    """Seconds that each step took for each policy, newest last; kept in a file if there is one.
 
     Guesses are made of measured times only: of the same policy when it was loaded here before, else of the others.
     """
 
-    def __init__(self, file: Path | None = None, heard: Callable[[Mapping[str, float]], None] | None = None):
-        """``heard`` is told the steps of every preparation."""
+    def __init__(self, file: Path | None = None, on_finished: Callable[[Mapping[str, float]], None] | None = None):
+        """Read the file; ``on_finished`` is called with the steps of every preparation."""
         self._file = file
-        self._heard = heard
+        self._on_finished = on_finished
         self._seconds: dict[str, dict[str, list[float]]] = {}
         if file is not None:
             self._seconds = _read(file)
 
     def add(self, policy: str, steps: Mapping[str, float]) -> None:
-        """Remember one preparation; its steps in seconds. In memory only, see ``keep``."""
-        if self._heard is not None:
-            self._heard(steps)
+        """Add one preparation, with its steps in seconds. In memory only, see ``save``."""
+        if self._on_finished is not None:
+            self._on_finished(steps)
         kept = self._seconds.pop(policy, {})
         for step, seconds in steps.items():
-            kept[step] = [*kept.get(step, []), round(seconds, 3)][-KEPT:]
+            kept[step] = [*kept.get(step, []), round(seconds, 3)][-MAX_SAMPLES:]
         self._seconds[policy] = kept
-        for oldest in list(self._seconds)[: max(len(self._seconds) - POLICIES, 0)]:
+        for oldest in list(self._seconds)[: max(len(self._seconds) - MAX_POLICIES, 0)]:
             del self._seconds[oldest]
 
-    def keep(self) -> None:
-        """Write the file; blocks. A disk that is full costs a guess, nothing more."""
+    def save(self) -> None:
+        """Write the file; blocks. A full disk costs an estimate, nothing more."""
         if self._file is None:
             return
         text = json.dumps(self._seconds)
@@ -53,8 +53,8 @@ class Durations:
         except OSError as error:
             log.warning("durations of loading are not remembered: %s", error.strerror)
 
-    def usual(self, policy: str, step: str) -> float | None:
-        """Seconds that a step usually takes, or None when none was ever measured."""
+    def estimate(self, policy: str, step: str) -> float | None:
+        """Return the seconds that a step usually takes, or None when it was never measured."""
         own = self._seconds.get(policy, {}).get(step)
         if own:
             return median(own)
@@ -63,65 +63,65 @@ class Durations:
 
 
 class Progress:
-    """One session's way to being ready. ``tell`` may be called from any thread.
+    """Progress of one session until it is ready. ``report`` may be called from any thread.
 
     Attributes:
-        word: what it does now, e.g. ``compiling``.
+        stage: what it does now, e.g. ``compiling``.
     """
 
-    def __init__(self, policy: str, durations: Durations, clock: Callable[[], float] = time.monotonic):
-        """``policy`` is the name under which durations are remembered: path and revision."""
-        self.word = "waiting"
+    def __init__(self, policy: str, durations: LoadDurations, clock: Callable[[], float] = time.monotonic):
+        """Start as waiting; ``policy`` is the name under which durations are kept: path and revision."""
+        self.stage = "waiting"
         self._policy = policy
         self._durations = durations
         self._clock = clock
         self._since = clock()
-        self._took: dict[str, float] = {}
-        self._part: float | None = None
+        self._step_seconds: dict[str, float] = {}
+        self._fraction: float | None = None
 
-    def tell(self, word: str) -> None:
-        """It does this now. Of a download (``jaxmodels.hub.Downloading``) it is also heard how far it is."""
-        done, total = getattr(word, "done", 0), getattr(word, "total", 0)
-        self._part = done / total if total else None
+    def report(self, stage: str) -> None:
+        """Enter a stage. A download (``jaxmodels.hub.Downloading``) also carries how far it is."""
+        done, total = getattr(stage, "done", 0), getattr(stage, "total", 0)
+        self._fraction = done / total if total else None
         # A loader's "ready" is about the files: compiling and the rooms come after it.
-        if word not in (self.word, "ready"):
-            self._turn_to(str(word))
+        if stage not in (self.stage, "ready"):
+            self._enter_stage(str(stage))
 
-    def _turn_to(self, word: str) -> None:
+    def _enter_stage(self, stage: str) -> None:
         now = self._clock()
-        if self.word in STEPS:
-            self._took[self.word] = self._took.get(self.word, 0.0) + now - self._since
-        self.word, self._since = word, now
+        if self.stage in STEPS:
+            self._step_seconds[self.stage] = self._step_seconds.get(self.stage, 0.0) + now - self._since
+        self.stage, self._since = stage, now
 
     def finish(self) -> Mapping[str, float]:
-        """It is ready: what it took is remembered, and given back, in seconds per step."""
-        self._turn_to("ready")
-        self._durations.add(self._policy, self._took)
-        return self._took
+        """Enter the last stage; the seconds per step are recorded, and returned."""
+        self._enter_stage("ready")
+        self._durations.add(self._policy, self._step_seconds)
+        return self._step_seconds
 
-    def seconds(self) -> float:
-        """How long it has been doing this."""
+    def elapsed(self) -> float:
+        """Return the seconds spent in this stage."""
         return self._clock() - self._since
 
     def percent(self) -> int | None:
-        """How much of a download is there, where the sizes are known."""
-        return None if self._part is None else round(100 * self._part)
+        """Return how much of a download is done, where the sizes are known."""
+        return None if self._fraction is None else round(100 * self._fraction)
 
-    def left(self) -> float | None:
-        """Seconds until it is ready, or None: it is over, or nothing of the kind was ever measured here."""
-        if self.word not in STEPS:
+    def estimate_remaining(self) -> float | None:
+        """Return the seconds until the session is ready, or None when that is over or was never measured here."""
+        if self.stage not in STEPS:
             return None
-        now, *later = STEPS[STEPS.index(self.word) :]
-        spent = self.seconds()
-        if self._part and spent > 1:
-            rest = spent * (1 - self._part) / self._part
+        now, *later = STEPS[STEPS.index(self.stage) :]
+        spent = self.elapsed()
+        if self._fraction and spent > 1:
+            rest = spent * (1 - self._fraction) / self._fraction
         else:
-            usual = self._durations.usual(self._policy, now)
+            usual = self._durations.estimate(self._policy, now)
             if usual is None:
                 return None
             rest = max(usual - spent, 0.0)
         # What was never measured here is not guessed: the time left is at least this.
-        return rest + sum(self._durations.usual(self._policy, step) or 0.0 for step in later)
+        return rest + sum(self._durations.estimate(self._policy, step) or 0.0 for step in later)
 
 
 def _read(file: Path) -> dict[str, dict[str, list[float]]]:

@@ -1,4 +1,4 @@
-"""Devices that join, fail and leave, and policies on them."""
+"""Devices that join, fail and leave, and copies of policies on them."""
 
 import asyncio
 import logging
@@ -9,54 +9,54 @@ from itertools import count
 
 from service.inference.device_worker import DeviceGone, DeviceWorker, WorkerClosed
 from service.inference.loaded_policy import InferenceStuck, LoadedPolicy, Policy, Replica
-from service.inference.policy_cache import PolicyCache, in_short, let_go
+from service.inference.policy_cache import PolicyCache, clear_frames, summarize_error
 
 # Failures in a row, each of which another device made good. One may be chance, an input that only one of them stumbles
 # over; a device that is gone fails each time.
-ALLOWED = 3
+MAX_FAILURES = 3
 
 
 class DeviceHealth:
-    """Of all devices by their names; one that is out stays out until the server starts anew."""
+    """Failures of devices by name; a failed device stays out of use until the server is restarted."""
 
     def __init__(self) -> None:
         self.failures: dict[str, int] = {}
-        self._out: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
 
-    def is_out(self, device: str) -> bool:
-        """Whether it is not to be asked any more."""
-        return device in self._out
+    def is_failed(self, device: str) -> bool:
+        """Return whether a device is out of use."""
+        return device in self._failed
 
-    def why(self, device: str) -> str | None:
-        """What it failed with last, when it is out."""
-        return self._out.get(device)
+    def get_failure(self, device: str) -> str | None:
+        """Return why a device is out of use; None when it is not."""
+        return self._failed.get(device)
 
     @property
-    def out(self) -> tuple[str, ...]:
-        """All that are."""
-        return tuple(self._out)
+    def failed(self) -> tuple[str, ...]:
+        """Names of all devices that are out of use."""
+        return tuple(self._failed)
 
     def record_success(self, device: str) -> None:
-        """It works: what was before is forgotten."""
+        """Forget earlier failures of a device that works."""
         self.failures.pop(device, None)
 
     def record_failure(self, device: str, what: str) -> bool:
-        """Another device answered what this one did not, and what that was; whether it is out from now on."""
-        if device in self._out:
+        """Record that another device answered what this one did not; returns whether it is out of use from now on."""
+        if device in self._failed:
             return False
         self.failures[device] = self.failures.get(device, 0) + 1
-        return self.failures[device] >= ALLOWED and self.take_out(device, what)
+        return self.failures[device] >= MAX_FAILURES and self.mark_failed(device, what)
 
     def forget(self, device: str) -> None:
-        """It left, and no other one will have its name."""
+        """Forget a device that left; no other one will have its name."""
         self.failures.pop(device, None)
-        self._out.pop(device, None)
+        self._failed.pop(device, None)
 
-    def take_out(self, device: str, what: str) -> bool:
-        """It is known that it does not work; whether it is out from now on."""
-        if device in self._out:
+    def mark_failed(self, device: str, what: str) -> bool:
+        """Take a device out of use; returns whether it was in use."""
+        if device in self._failed:
             return False
-        self._out[device] = what
+        self._failed[device] = what
         return True
 
 
@@ -64,26 +64,26 @@ logger = logging.getLogger(__name__)
 
 
 class Devices:
-    """Each has a number that no other one ever had, and a worker that runs what it is asked.
+    """Devices by number, each with its worker; a number is never used again.
 
     Attributes:
         workers: of those that are there, by number.
         health: which of them can be relied on, by the names that policies have for them.
     """
 
-    def __init__(self, workers: Sequence[DeviceWorker], named: Sequence[str], patience: float = 0.0):
-        """Those that are there from the start.
+    def __init__(self, workers: Sequence[DeviceWorker], names: Sequence[str], join_timeout: float = 0.0):
+        """Add the devices that exist from the start.
 
         Args:
-            named: what the settings call them, one for each worker; none where nobody named one.
-            patience: seconds that a request waits for one to join where none works; 0 where none ever joins.
+            names: what the settings call them, one for each worker; none where nobody named one.
+            join_timeout: seconds that a request waits for one to join where none works; 0 where none ever joins.
         """
         self.workers: dict[int, DeviceWorker] = dict(enumerate(workers))
         self.health = DeviceHealth()
-        self._asked_for = dict(enumerate(named))  # as they were named; none where nobody named one
-        self._named = dict(self._asked_for)  # as policies call them
-        self._numbers = count(len(named) or 1)
-        self._patience = patience
+        self._configured_names = dict(enumerate(names))  # as they were named; none where nobody named one
+        self._device_names = dict(self._configured_names)  # as policies call them
+        self._numbers = count(len(names) or 1)
+        self._join_timeout = join_timeout
         self._joined = asyncio.Event()
         self._is_closed = False
 
@@ -94,43 +94,43 @@ class Devices:
 
     @property
     def usable(self) -> Sequence[int]:
-        """Numbers of those that work; the first of this process when none does."""
-        found = [number for number in tuple(self.workers) if not self.is_out(number)]
-        return found or ([] if self._patience else [0])
+        """Numbers of the devices that work; the first of this process when none does."""
+        found = [number for number in tuple(self.workers) if not self.is_failed(number)]
+        return found or ([] if self._join_timeout else [0])
 
     @property
     def first(self) -> str | None:
-        """Where a policy is loaded before it is copied, as it was named; None where nobody named one."""
+        """The device that policies are loaded to first, as the settings name it; None when they name none."""
         usable = self.usable
-        return self._asked_for[usable[0]] if self._asked_for and usable else None
+        return self._configured_names[usable[0]] if self._configured_names and usable else None
 
-    def name(self, number: int) -> str | None:
-        """What one was named; None for one that left, or that nobody named."""
-        return self._asked_for.get(number)
+    def get_name(self, number: int) -> str | None:
+        """Return a device's configured name; None when it left, or has none."""
+        return self._configured_names.get(number)
 
-    def numbers(self, name: str) -> Sequence[int]:
-        """Of those that were named so."""
-        return [number for number, named in self._asked_for.items() if named == name]
+    def find_numbers(self, name: str) -> Sequence[int]:
+        """Return the numbers of the devices of this name."""
+        return [number for number, named in self._configured_names.items() if named == name]
 
-    def is_out(self, number: int) -> bool:
-        """Whether one is not to be asked any more."""
-        return self.health.is_out(self._named.get(number, ""))
+    def is_failed(self, number: int) -> bool:
+        """Return whether a device is out of use."""
+        return self.health.is_failed(self._device_names.get(number, ""))
 
     def add(self, name: str, worker: DeviceWorker) -> int:
-        """One more; its number."""
+        """Add a device; returns its number."""
         number = next(self._numbers)
-        self.workers[number], self._asked_for[number], self._named[number] = worker, name, name
+        self.workers[number], self._configured_names[number], self._device_names[number] = worker, name, name
         return number
 
     def remove(self, name: str) -> Sequence[DeviceWorker]:
-        """Forget a device that left; its workers, which are to be closed."""
-        removed = [self.workers.pop(number, None) for number in self.numbers(name)]
-        for number in self.numbers(name):
-            del self._asked_for[number], self._named[number]
+        """Remove a device that left; returns its workers, which are to be closed."""
+        removed = [self.workers.pop(number, None) for number in self.find_numbers(name)]
+        for number in self.find_numbers(name):
+            del self._configured_names[number], self._device_names[number]
         return [worker for worker in removed if worker is not None]
 
-    def replicas(self, policy: Policy) -> tuple[Replica, ...]:
-        """One for each; a policy that came on another device than the first one's is put there, too. Blocks.
+    def replicate(self, policy: Policy) -> tuple[Replica, ...]:
+        """Copy a policy to every usable device that it is not on; blocks.
 
         Raises:
             DeviceGone: there is none.
@@ -138,15 +138,15 @@ class Devices:
         usable = self.usable
         if not usable:
             raise DeviceGone("no device is there that the policy could run on")
-        copies = self._copies(policy, usable) if self._asked_for else {usable[0]: policy}
-        self._named |= {number: copy.device for number, copy in copies.items()}
+        copies = self._copies(policy, usable) if self._configured_names else {usable[0]: policy}
+        self._device_names |= {number: copy.device for number, copy in copies.items()}
         return tuple(Replica(copy, number) for number, copy in copies.items())
 
     def _copies(self, policy: Policy, usable: Sequence[int]) -> dict[int, Policy]:
         copies: dict[int, Policy] = {}
         for number in usable:
             try:
-                name = self._asked_for[number]
+                name = self._configured_names[number]
                 copies[number] = policy if not copies and policy.device == name else policy.on(name)
             except (DeviceGone, KeyError) as error:  # it left meanwhile, or cannot have it
                 logger.warning("a policy could not be copied to a device (%s)", type(error).__name__)
@@ -155,64 +155,66 @@ class Devices:
             raise DeviceGone("no device could take the policy")
         return copies
 
-    def works(self, replica: Replica) -> bool:
-        """Whether a copy of a policy can be asked."""
-        return replica.worker_id in self.workers and not self.health.is_out(replica.policy.device)
+    def is_usable(self, replica: Replica) -> bool:
+        """Return whether requests can be sent to a replica."""
+        return replica.worker_id in self.workers and not self.health.is_failed(replica.policy.device)
 
     @property
-    def may_come(self) -> bool:
-        """Whether requests wait for a device to join where none works."""
-        return self._patience > 0
+    def may_join(self) -> bool:
+        """Whether requests wait for a device to join when none works."""
+        return self._join_timeout > 0
 
     async def wait_for_replica(self, loaded: LoadedPolicy) -> Sequence[Replica]:
-        """The copies that can be asked. Nothing is lost by waiting: the robot is held when its plan runs dry.
+        """Wait for a usable replica. Nothing is lost by waiting: the robot is held when its plan runs dry.
 
         Raises:
             WorkerClosed: the server is ending.
             InferenceStuck: none came in time; a robot that stood still for so long does not go on by itself.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._join_timeout):
                 while not loaded.usable:
                     if self._is_closed:
                         raise WorkerClosed("the server is ending")
                     self._joined.clear()
                     await self._joined.wait()
                 return loaded.usable
-        raise InferenceStuck(f"no engine has been there for {self._patience:g} s that the policy could run on")
+        raise InferenceStuck(f"no engine has been there for {self._join_timeout:g} s that the policy could run on")
 
     def notify_waiting(self) -> None:
-        """A policy runs on one more: requests that wait look again."""
+        """Wake the requests that wait for a replica."""
         self._joined.set()
 
     @property
     def waiting(self) -> int:
-        """Requests that none has begun yet."""
+        """Requests that have not begun to run, on all devices."""
         return sum(worker.waiting for worker in self.workers.values())
 
     @property
     def abandoned(self) -> int:
-        """Threads left behind in a batch that did not return in time."""
+        """Threads abandoned in a batch that did not return in time, of all devices."""
         return sum(worker.abandoned for worker in self.workers.values())
 
-    def facts(self, loaded: Sequence[LoadedPolicy]) -> list[dict[str, object]]:
-        """How busy each is, and what batches take on it; JSON-ready."""
-        return [self._figures(number, worker, loaded) for number, worker in self.workers.items()]
+    def get_stats(self, policies: Sequence[LoadedPolicy]) -> list[dict[str, object]]:
+        """Return the load and batch latencies of each device; JSON-ready."""
+        return [self._get_worker_stats(number, worker, policies) for number, worker in self.workers.items()]
 
-    def _figures(self, number: int, worker: DeviceWorker, loaded: Sequence[LoadedPolicy]) -> dict[str, object]:
-        here = [replica for served in loaded for replica in served.replicas if replica.worker_id == number]
-        device = self._named.get(number)
+    def _get_worker_stats(
+        self, number: int, worker: DeviceWorker, policies: Sequence[LoadedPolicy]
+    ) -> dict[str, object]:
+        here = [replica for loaded in policies for replica in loaded.replicas if replica.worker_id == number]
+        device = self._device_names.get(number)
         return {
             "device": device,
-            "failed": None if device is None else self.health.why(device),
+            "failed": None if device is None else self.health.get_failure(device),
             "waiting": worker.waiting,
             "load": round(worker.load(time.monotonic()), 4),
             "batches": {str(size): count for size, count in sorted(worker.batches.items())},
-            "batch_ms": [replica.milliseconds() for replica in here],
+            "batch_ms": [replica.get_latency_stats() for replica in here],
         }
 
     async def close(self) -> None:
-        """None joins any more; waits a second for an inference that is running. Whoever waits is told."""
+        """Close all workers; a running inference gets a second. Pending requests fail."""
         self._is_closed = True
         self._joined.set()
         ended = await asyncio.gather(*(worker.close(1.0) for worker in self.workers.values()))
@@ -221,79 +223,81 @@ class Devices:
 
 
 class ReplicaManager:
-    """Keeps the policies of a store on the devices that work."""
+    """Keeps copies of the cached policies on all devices that work."""
 
     def __init__(self, devices: Devices, store: PolicyCache):
         self._devices = devices
-        self._store = store
+        self._policy_cache = store
         self._joining: set[asyncio.Task[None]] = set()
 
-    def join(self, device: str, worker: DeviceWorker) -> None:
-        """See ``Engine.join``."""
+    def add_device(self, device: str, worker: DeviceWorker) -> None:
+        """See ``Engine.add_device``."""
         if not self._devices.is_closed:
-            self._begin(self._devices.add(device, worker), self._store.all)
+            self._start_copying(self._devices.add(device, worker), self._policy_cache.all)
 
-    def add_policy(self, served: LoadedPolicy) -> None:
-        """A policy is there: meanwhile devices may have left, or joined."""
-        self._refresh(served)
-        there = {replica.worker_id for replica in served.replicas}
+    def add_policy(self, loaded: LoadedPolicy) -> None:
+        """Copy a new policy to devices that joined since it was loaded, and drop those that left."""
+        self._refresh(loaded)
+        there = {replica.worker_id for replica in loaded.replicas}
         for number in sorted(self._devices.workers.keys() - there):
-            if not self._devices.is_out(number):
-                self._begin(number, [served])
+            if not self._devices.is_failed(number):
+                self._start_copying(number, [loaded])
 
-    def _begin(self, number: int, loaded: Sequence[LoadedPolicy]) -> None:
-        task = asyncio.create_task(self._extend(number, loaded), name=f"join {self._devices.name(number)}")
+    def _start_copying(self, number: int, policies: Sequence[LoadedPolicy]) -> None:
+        task = asyncio.create_task(self._copy_policies(number, policies), name=f"join {self._devices.get_name(number)}")
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
 
-    async def complete(self, device: str) -> None:
-        """See ``Engine.complete``."""
-        for number in self._devices.numbers(device):
-            lacking = [one for one in self._store.all if number not in {replica.worker_id for replica in one.replicas}]
-            await self._extend(number, lacking)
+    async def copy_missing_policies(self, device: str) -> None:
+        """See ``Engine.copy_missing_policies``."""
+        for number in self._devices.find_numbers(device):
+            missing = [
+                one for one in self._policy_cache.all if number not in {replica.worker_id for replica in one.replicas}
+            ]
+            await self._copy_policies(number, missing)
 
-    async def _extend(self, number: int, loaded: Sequence[LoadedPolicy]) -> None:
-        devices, device = self._devices, self._devices.name(number)
-        for served in loaded:
-            if device is None or number not in devices.workers or devices.health.is_out(device):
+    async def _copy_policies(self, number: int, policies: Sequence[LoadedPolicy]) -> None:
+        devices, device = self._devices, self._devices.get_name(number)
+        for loaded in policies:
+            if device is None or number not in devices.workers or devices.health.is_failed(device):
                 return  # it left
             try:
-                replica = await self._store.copy(served, device, number)
+                replica = await self._policy_cache.copy(loaded, device, number)
             except DeviceGone as error:  # it left, or says itself why it cannot
                 logger.warning("%s goes without a policy: %s", device, error)
-                let_go(error)
+                clear_frames(error)
                 continue
             except Exception as error:
-                logger.error("%s cannot be used for a policy: %s", device, in_short(error), exc_info=error)
-                let_go(error)
+                logger.error("%s cannot be used for a policy: %s", device, summarize_error(error), exc_info=error)
+                clear_frames(error)
                 continue
-            if devices.works(replica):
-                served.add(replica)
-                self._refresh(served)
+            if devices.is_usable(replica):
+                loaded.add_replica(replica)
+                self._refresh(loaded)
                 devices.notify_waiting()
 
-    def leave(self, device: str, why: str) -> None:
-        """See ``Engine.leave``."""
-        if not self._devices.health.take_out(device, why):
+    def retire_device(self, device: str, why: str) -> None:
+        """See ``Engine.retire_device``."""
+        if not self._devices.health.mark_failed(device, why):
             return
         logger.warning("device %s is not used any more: %s", device, why)
         self._refresh_all()
 
     def record_failure(self, device: str, what: str, other: str, why: Exception) -> None:
-        """Another device answered what this one did not; one that does so again and again is not used any more."""
+        """Record that another device answered what this one did not, and retire it when that happens repeatedly."""
         health = self._devices.health
         if health.record_failure(device, what):
             logger.error(
                 "device %s is not used any more: %s, and %s answers what it does not",
                 device,
-                health.why(device),
+                health.get_failure(device),
                 other,
                 exc_info=why,
             )
             self._refresh_all()
 
-    async def forget(self, device: str) -> None:
-        """See ``Engine.forget``."""
+    async def remove_device(self, device: str) -> None:
+        """See ``Engine.remove_device``."""
         workers = self._devices.remove(device)
         self._refresh_all()
         for worker in workers:
@@ -301,13 +305,13 @@ class ReplicaManager:
         self._devices.health.forget(device)
 
     def _refresh_all(self) -> None:
-        for loaded in self._store.all:
+        for loaded in self._policy_cache.all:
             self._refresh(loaded)
 
     def _refresh(self, loaded: LoadedPolicy) -> None:
-        loaded.keep_working(self._devices.works, may_wait=self._devices.may_come)
+        loaded.use_working(self._devices.is_usable, may_wait=self._devices.may_join)
 
     def close(self) -> None:
-        """Nothing is put on any device any more."""
+        """Cancel all copying."""
         for task in self._joining:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Reads checkpoints in a memory-limited process first.
+"""Checkpoint sandbox: reads a policy's files in a memory-limited child process before they are loaded.
 
 A load has two stages. In the first one a child process reads every byte of the files: it can be killed at any moment,
 and loads do not wait for one another. In the second one this process builds and compiles what was proved. A thread
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # Seconds, and what a disk gives at least: a file that takes longer is a device or a fault.
-PATIENCE = 30.0
+READ_TIMEOUT = 30.0
 BYTES_PER_SECOND = 20e6
 # Seconds that a load may build and compile alone. Then others begin beside it, at most so many at a time.
-ALONE = 10.0
-BESIDE = 4
+BUILD_ALONE_SECONDS = 10.0
+MAX_PARALLEL_BUILDS = 4
 # What a child may write; of what a policy needs, a few thousand bytes.
-_TOLD = 1 << 18
+_MAX_OUTPUT = 1 << 18
 # The limits stand before anything else is imported. It ends with the thread that waits for it, which its process' death
 # is the end of, too; and, where the system has no such signal, when nobody holds the other end of its input any more.
-_BEGINNING = f"""
+_PRELUDE = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
 parent, memory, seconds, told = map(int, sys.argv[1:5])
@@ -63,7 +63,7 @@ threading.stack_size(1 << 18)
 threading.Thread(target=end_when_alone, daemon=True).start()
 sys.path[:] = sys.argv[5].split(chr(0x1f))
 """
-_READING = """
+_READER_PROGRAM = """
 from jaxmodels.policies.integrity import main
 main(sys.argv[6])
 """
@@ -71,117 +71,117 @@ main(sys.argv[6])
 _NO_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot allocate memory", "Unable to allocate")
 
 
-class LoadEnded(Exception):
-    """A load was ended before it was done; the text says why, and may be shown."""
+class LoadCancelled(Exception):
+    """A load was cancelled before it was done; the text says why, and may be shown."""
 
 
-class Load:
-    """One load: its thread asks it at each step whether to go on, and the event loop ends it.
+class LoadJob:
+    """One load: its thread checks at each step whether it was cancelled, which the event loop does.
 
     Args:
-        building: had by the one load that builds and compiles; None for whoever only reads.
-        limit: seconds that building and compiling may take.
+        build_slot: had by the one load that builds and compiles; None for whoever only reads.
+        timeout: seconds that building and compiling may take.
 
     Attributes:
-        ended: done as soon as it was ended, with the reason; on the event loop.
+        cancelled: done as soon as it was ended, with the reason; on the event loop.
         is_building: whether its second stage has begun.
     """
 
-    def __init__(self, building: "Building | None" = None, limit: float = float("inf")):
+    def __init__(self, build_slot: "BuildSlot | None" = None, timeout: float = float("inf")):
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self.cancelled: asyncio.Future[str] = self._loop.create_future()
         self.is_building = False
-        self._why: str | None = None
-        self._building = building
-        self._limit = limit
+        self._reason: str | None = None
+        self._build_slot = build_slot
+        self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         self._waiting: concurrent.futures.Future[None] | None = None
         self._children: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
 
     @property
-    def is_ended(self) -> bool:
-        """Whether it is to do no more."""
-        return self._why is not None
+    def is_cancelled(self) -> bool:
+        """Whether the job was cancelled."""
+        return self._reason is not None
 
     # On the event loop.
 
-    def end(self, why: str) -> None:
-        """What it was to give nobody waits for any more."""
+    def cancel(self, reason: str) -> None:
+        """Cancel the job: nobody waits for its result any more."""
         with self._lock:
-            if self._why is not None:
+            if self._reason is not None:
                 return
-            self._why = why
+            self._reason = reason
             for child in self._children:
                 child.kill()
             if self._waiting is not None:
                 self._waiting.cancel()
-        if not self.ended.done():
-            self.ended.set_result(why)
+        if not self.cancelled.done():
+            self.cancelled.set_result(reason)
 
-    def over(self) -> None:
-        """Its thread has ended."""
+    def finish(self) -> None:
+        """Release what the job holds; its thread has ended."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._building is not None:
-            self._building.leave(self)
+        if self._build_slot is not None:
+            self._build_slot.release(self)
 
     async def _enter(self) -> None:
-        assert self._building is not None
-        await self._building.enter(self)
+        assert self._build_slot is not None
+        await self._build_slot.acquire(self)
         self.is_building = True
-        if self._limit < float("inf"):
-            why = f"building and compiling it took over {self._limit:g} s (load_timeout)"
-            self._timer = self._loop.call_later(self._limit, self.end, why)
+        if self._timeout < float("inf"):
+            why = f"building and compiling it took over {self._timeout:g} s (load_timeout)"
+            self._timer = self._loop.call_later(self._timeout, self.cancel, why)
 
     # In its thread.
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Call, as this load."""
+        """Call a function as this job."""
         token = _load.set(self)
         try:
-            self.check()
+            self.raise_if_cancelled()
             return call()
         finally:
             _load.reset(token)
 
-    def check(self) -> None:
-        """Called between two steps.
+    def raise_if_cancelled(self) -> None:
+        """Raise when the job was cancelled; called between two steps.
 
         Raises:
-            LoadEnded: it is to do no more.
+            LoadCancelled: it is to do no more.
         """
-        if self._why is not None:
-            raise LoadEnded(self._why)
+        if self._reason is not None:
+            raise LoadCancelled(self._reason)
 
     def begin_building(self) -> None:
-        """Wait for the turn to build and compile; at once where it has it already.
+        """Wait for the build slot; at once where the job has it already.
 
         Raises:
-            LoadEnded: it is to do no more.
+            LoadCancelled: it is to do no more.
         """
-        if self._building is None or self.is_building:
-            self.check()
+        if self._build_slot is None or self.is_building:
+            self.raise_if_cancelled()
             return
         entering = self._enter()
         try:
             with self._lock:
-                self.check()
+                self.raise_if_cancelled()
                 self._waiting = asyncio.run_coroutine_threadsafe(entering, self._loop)
             self._waiting.result()
         except (concurrent.futures.CancelledError, RuntimeError) as error:
-            raise LoadEnded(self._why or "the server ends") from error
+            raise LoadCancelled(self._reason or "the server ends") from error
         finally:
             if self._waiting is None:
                 entering.close()
-        self.check()
+        self.raise_if_cancelled()
 
     @contextmanager
-    def ending(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
-        """The child ends with the load, at the latest with the block."""
+    def kill_at_end(self, child: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Kill the child when the job is cancelled, at the latest at the end of the context."""
         with self._lock:
             self._children.add(child)
-            if self._why is not None:
+            if self._reason is not None:
                 child.kill()
         try:
             yield
@@ -191,82 +191,82 @@ class Load:
                 child.kill()
 
 
-_load: ContextVar[Load | None] = ContextVar("load", default=None)
+_load: ContextVar[LoadJob | None] = ContextVar("load", default=None)
 
 
 def begin_building() -> None:
-    """In a loader's thread: files are proved, now this process reads, builds and compiles. See ``Load``.
+    """Wait for the build slot of this thread's job: its files are checked, now this process reads, builds and compiles.
 
     Raises:
-        LoadEnded: it is to do no more.
+        LoadCancelled: it is to do no more.
     """
     if (load := _load.get()) is not None:
         load.begin_building()
 
 
-class Building:
-    """Who builds and compiles: one at a time, but for those that take long."""
+class BuildSlot:
+    """The slot for building and compiling: one job at a time, and more beside one that takes long."""
 
     def __init__(self) -> None:
         # Two loads at once would take both cores of a small machine away from the control loops.
-        self.place = asyncio.Semaphore(1)
-        self._alone, self._most = ALONE, BESIDE
-        self._holder: Load | None = None
-        self._beside: set[Load] = set()
+        self.semaphore = asyncio.Semaphore(1)
+        self._alone, self._most = BUILD_ALONE_SECONDS, MAX_PARALLEL_BUILDS
+        self._holder: LoadJob | None = None
+        self._beside: set[LoadJob] = set()
 
-    async def enter(self, load: Load) -> None:
-        """Wait for the place; ``leave`` gives it back."""
-        await self.place.acquire()
+    async def acquire(self, load: LoadJob) -> None:
+        """Wait for the slot; ``release`` gives it back."""
+        await self.semaphore.acquire()
         self._holder = load
-        asyncio.get_running_loop().call_later(self._alone, self._step_aside, load)
+        asyncio.get_running_loop().call_later(self._alone, self._let_others_build, load)
 
-    def leave(self, load: Load) -> None:
-        """Nothing where it has none."""
+    def release(self, load: LoadJob) -> None:
+        """Release the slot; nothing happens when the job does not have it."""
         self._beside.discard(load)
         if self._holder is load:
             self._holder = None
-            self.place.release()
+            self.semaphore.release()
 
-    def _step_aside(self, load: Load) -> None:
+    def _let_others_build(self, load: LoadJob) -> None:
         if self._holder is not load:
             return
         if len(self._beside) >= self._most:
-            asyncio.get_running_loop().call_later(self._alone, self._step_aside, load)
+            asyncio.get_running_loop().call_later(self._alone, self._let_others_build, load)
             return
         self._holder = None
         self._beside.add(load)
-        self.place.release()
+        self.semaphore.release()
 
 
-class Places:
-    """Who reads: first come, first served; one that takes long keeps its place, and others have theirs.
+class ReadSlots:
+    """Slots for reading in child processes, first come, first served; slow children do not count against quick ones.
 
     Args:
         quick: children in their first seconds.
-        all_of_them: children at a time.
-        slow: seconds.
+        total: children at a time.
+        slow_after: seconds.
     """
 
-    def __init__(self, quick: int = 2, all_of_them: int = 8, slow: float = 1.0):
-        self._quick, self._all, self._slow = quick, all_of_them, slow
+    def __init__(self, quick: int = 2, total: int = 8, slow_after: float = 1.0):
+        self._quick, self._total, self._slow_after = quick, total, slow_after
         self._began: list[float] = []
         self._queue: deque[object] = deque()
         self._changed = threading.Condition()
 
     @contextmanager
-    def place(self, load: Load | None) -> Iterator[None]:
-        """Wait for one.
+    def acquire(self, load: LoadJob | None) -> Iterator[None]:
+        """Wait for a slot, and hold it for the context.
 
         Raises:
-            LoadEnded: the load was ended meanwhile.
+            LoadCancelled: the load was ended meanwhile.
         """
         turn = object()
         with self._changed:
             self._queue.append(turn)
             try:
-                while self._queue[0] is not turn or not self._has_room():
+                while self._queue[0] is not turn or not self._has_free_slot():
                     if load is not None:
-                        load.check()
+                        load.raise_if_cancelled()
                     self._changed.wait(0.05)  # a child that became slow tells nobody
             finally:
                 self._queue.remove(turn)
@@ -279,40 +279,40 @@ class Places:
                 self._began.remove(began)
                 self._changed.notify_all()
 
-    def _has_room(self) -> bool:
-        slow = time.monotonic() - self._slow
-        return len(self._began) < self._all and sum(began > slow for began in self._began) < self._quick
+    def _has_free_slot(self) -> bool:
+        slow = time.monotonic() - self._slow_after
+        return len(self._began) < self._total and sum(began > slow for began in self._began) < self._quick
 
 
 # Of all loads of a process, and of all that only want to know what a policy needs: neither waits for the other.
-_LOADS, _LOOKS = Places(), Places()
+_LOAD_SLOTS, _DESCRIBE_SLOTS = ReadSlots(), ReadSlots()
 
 
 class CheckpointSandbox:
-    """Reads the folders of policies in child processes.
+    """Reads policy folders in child processes.
 
     Args:
         memory: bytes that a child may have for data.
-        patience: seconds it may take, besides those for reading at the slowest; then it is killed.
+        timeout: seconds it may take, besides those for reading at the slowest; then it is killed.
         program: what the child runs, for tests.
     """
 
-    def __init__(self, memory: int = 1 << 30, *, patience: float = PATIENCE, program: str = _READING):
+    def __init__(self, memory: int = 1 << 30, *, timeout: float = READ_TIMEOUT, program: str = _READER_PROGRAM):
         self._memory = memory
-        self._patience = patience
+        self._timeout = timeout
         self._program = program
 
     def __call__(self, folder: PolicyFolder | Path) -> None:
-        """Prove every file, and wait for the turn to load them; called in a loader's thread.
+        """Check every file, then wait for the build slot; called in a loader's thread.
 
         The folder is named by its last part only.
 
         Raises:
             CheckpointError: with what is wrong with the files, or what became of the process that read them.
-            LoadEnded: nobody wants it any more.
+            LoadCancelled: nobody wants it any more.
         """
         began = time.monotonic()
-        found = self._read(folder, "prove", _LOADS)
+        found = self._read(folder, "prove", _LOAD_SLOTS)
         log.info(
             "policy folder %s: %s tensors, %s bytes read in %.2f s",
             folder.name,
@@ -323,56 +323,58 @@ class CheckpointSandbox:
         begin_building()
 
     def describe(self, folder: PolicyFolder | Path) -> dict[str, Any]:
-        """What its small files say, as `jaxmodels.read_requirements` wants it; raises as a call."""
-        return self._read(folder, "describe", _LOOKS)
+        """Return what the small files say, for `jaxmodels.read_requirements`; raises as a call."""
+        return self._read(folder, "describe", _DESCRIBE_SLOTS)
 
-    def _read(self, folder: PolicyFolder | Path, what: str, places: Places) -> dict[str, Any]:
+    def _read(self, folder: PolicyFolder | Path, what: str, slots: ReadSlots) -> dict[str, Any]:
         if isinstance(folder, Path):
             with PolicyFolder(folder.absolute()) as opened:
-                return self._read(opened, what, places)
+                return self._read(opened, what, slots)
         size = folder.size if what == "prove" else 0
         request = {"do": what, "name": folder.name, "files": folder.descriptors, "refused": folder.refused}
-        with places.place(load := _load.get()):
-            found = self._run(request, self._patience + size / BYTES_PER_SECOND, folder.name, load)
+        with slots.acquire(load := _load.get()):
+            found = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
         if found.get("out_of_memory"):
             raise self._out_of_memory(folder.name)
         if "error" in found:
             raise CheckpointError(f"{folder.name}: {found['error']}")
         return found
 
-    def _run(self, request: Mapping[str, Any], seconds: float, name: str, load: Load | None) -> dict[str, Any]:
-        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as complained:
-            child = self._begin(request, seconds, told, complained)
+    def _run(self, request: Mapping[str, Any], seconds: float, name: str, load: LoadJob | None) -> dict[str, Any]:
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            child = self._start_child(request, seconds, stdout, stderr)
             try:
-                with child, load.ending(child) if load is not None else _killing(child):
+                with child, load.kill_at_end(child) if load is not None else _kill_at_end(child):
                     code = child.wait(seconds)
             except subprocess.TimeoutExpired:
                 raise CheckpointError(f"{name}: reading its files took over {seconds:.0f} s") from None
             if load is not None:
-                load.check()
-            complained.seek(0)
-            complaint = complained.read(65536).decode(errors="replace")
+                load.raise_if_cancelled()
+            stderr.seek(0)
+            error_text = stderr.read(65536).decode(errors="replace")
             if code == 0:
-                told.seek(0)
+                stdout.seek(0)
                 with suppress(ValueError):
-                    return json.loads(told.read(_TOLD))
-        log.error("reading policy folder %s ended its process with %d: %s", name, code, complaint[-2000:])
-        if any(words in complaint for words in _NO_MEMORY) or code == -signal.SIGKILL:
+                    return json.loads(stdout.read(_MAX_OUTPUT))
+        log.error("reading policy folder %s ended its process with %d: %s", name, code, error_text[-2000:])
+        if any(words in error_text for words in _NO_MEMORY) or code == -signal.SIGKILL:
             raise self._out_of_memory(name)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         raise CheckpointError(f"{name}: the process that read its files was ended {how}; they are not used")
 
-    def _begin(self, request: Mapping[str, Any], seconds: float, told: Any, complained: Any) -> subprocess.Popen[bytes]:
+    def _start_child(
+        self, request: Mapping[str, Any], seconds: float, stdout: Any, stderr: Any
+    ) -> subprocess.Popen[bytes]:
         paths = [str(Path(jaxmodels.__file__).parents[1]), *filter(None, sys.path)]
-        limits = (os.getpid(), self._memory, int(seconds) + 1, _TOLD)
+        limits = (os.getpid(), self._memory, int(seconds) + 1, _MAX_OUTPUT)
         return subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", "-c", _BEGINNING + self._program),
+                *(sys.executable, "-I", "-S", "-c", _PRELUDE + self._program),
                 *(*map(str, limits), "\x1f".join(paths), json.dumps(request)),
             ],
             stdin=subprocess.PIPE,  # nothing is written: it ends when the child is alone
-            stdout=told,
-            stderr=complained,
+            stdout=stdout,
+            stderr=stderr,
             # Nothing of this process' secrets; and no threads, each of which would reserve memory.
             env={"OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.defpath},
             cwd="/",
@@ -387,11 +389,11 @@ class CheckpointSandbox:
 
 
 @contextmanager
-def _killing(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def _kill_at_end(child: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
         child.kill()
 
 
-__all__: Sequence[str] = ("Building", "CheckpointSandbox", "Load", "LoadEnded", "Places", "begin_building")
+__all__: Sequence[str] = ("BuildSlot", "CheckpointSandbox", "LoadCancelled", "LoadJob", "ReadSlots", "begin_building")

@@ -22,7 +22,7 @@ from service.recording.mcap_format import RecordingHeader, feature_names, replac
 from service.recording.recorder import FAILED, LIMIT, OFF, ON, Recorder, RecorderLimits, RecordingSettings
 from service.sessions.request import NewSession
 from service.sessions.session import Session
-from service.sessions.store import Listed
+from service.sessions.store import AnySession
 from service.stage import MOVING
 from service.state import state_folder
 from service.threads import call_in_thread
@@ -55,7 +55,7 @@ def recordings_folder(settings: RecordingSettings, state: str | None) -> Path | 
 class Recordings:
     """Recordings of one server's sessions. Nothing here waits for a disk on the event loop."""
 
-    def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], Listed]):
+    def __init__(self, settings: RecordingSettings, state: str | None, get_session: Callable[[str], AnySession]):
         """Recordings begin with the events that ``wrap_notify`` passes on.
 
         Args:
@@ -99,13 +99,13 @@ class Recordings:
         if new.record and self._refusal is not None:
             raise InvalidRequest(f"record: {self._refusal}", ("body", "record"))
 
-    def set_recording(self, session: Listed, is_on: bool) -> Mapping[str, object]:
+    def set_recording(self, session: AnySession, is_on: bool) -> Mapping[str, object]:
         """Record a session from now on (from its next start when it does not move), or no more.
 
         Raises:
             RecordingRefused: this server records nothing, or the session is no living one.
         """
-        if not isinstance(session, Session) or session.is_over:
+        if not isinstance(session, Session) or session.is_closed:
             raise RecordingRefused(
                 f"session {session.id!r} is {session.stage} and cannot be recorded; restart it first"
             )
@@ -200,7 +200,7 @@ class Recordings:
             return
         if event == "session.created":
             self._recorders.pop(session_id, None)
-            session.figures.append(lambda: {"recording": self.get_stats(session_id)})
+            session.stats_sources.append(lambda: {"recording": self.get_stats(session_id)})
             if session.new.record and self._refusal is None:
                 self._enabled.add(session_id)
         elif event == "session.started":

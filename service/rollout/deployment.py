@@ -1,4 +1,4 @@
-"""One commit to its followers, canary first, in a queue."""
+"""Deployment of one commit to sessions, canary first, and the queue of deployments."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Ended(Exception):
-    """A deployment that goes no further.
+    """A deployment stops here, with this result.
 
     Attributes:
         result, reason, text: of its record.
@@ -32,7 +32,7 @@ class Ended(Exception):
 
 
 class Deployment:
-    """The steps of one, as long as it goes on.
+    """The steps of one deployment while it goes on.
 
     Attributes:
         record: what it writes down.
@@ -47,7 +47,7 @@ class Deployment:
         settings: DeploymentSettings,
         keep: Callable[[Record], Awaitable[None]],
     ):
-        """Nothing is done yet.
+        """Create it; nothing is done yet.
 
         Args:
             keep: writes the record down as it is; called where somebody wants to know how far it came if the process
@@ -64,17 +64,19 @@ class Deployment:
 
     @property
     def sha(self) -> str:
-        """The commit; only once it is resolved."""
+        """The commit; known once it is resolved."""
         assert self.record.sha is not None, "not resolved yet"
         return self.record.sha
 
     def give_up(self, reason: str, text: str) -> None:
-        """End it as superseded if it is still being prepared; else nothing happens."""
+        """End it as superseded while it is still being prepared; later nothing happens."""
         self._given_up = self._given_up or (reason, text)
         self._news.set()
 
     async def fetched(self) -> Path:
-        """The verified folder; a transfer that went wrong is tried again, a folder that changed is looked at again."""
+        """Fetch the commit and return its verified folder; failed transfers are retried, and a changed folder is
+        read again.
+        """
         pause = self._settings.transfer_pause
         for further in reversed(range(self._settings.transfers)):
             try:
@@ -92,7 +94,7 @@ class Deployment:
         raise AssertionError("the last attempt returns or raises")
 
     async def prepared(self, session: str, folder: Path) -> None:
-        """Bring the commit up beside what the session runs; it is dropped again when it does not pass."""
+        """Load and check the commit beside what the session runs; it is discarded when it does not pass."""
         await self._keep(self.record)
         work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin)
         try:
@@ -108,7 +110,7 @@ class Deployment:
             raise
 
     async def swapped(self, session: str) -> None:
-        """Hand it over, at a moment that the session chooses."""
+        """Let the commit take over, at a moment that the session chooses."""
         self.record.begin("swapping")
         # From here on a robot may act by it, and a process that is killed has to know that afterwards.
         await self._keep(self.record)
@@ -139,7 +141,7 @@ class Deployment:
         check: Callable[[], Awaitable[None]],
         wants: Callable[[str], bool],
     ) -> None:
-        """Through all steps, one session after the other; nobody follows one that failed by the commit's fault.
+        """Deploy to one session after the other; nobody follows one that failed by the commit's fault.
 
         Args:
             sessions: their ids, and whether it is only prepared there.
@@ -184,7 +186,7 @@ class Deployment:
         await self.proved(session)
 
     def _judge(self, session: str, step: str, verdict: VerdictLike, result: str) -> None:
-        """Keep a verdict's figures; one with a reason ends it all, with this result."""
+        """Record a verdict's figures; a verdict with a reason ends the deployment with this result."""
         figures = self.record.figures.setdefault(session, {})
         if verdict.figures:
             figures[step] = dict(verdict.figures)
@@ -195,7 +197,7 @@ class Deployment:
         raise Ended(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
 
     async def _unless_given_up(self, work: Awaitable[Result]) -> Result:
-        """Its result, unless it is no longer wanted before it is done."""
+        """Return the result of some work, which is cancelled when the deployment is superseded."""
         task = asyncio.ensure_future(work)
         news = asyncio.ensure_future(self._news.wait())
         try:
@@ -213,13 +215,13 @@ class Deployment:
         raise AssertionError("news without a reason")
 
     def check_given_up(self) -> None:
-        """Raise `Ended` when it is no longer wanted."""
+        """Raise `Ended` when it is superseded."""
         if self._given_up is not None:
             raise Ended("superseded", *self._given_up)
 
 
 class RolloutState:
-    """Where each session stands.
+    """Staged and declined commits of all sessions.
 
     Attributes:
         staged: session to the commit that is prepared beside what it runs.
@@ -232,7 +234,7 @@ class RolloutState:
         self._rollout = rollout
 
     def session(self, id: str) -> FollowerLike:
-        """One as it is now.
+        """Return a session as it is now.
 
         Raises:
             SourceError: ``unknown_session``.
@@ -243,12 +245,12 @@ class RolloutState:
         raise SourceError("unknown_session", f"session {id!r} runs no policy")
 
     def targets(self) -> Sequence[Target]:
-        """What is followed."""
+        """Return all refs that sessions follow."""
         followed = (Target.of(one) for one in self._rollout.followers() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
     def wanting(self, target: Target, head: str) -> Sequence[FollowerLike]:
-        """Who follows it and is not there yet; those that really swap come first."""
+        """Return the followers that do not run this head yet; those that really swap come first."""
         found = [
             one
             for one in self._rollout.followers()
@@ -264,14 +266,14 @@ WENT_BACK = "somebody went back to the policy before"
 
 
 class DeployTarget(NamedTuple):
-    """A session that a commit is for, and whether it is only prepared there."""
+    """A session that gets a commit, and whether it is only staged there."""
 
     session: str
     is_only_staged: bool
 
 
 class DeployReason(Protocol):
-    """A reason to deploy.
+    """Interface of a reason to deploy.
 
     Attributes:
         target: what is followed; None when somebody asked, which nothing but another request supersedes.
@@ -281,7 +283,7 @@ class DeployReason(Protocol):
     def target(self) -> Target | None: ...
 
     async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
-        """The sessions that are to have it, in this order; may raise `Ended`."""
+        """Choose the sessions that get the commit, in this order; may raise `Ended`."""
         ...
 
     async def check(self, sha: str) -> None:
@@ -289,12 +291,12 @@ class DeployReason(Protocol):
         ...
 
     def wants(self, session: str, sha: str) -> bool:
-        """Whether a session that was chosen is to have it still."""
+        """Return whether a chosen session should still get the commit."""
         ...
 
 
 class Followed:
-    """Sessions follow a ref, and it may have moved."""
+    """Reason to deploy: sessions follow a ref, which may have moved."""
 
     def __init__(
         self,
@@ -304,7 +306,9 @@ class Followed:
         heads: RefTracker,
         again: Callable[[], None] | None,
     ):
-        """``again`` asks for another look when the ref has moved on; None: it is deployed nevertheless."""
+        """Create it; ``again`` asks for another look when the ref has moved on; without it the commit is deployed
+        all the same.
+        """
         self.target = target
         self._standing = standing
         self._quarantine = quarantine
@@ -312,7 +316,7 @@ class Followed:
         self._again = again
 
     async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
-        """Those who are not there yet, unless they are ahead of it."""
+        """Choose the followers that do not run it yet, unless they are ahead of it."""
         wanting = self._standing.wanting(self.target, head)
         if wanting:
             check_quarantine(self._quarantine, repo, head)
@@ -324,7 +328,7 @@ class Followed:
         return [DeployTarget(one.session_id, one.mode == "stage") for one in wanting if one not in ahead]
 
     async def check(self, sha: str) -> None:
-        """The head again; when it is not known now, what was verified is not worse for that."""
+        """Check the head again; when it cannot be known now, what was verified is not worse for that."""
         if self._again is None:
             return
         head = await self._heads.ask(self.target)
@@ -333,12 +337,12 @@ class Followed:
             raise Ended("superseded", "newer", f"{head[:12]} came while it was being prepared")
 
     def wants(self, session: str, sha: str) -> bool:
-        """It may have been made anew, to follow something else or nothing."""
+        """Return whether the session still follows the ref: it may have been made anew."""
         return any(one.session_id == session for one in self._standing.wanting(self.target, sha))
 
 
 class Asked:
-    """Somebody wants a session to have it, newer or older.
+    """Reason to deploy: somebody asked for a commit on one session, newer or older.
 
     Attributes:
         is_withdrawn: somebody went back to the policy before since then.
@@ -347,7 +351,7 @@ class Asked:
     target = None
 
     def __init__(self, session: str, standing: RolloutState, quarantine: Quarantine, is_forced: bool):
-        """``is_forced``: from quarantine too."""
+        """Create it; ``is_forced`` allows commits in quarantine."""
         self.is_withdrawn = False
         self.session = session
         self._standing = standing
@@ -355,7 +359,7 @@ class Asked:
         self._is_forced = is_forced
 
     async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
-        """That session, unless it runs it already."""
+        """Choose that session, unless it runs the commit already."""
         if self.is_withdrawn:
             raise Ended("superseded", "rollback", WENT_BACK)
         if self._standing.session(self.session).sha == head:
@@ -365,10 +369,10 @@ class Asked:
         return [DeployTarget(self.session, False)]
 
     async def check(self, sha: str) -> None:
-        """Whoever asked meant this commit."""
+        """Do nothing: whoever asked meant this commit."""
 
     def wants(self, session: str, sha: str) -> bool:
-        """As long as nobody asks for another one."""
+        """Return True: it holds until somebody asks for another commit."""
         return True
 
 
@@ -382,7 +386,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeploymentQueue:
-    """Deploys for a purpose; the next waits until it is through."""
+    """Runs one deployment at a time."""
 
     def __init__(
         self,
@@ -403,22 +407,22 @@ class DeploymentQueue:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing goes on."""
+        """Whether no deployment is under way."""
         return not self._lock.locked()
 
     def preparing(self, target: Target) -> Deployment | None:
-        """The deployment of what is followed that is not felt by a robot yet, if it is the present one."""
+        """Return the running deployment of a ref while no robot is touched by it yet, or None."""
         one = self._current
         return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
 
     def give_up(self, session: str, reason: str, text: str, *, is_asked: bool = False) -> None:
-        """Make way for a request about a session that the present deployment only prepares, by itself or as asked."""
+        """End the running deployment if it only prepares a session that somebody asks something else for."""
         one = self._current
         if one is not None and (is_asked or self._target is not None) and session in one.record.sessions:
             one.give_up(reason, text)
 
     async def deploy(self, record: Record, purpose: DeployReason) -> None:
-        """All the way."""
+        """Run one deployment to its end."""
         async with self._lock:
             try:
                 await self._go(record, purpose)
@@ -477,7 +481,7 @@ class DeploymentQueue:
         return record.end("swapped" if "swapped" in results.values() else "staged")
 
     async def _is_swapped_from_stage(self, deployment: Deployment, session: str) -> bool:
-        """Swap to what is prepared already; False when it is not, or not any more."""
+        """Swap to the commit if it is staged already; False when it is not, or not any more."""
         if self._standing.staged.get(session) != deployment.sha:
             return False
         del self._standing.staged[session]

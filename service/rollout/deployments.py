@@ -1,4 +1,4 @@
-"""All deployments: triggers to outcomes, for the API."""
+"""All deployments of a server, from triggers to outcomes, and what the API answers about them."""
 
 import asyncio
 import logging
@@ -26,7 +26,8 @@ WRITING = 0.1
 
 
 class Deployments:
-    """All of them. A webhook is a hint: what is deployed is the head of the ref at that time, by its sha.
+    """All deployments. What is deployed is the head of a ref at that time, by its sha; a webhook only says when to
+    look.
 
     Attributes:
         quarantine: commits that are not deployed by themselves; `Quarantine.release` lets one go.
@@ -42,7 +43,7 @@ class Deployments:
         on_event: OnEvent | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        """Open it; nothing happens before `run`.
+        """Open the database; nothing happens before `run`.
 
         Args:
             sources: the source of a repo.
@@ -79,11 +80,11 @@ class Deployments:
             self._database.close()
 
     def list(self, limit: int = 50) -> Sequence[Record]:
-        """Newest first."""
+        """Return the newest records first."""
         return self._journal.records.list(limit)
 
     def get(self, id: str) -> Record:
-        """One; KeyError when there is none, or no more."""
+        """Return one record; KeyError when there is none, or no more."""
         return self._journal.records.get(id)
 
     @property
@@ -92,7 +93,7 @@ class Deployments:
         return self._hints.is_empty and self._lane.is_free and not (self._waiting or self._tasks)
 
     def hint(self, payload: WebhookPayload, delivery_id: str | None) -> Reading:
-        """Take a delivery as a reason to look at the heads that it is about. From any thread; never waits."""
+        """Look at the heads that a webhook delivery is about. From any thread; never waits."""
         reading = read(payload, self._rollout.followers())
         ids = (delivery_id,) if delivery_id else ()
         for target in reading.targets:
@@ -108,7 +109,7 @@ class Deployments:
         return reading
 
     def look(self, repo: str) -> None:
-        """Take anything else, a changed folder say, as a reason to look at what is followed of a repo."""
+        """Look at what is followed of a repo, after a changed folder, say."""
         for target in self._standing.targets():
             if target.repo == repo:
                 self._hints.tell(self._seen(target))
@@ -130,7 +131,7 @@ class Deployments:
     async def deploy(
         self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
     ) -> Record:
-        """Bring a revision to one session, whatever its mode; older ones too.
+        """Deploy a revision to one session, whatever its mode; older ones too.
 
         Args:
             revision: branch, tag or commit; the ref that the session follows when None.
@@ -150,11 +151,11 @@ class Deployments:
         return record
 
     async def keep(self, record: Record) -> None:
-        """Return when it is on the disk as it is now, for whoever is about to tell of it."""
+        """Write a record as it is now, for a caller that is about to report it."""
         await self._journal.save(record)
 
     async def rollback(self, session_id: str) -> Record:
-        """Back to the policy before, at once; what ran is put into quarantine.
+        """Roll a session back to its previous policy at once; the commit that ran is quarantined.
 
         Raises:
             SourceError: ``unknown_session``.
@@ -190,7 +191,7 @@ class Deployments:
         await self._journal.finish(record)
 
     async def reconcile(self) -> None:
-        """Look at the head of everything that is followed; what is new is held like a delivery."""
+        """Look at the heads of everything that is followed; a new one is handled like a delivery."""
         for target in self._standing.targets():
             head = await self._heads.ask(target)
             if (
@@ -233,7 +234,7 @@ class Deployments:
         return self._superseded.get(target, 0) < self.settings.superseded
 
     async def _look_for_newer(self, target: Target) -> None:
-        """A hint about what is being prepared right now: the same commit again, or a newer one?"""
+        """Check whether a trigger about what is being prepared is about the same commit, or a newer one."""
         if not self._may_supersede(target):
             return
         head = await self._heads.ask(target)
@@ -287,7 +288,7 @@ class Deployments:
 
 
 class RecordLike(Protocol):
-    """One update, as it is now; it changes while the update goes on."""
+    """Interface of a deployment record; it changes while the deployment goes on."""
 
     @property
     def sessions(self) -> Sequence[str]: ...
@@ -305,7 +306,7 @@ class RecordLike(Protocol):
 
 
 class DeploymentsLike(Protocol):
-    """What is asked of whoever deploys."""
+    """Interface of the deployments that the API uses."""
 
     @property
     def quarantine(self) -> Any: ...
@@ -328,22 +329,22 @@ _LOOK = 0.02
 
 
 class SessionUpdates:
-    """``service.rollout.deployments.Updates`` over deployments."""
+    """Deployments as the API answers them; implements `Updates`."""
 
     def __init__(self, deployments: DeploymentsLike, refusal: type[Exception]):
-        """``refusal`` is what the deployments raise for a session that runs no policy."""
+        """Use these deployments; ``refusal`` is what they raise for a session that runs no policy."""
         self._deployments = deployments
         self._refusal = refusal
 
     def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
-        """The newest first."""
+        """Return the newest deployments first."""
         if session_id is None:
             return [record.as_json() for record in self._deployments.list(limit)]
         found = (record for record in self._deployments.list(10_000) if session_id in record.sessions)
         return [record.as_json() for _, record in zip(range(limit), found, strict=False)]
 
     def get(self, deployment_id: str) -> Mapping[str, object]:
-        """One of them."""
+        """Return one deployment."""
         try:
             return self._deployments.get(deployment_id).as_json()
         except KeyError:
@@ -352,7 +353,7 @@ class SessionUpdates:
             ) from None
 
     async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Bring a revision to a session; returns when it runs it, or was refused. Probation goes on after that."""
+        """Deploy a revision to a session; returns when it runs it, or it was refused. Probation goes on after that."""
         try:
             record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
         except self._refusal as error:
@@ -365,18 +366,18 @@ class SessionUpdates:
         return self._told(record)
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Bring back the policy from before."""
+        """Roll back to the previous policy."""
         try:
             return self._told(await self._deployments.rollback(session_id))
         except self._refusal as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
 
     def quarantine(self) -> Sequence[Mapping[str, object]]:
-        """Commits in quarantine."""
+        """Return the commits in quarantine."""
         return [one.as_json() for one in self._deployments.quarantine.list()]
 
     async def release(self, sha: str) -> bool:
-        """Let one out."""
+        """Release a commit from quarantine; returns whether it was in it."""
         return bool(await self._deployments.quarantine.release(sha))
 
     def _told(self, record: RecordLike) -> Mapping[str, object]:
@@ -387,7 +388,9 @@ class SessionUpdates:
 
 
 def _error_of(record: RecordLike) -> ServiceError | None:
-    """What could not be tried at all is an error; a policy that was tried and refused is an answer."""
+    """Return the error of a deployment that could not be tried at all, or None; a policy that was tried and refused
+    is an answer.
+    """
     if record.result in ("failed", "rejected"):
         if record.reason == "quarantined":
             return UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
@@ -399,14 +402,16 @@ def _error_of(record: RecordLike) -> ServiceError | None:
 
 
 class Updates(Protocol):
-    """Deployments are told as JSON-ready mappings with the fields of ``service.api.schemas.Deployment``."""
+    """Interface of deployments for the API, as JSON-ready mappings with the fields of
+    ``service.api.schemas.Deployment``.
+    """
 
     def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
-        """The newest first."""
+        """Return the newest deployments first."""
         ...
 
     def get(self, deployment_id: str) -> Mapping[str, object]:
-        """One of them.
+        """Return one deployment.
 
         Raises:
             UnknownDeployment: there is none.
@@ -414,7 +419,7 @@ class Updates(Protocol):
         ...
 
     async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Bring a revision to a session now; returns when the session runs it, or it was refused.
+        """Deploy a revision to a session now; returns when the session runs it, or it was refused.
 
         Raises:
             ServiceError: no such session, or no such revision.
@@ -422,7 +427,7 @@ class Updates(Protocol):
         ...
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Bring back the policy that a session ran before.
+        """Roll back to the policy that a session ran before.
 
         Raises:
             ServiceError: no such session.
@@ -430,9 +435,9 @@ class Updates(Protocol):
         ...
 
     def quarantine(self) -> Sequence[Mapping[str, object]]:
-        """Commits that are not deployed any more by themselves, with the reason."""
+        """Return the commits that are not deployed by themselves any more, with the reason."""
         ...
 
     async def release(self, sha: str) -> bool:
-        """Let a commit out of the quarantine; whether it was in it."""
+        """Release a commit from quarantine; returns whether it was in it."""
         ...

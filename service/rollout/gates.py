@@ -1,4 +1,4 @@
-"""Checks before a policy takes over, and probation after."""
+"""Gates that a policy passes before it takes over, and its probation after."""
 
 import asyncio
 import time
@@ -10,14 +10,14 @@ import numpy as np
 
 from service.control.joints import JointTable
 from service.control.robot_io import RobotIO
-from service.sessions.policy_slots import Held
+from service.sessions.policy_slots import HeldPolicy
 from service.sessions.session import Session
 from service.stage import Stage
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of looking at a policy.
+    """Result of checking a policy.
 
     Attributes:
         reason: None when nothing speaks against it, else a stable code, e.g. ``not_finite``.
@@ -32,7 +32,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limits:
-    """What is let through.
+    """Limits of the gates.
 
     Attributes:
         difference: how far an action may be from what the running policy would do, as a part of its joint's range.
@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a policy answered.
+    """A policy's answers in a trial.
 
     Attributes:
         chunks: (t, a) each.
@@ -67,7 +67,7 @@ class Trial:
 
 
 def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
-    """Every gate, the first that closes decides; figures hold what was measured until then."""
+    """Check a trial against all gates; the first that fails decides, and figures hold what was measured until then."""
     figures: dict[str, object] = {"observations": len(trial.chunks)}
     bad = sum(int((~np.isfinite(chunk)).sum()) for chunk in trial.chunks)
     if bad:
@@ -109,7 +109,7 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
 
 
 def ranges(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
-    """(a,) the width of each joint's range; of a joint without one, what the running policy makes of it."""
+    """Return (a,) the width of each joint's range; of a joint without one, the range the running policy uses."""
     widths = np.array([joint.high - joint.low for joint in table.joints], np.float64)
     if not seen:
         # Plain units: better a gate that is too narrow than none.
@@ -134,7 +134,7 @@ def _worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class ProbationSettings:
-    """What a new policy is allowed; times in seconds.
+    """What a new policy is allowed during its probation; times in seconds.
 
     Attributes:
         seconds: how long it has to run before the one before is not gone back to by itself any more.
@@ -158,7 +158,7 @@ class ProbationSettings:
 
 @dataclass(frozen=True)
 class Counters:
-    """Figures of a drive at one moment."""
+    """Counters of a session's control at one moment."""
 
     starvations: int
     missed_ticks: int
@@ -168,12 +168,12 @@ class Counters:
 
     @classmethod
     def of(cls, robot_io: RobotIO) -> "Counters":
-        """As they are now."""
+        """Read them from a session's control."""
         control = robot_io.controller
         return cls(control.starvations, control.missed_ticks, control.ticks, control.queue.late, control.chunks)
 
     def cost(self, robot_io: RobotIO) -> Mapping[str, object]:
-        """What came since, JSON-ready."""
+        """Return what was added since, JSON-ready."""
         now, chunks = Counters.of(robot_io), robot_io.controller.chunks - self.chunks
         usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
         return {
@@ -187,7 +187,7 @@ class Counters:
 
 
 class Probation:
-    """One policy's; it begins when it is made.
+    """Probation of one policy; it begins when this is created.
 
     Attributes:
         drive: of the session.
@@ -204,13 +204,13 @@ class Probation:
         settings: ProbationSettings,
         go_back: Callable[[], Coroutine[Any, Any, Verdict]],
     ):
-        """Whatever fails from now on is the new policy's.
+        """Begin: whatever fails from now on is the new policy's fault.
 
         Args:
             allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
         """
         self.robot_io = robot_io
-        self.held: Held | None = session.policies.running
+        self.held: HeldPolicy | None = session.policies.running
         self.first = Counters.of(robot_io)
         self.back: asyncio.Task[Verdict] | None = None
         self._go_back = go_back
@@ -229,7 +229,9 @@ class Probation:
             self.back = asyncio.create_task(self._go_back())
 
     async def wait(self) -> tuple[str, str] | None:
-        """Code and text of why it must not stay, or None when its time is over. Only time in which it runs counts."""
+        """Return code and text of why the policy must not stay, or None when its time is over. Only time in which it
+        runs counts.
+        """
         settings, robot_io, session = self._settings, self.robot_io, self._session
         pause = min(0.1, settings.seconds / 10)
         ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()
@@ -240,7 +242,7 @@ class Probation:
                 since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
                 if done:
                     return self._trouble.result()
-                if session.is_over or session.stage is Stage.DELETED:
+                if session.is_closed or session.stage is Stage.DELETED:
                     if session.stage is Stage.ERROR:
                         return "session", f"the session ended on its probation: {session.reason}"
                     return None

@@ -44,7 +44,7 @@ class Stage:
 
 @dataclass
 class Record:
-    """One deployment.
+    """Record of one deployment.
 
     Attributes:
         at: seconds since 1970.
@@ -79,7 +79,7 @@ class Record:
         self.stages.append(Stage(stage, time.time()))
 
     def end(self, result: str, reason: str | None = None, text: str = "") -> None:
-        """Say how it ended."""
+        """End it with this result."""
         self._end_stage()
         self.result, self.reason, self.text = result, reason, text
 
@@ -88,11 +88,11 @@ class Record:
             self.stages[-1].seconds = round(max(0.0, time.time() - self.stages[-1].at), 4)
 
     def as_json(self) -> dict[str, Any]:
-        """For the wire; times are seconds."""
+        """Return all fields, JSON-ready; times are seconds."""
         return asdict(self)
 
     def in_words(self) -> str:
-        """One line for the log."""
+        """Describe it in one line for the log."""
         took = ", ".join(f"{stage.name} {stage.seconds:.2f}s" for stage in self.stages if stage.seconds is not None)
         because = f" ({self.reason}: {self.text})" if self.reason else f" ({self.text})" if self.text else ""
         what = f"{self.repo}@{self.ref or 'main'} {(self.sha or '?')[:12]}"
@@ -101,12 +101,12 @@ class Record:
 
 
 def from_json(told: dict[str, Any]) -> Record:
-    """The record that ``as_json`` gave."""
+    """Parse a record that ``as_json`` gave."""
     return Record(**{**told, "stages": [Stage(**stage) for stage in told["stages"]]})
 
 
 class Records:
-    """The newest ``kept`` records; older ones are dropped."""
+    """Records of the newest ``kept`` deployments; older ones are deleted."""
 
     def __init__(self, database: Database, kept: int):
         self.kept = kept
@@ -114,20 +114,20 @@ class Records:
         self._records = {record.id: record for record in database.run_blocking(_load_records, kept)}
 
     def list(self, limit: int = 50) -> Sequence[Record]:
-        """Newest first."""
+        """Return the newest records first."""
         return list(self._records.values())[: -limit - 1 : -1]
 
     def get(self, id: str) -> Record:
-        """One; KeyError when there is none, or no more."""
+        """Return one record; KeyError when there is none, or no more."""
         return self._records[id]
 
     async def save(self, record: Record) -> None:
-        """Write one as it is now."""
+        """Write a record as it is now."""
         self._remember(record)
         await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
 
     def save_now(self, record: Record) -> None:
-        """The same, for who cannot await any more."""
+        """Write a record as it is now, without awaiting."""
         self._remember(record)
         self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
 
@@ -138,7 +138,7 @@ class Records:
 
 
 def ensure_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables in a database that somebody else opened."""
+    """Create the tables in a database that somebody else opened."""
     for script in SCHEMA:
         for statement in script.split(";\n"):
             connection.execute(statement)
@@ -160,7 +160,7 @@ def _load_records(connection: sqlite3.Connection, kept: int) -> Sequence[Record]
 
 
 def _isolate(connection: sqlite3.Connection, record: Record) -> None:
-    """What a robot ran when the process was killed may be what killed it, or what was just being taken back."""
+    """Quarantine what a robot ran when the process was killed: it may have caused that, or was being rolled back."""
     text = f"the server was killed while {', '.join(record.sessions)} tried it"
     connection.execute(
         "INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?, ?)",
@@ -177,7 +177,7 @@ def _save(connection: sqlite3.Connection, id: str, at: float, record: str, kept:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """One commit.
+    """A commit in quarantine.
 
     Attributes:
         at: seconds since 1970.
@@ -197,29 +197,29 @@ class Quarantined:
 
 
 class Quarantine:
-    """The commits in the database, and in memory to look them up."""
+    """Commits in quarantine, in the database and in memory."""
 
     def __init__(self, database: Database):
         self._database = database
         self._commits = {(one.repo, one.sha): one for one in database.run_blocking(_load_quarantine)}
 
     def get(self, repo: str, sha: str) -> Quarantined | None:
-        """The entry of a commit, if it is in quarantine."""
+        """Return the entry of a commit, or None."""
         return self._commits.get((repo, sha))
 
     def list(self) -> Sequence[Quarantined]:
-        """Newest first."""
+        """Return the newest entries first."""
         return sorted(self._commits.values(), key=lambda one: one.at, reverse=True)
 
     async def add(self, repo: str, sha: str, reason: str, text: str, deployment: str | None) -> Quarantined:
-        """Keep a commit from being deployed by itself; on the disk when this returns."""
+        """Put a commit into quarantine: it is not deployed by itself any more. On the disk when this returns."""
         one = Quarantined(repo, sha, time.time(), reason, text, deployment)
         self._commits[repo, sha] = one
         await self._database.run(_add, one)
         return one
 
     async def release(self, sha: str, repo: str | None = None) -> int:
-        """Let it be deployed again, in every repo unless one is given; how many entries there were."""
+        """Release a commit in this repo, or in all of them; returns how many entries there were."""
         released = [key for key in self._commits if key[1] == sha and repo in (None, key[0])]
         for key in released:
             del self._commits[key]
@@ -258,30 +258,30 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Records and quarantine of one database. A disk that is full is said in the log and stops no robot."""
+    """Records and quarantine in one database. A full disk is logged and stops no robot."""
 
     def __init__(self, database: Database, kept: int, on_event: OnEvent | None):
-        """Read what there is; ``on_event`` is told ``EVENTS`` with the record as JSON."""
+        """Read both; ``on_event`` is called with an event of ``EVENTS`` and the record as JSON."""
         self.records = Records(database, kept)
         self.quarantine = Quarantine(database)
         self._on_event = on_event
 
     async def save(self, record: Record) -> None:
-        """Keep one as it is now."""
+        """Write a record as it is now."""
         try:
             await self.records.save(record)
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
     def save_now(self, record: Record) -> None:
-        """The same, for who cannot await."""
+        """Write a record as it is now, without awaiting."""
         try:
             self.records.save_now(record)
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
     async def isolate(self, record: Record) -> None:
-        """Put its commit into quarantine."""
+        """Put a record's commit into quarantine."""
         if record.sha is None:
             return
         try:
@@ -290,7 +290,7 @@ class Journal:
             logger.error("the quarantine of %s ends with this process: %s", record.sha, error)
 
     async def finish(self, record: Record) -> None:
-        """Keep one that has ended, and tell of it."""
+        """Write a record that has ended, and publish it."""
         level = logging.INFO if record.result in ("swapped", "staged", "noop", "superseded") else logging.WARNING
         logger.log(level, "%s", record.in_words())
         await self.save(record)

@@ -1,4 +1,4 @@
-"""Stages, swaps, watches and rolls back a session's policy.
+"""Rollout to one session: stages, swaps, watches and rolls back its policy.
 
 The session side of continuous delivery. When and from where a policy comes is decided elsewhere; here it is a folder.
 """
@@ -19,7 +19,7 @@ from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import STATE, select_features, task_input
 from service.rollout.gates import Counters, Limits, Probation, ProbationSettings, Trial, Verdict, judge, ranges
-from service.sessions.policy_slots import Misfit
+from service.sessions.policy_slots import IncompatiblePolicy
 from service.sessions.session import Session
 from service.sessions.store import Sessions
 
@@ -50,7 +50,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Follower:
-    """What a session runs, and which moves of its repo it wants to hear of.
+    """A session's policy, and which ref of its repo it follows.
 
     Attributes:
         repo: a repo id or a folder.
@@ -79,7 +79,7 @@ class Rollout:
         return self._sessions.engine
 
     def followers(self) -> Sequence[Follower]:
-        """All sessions that run a policy."""
+        """Return all sessions that run a policy."""
         return [
             Follower(
                 session_id=session.id,
@@ -93,12 +93,12 @@ class Rollout:
         ]
 
     async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
-        """Load, compile and judge a policy beside the running one; with no reason against it, it is staged."""
+        """Load, compile and check a policy beside the running one; with no reason against it, it is staged."""
         return self._fair(await self._prepare(session_id, repo, sha, folder, tell))
 
     def _fair(self, verdict: Verdict) -> Verdict:
-        """Where no device works any more, nothing is said against the policy: what it was to run on is gone."""
-        devices: Any = self._engine.facts()["devices"]
+        """Return a verdict that is not against the policy where no device works any more."""
+        devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
             return verdict
         # Of engines that left a cluster nothing is listed any more.
@@ -109,12 +109,12 @@ class Rollout:
         self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
     ) -> Verdict:
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             if _repo_of(session) != repo:
                 return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
             tell("loading")
             loaded = await session.policies.stage(sha, str(folder), tell)
-        except Misfit as error:
+        except IncompatiblePolicy as error:
             return Verdict("requirements", str(error))
         except ServiceError as error:
             return _refusal(error, folder)
@@ -147,7 +147,7 @@ class Rollout:
         wanted = (1, config.chunk, config.width)
         chunks, seconds = [], []
         for run in range(max(RUNS, len(seen))):
-            chunk, took = await self._engine.try_out(loaded, seen[run % len(seen)][0])
+            chunk, took = await self._engine.run_trial(loaded, seen[run % len(seen)][0])
             seconds.append(took)
             if chunk.shape != wanted or chunk.dtype.kind != "f":
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
@@ -167,7 +167,7 @@ class Rollout:
         verdict = judge(trial, robot_io.table, self.settings.limits)
         if verdict.reason == "slow":
             # A machine that stood still for a moment, or had other work, is not the policy's fault.
-            again = [(await self._engine.try_out(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
+            again = [(await self._engine.run_trial(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
             verdict = judge(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
@@ -175,7 +175,7 @@ class Rollout:
         """Let the staged policy take over at the next chunk boundary; figures tell what that cost."""
         began = time.monotonic()
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
@@ -183,7 +183,7 @@ class Rollout:
             before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
-            await session.policies.change(self._fade(robot_io), self.settings.patience)
+            await session.policies.swap(self._fade(robot_io), self.settings.patience)
         except ServiceError as error:
             return _refusal(error)
         self._probations[session_id] = Probation(
@@ -198,13 +198,13 @@ class Rollout:
         return Verdict(None, "", cost)
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
-        """Watch a policy that took over. With a reason in the verdict, the policy before has taken over again."""
+        """Watch a policy that took over. With a reason in the verdict, it was rolled back."""
         return self._fair(await self._probation(session_id, sha))
 
     async def _probation(self, session_id: str, sha: str) -> Verdict:
         probation = self._probations.pop(session_id, None)
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
         except ServiceError as error:
             return Verdict(None, f"the session ended: {error}")
         if probation is None or session.robot_io is not probation.robot_io:
@@ -226,20 +226,20 @@ class Rollout:
         return Verdict(code, text, figures)
 
     async def discard(self, session_id: str, sha: str) -> None:
-        """Let go of a staged policy that is not wanted."""
+        """Release a staged policy that is not wanted."""
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
         except ServiceError:
             return
         if session.policies.staged is not None and session.policies.staged.commit == sha:
             await session.policies.discard()
 
     async def rollback(self, session_id: str) -> Verdict:
-        """Let the policy from before take over again; it is in memory still."""
+        """Let the previous policy take over again; it is in memory still."""
         try:
-            session = self._sessions.live(session_id)
+            session = self._sessions.get_live(session_id)
             robot_io = _drive_of(session)
-            if session.policies.before is None:
+            if session.policies.previous is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = Counters.of(robot_io)
             session.policies.restore(self._fade(robot_io))
@@ -258,7 +258,9 @@ class Rollout:
 
 
 def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
-    """Why a step was not done: ``gone`` and ``busy`` are the session's matter and say nothing against the policy."""
+    """Return the verdict for an error: ``gone`` and ``busy`` are the session's matter and say nothing against the
+    policy.
+    """
     text = str(error) if folder is None else str(error).replace(str(folder), "the new policy")
     match error:
         case UnknownSession():
@@ -280,7 +282,7 @@ def _drive_of(session: Session) -> RobotIO:
 
 
 def _grey(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
-    """An observation for a robot that has shown nothing yet: grey pictures, joints in the middle of their ranges."""
+    """Make an observation for a robot that has sent nothing yet: grey images, joints in the middle of their ranges."""
     needs = loaded.requirements
     sizes = robot_io.buffer.sizes
     if len(sizes) < len(needs.cameras):
@@ -302,7 +304,7 @@ def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int
 
 
 async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
-    """Until the new policy's first chunk is there, if the robot runs: what the swap cost is only known then."""
+    """Wait for the new policy's first chunk, if the robot runs: what the swap cost is only known then."""
     end = time.monotonic() + 2.0
     # Control is a pure core without events; a tick is as precise as it gets.
     while robot_io.controller.is_running and robot_io.controller.chunks <= chunks and time.monotonic() < end:  # noqa: ASYNC110
@@ -310,7 +312,7 @@ async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
 
 
 class FollowerLike(Protocol):
-    """A session as it is now.
+    """Interface of a session as it is now.
 
     Attributes:
         ref: the branch, tag or pattern of tags (``deploy-*``) that it follows; None for the default branch.
@@ -331,7 +333,7 @@ class FollowerLike(Protocol):
 
 
 class VerdictLike(Protocol):
-    """How a step went.
+    """Interface of the result of a step.
 
     Attributes:
         reason: None when it passed, else a stable code (``load``, ``not_finite``, ``stopped``, ...).
@@ -348,32 +350,32 @@ class VerdictLike(Protocol):
 
 
 class RolloutLike(Protocol):
-    """The sessions, and the steps of one."""
+    """Interface of the sessions that deployments go to, and of the steps of one."""
 
     def followers(self) -> Sequence[FollowerLike]:
-        """Every session, those with mode ``off`` too."""
+        """Return every session, those with mode ``off`` too."""
         ...
 
     async def prepare(
         self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
     ) -> VerdictLike:
-        """Load, compare, compile, warm up and pass the gates beside the running policy; may be cancelled."""
+        """Load, compile and check a commit beside the running policy; may be cancelled."""
         ...
 
     async def swap(self, session_id: str, sha: str) -> VerdictLike:
-        """Hand the prepared policy over; returns when the session acts by it."""
+        """Swap to the prepared policy; returns when the session acts by it."""
         ...
 
     async def probation(self, session_id: str, sha: str) -> VerdictLike:
-        """Wait until it has proved itself; with a reason it was rolled back already."""
+        """Wait for the end of its probation; with a reason it was rolled back already."""
         ...
 
     async def discard(self, session_id: str, sha: str) -> None:
-        """Drop a prepared policy that is not wanted; nothing happens when there is none."""
+        """Discard a prepared policy that is not wanted; nothing happens when there is none."""
         ...
 
     async def rollback(self, session_id: str) -> VerdictLike:
-        """Back to the policy before."""
+        """Roll back to the previous policy."""
         ...
 
 

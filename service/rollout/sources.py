@@ -1,4 +1,4 @@
-"""Policies by commit from Hub or folders, verified; RefTracker."""
+"""Policy sources: commits from the Hub or from folders, fetched and verified; tracks the heads of refs."""
 
 import asyncio
 import hashlib
@@ -43,10 +43,10 @@ OF_COMMIT = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
 
 
 class Source(Protocol):
-    """A place that has policies at commits."""
+    """Interface of a place that has policies at commits."""
 
     async def head(self, repo: str, ref: str | None) -> str:
-        """The commit that a ref points to now: 40 hexadecimal digits.
+        """Return the commit that a ref points to now: 40 hexadecimal digits.
 
         Raises:
             SourceError: ``unknown_repo``, ``unknown_revision``, ``denied``, ``unreachable``, ``timeout``, ...
@@ -54,7 +54,7 @@ class Source(Protocol):
         ...
 
     async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
-        """The folder of exactly that commit, every byte of it verified; ``tell`` hears ``downloading``, ``verifying``.
+        """Return the folder of exactly that commit, every byte verified; ``tell`` gets ``downloading``, ``verifying``.
 
         Raises:
             SourceError: ``checksum``, ``transfer``, ``incomplete``, ``denied_file``, ``changed_meanwhile``, ...
@@ -62,7 +62,7 @@ class Source(Protocol):
         ...
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """Whether a commit lies in the history of another; None when that cannot be told.
+        """Return whether a commit is an ancestor of another; None when that cannot be known.
 
         Raises:
             SourceError: as ``head``.
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HubLimits:
-    """What fetching may take.
+    """Limits of fetching from the Hub.
 
     Attributes:
         answer: seconds for a question to the Hub.
@@ -111,11 +111,11 @@ _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
 
 class _Abandoned(Exception):
-    """Nobody waits for this download any more."""
+    """The download is cancelled: nobody waits for it any more."""
 
 
 def _bar(is_abandoned: threading.Event) -> type[tqdm]:
-    """A progress bar that draws nothing on whatever terminal there is, and ends a download that nobody wants."""
+    """Make a progress bar that draws nothing, and ends a download that is abandoned."""
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any):
@@ -130,7 +130,7 @@ def _bar(is_abandoned: threading.Event) -> type[tqdm]:
 
 
 class HubSource:
-    """Repos of one Hub.
+    """Source of repos of one Hub.
 
     Its client's own calls have no time limit, so they run in threads that are left behind when they take too long.
     """
@@ -143,7 +143,7 @@ class HubSource:
         limits: HubLimits | None = None,
         bounded: Bounded | None = None,
     ):
-        """Nothing is asked yet.
+        """Create the client; nothing is requested yet.
 
         Args:
             endpoint, token: as of `huggingface_hub.HfApi`.
@@ -158,7 +158,9 @@ class HubSource:
         self._is_our_cache = cache is not None
 
     async def head(self, repo: str, ref: str | None) -> str:
-        """The commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as numbers)."""
+        """Return the commit of a branch, tag, commit or pattern of tags (the highest name, numbers compared as
+        numbers).
+        """
         if ref is not None and is_pattern(ref):
             return await self._highest(repo, ref)
         asked = None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG)
@@ -176,7 +178,7 @@ class HubSource:
         return max(tags, key=lambda tag: _natural(tag.name)).target_commit
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """Whether a commit is among those before another."""
+        """Return whether a commit is in the history of another; None when that cannot be known."""
         if sha == than:
             return False
         try:
@@ -188,7 +190,7 @@ class HubSource:
         return sha in {commit.commit_id for commit in history}
 
     async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
-        """Fetch by sha, then compare each file with the tree; a file that differs is taken out of the cache."""
+        """Fetch by sha, then compare each file with the tree; a file that differs is removed from the cache."""
         tell("listing")
         tree = await self._ask(
             repo, sha, lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)), self.limits.answer
@@ -236,7 +238,9 @@ class HubSource:
             )
 
     def _download(self, repo: str, sha: str, files: Sequence[RepoFile], is_abandoned: threading.Event) -> None:
-        """One file after the other: a whole snapshot's threads would hold the end of the process when they hang."""
+        """Download one file after the other: a snapshot's own threads would block the end of the process when they
+        hang.
+        """
         # On Linux niceness belongs to a thread and those that it starts.
         if self.limits.niceness and sys.platform == "linux":
             thread = threading.get_native_id()
@@ -287,7 +291,7 @@ class HubSource:
         limit: float | None = None,
         size: int = LARGEST_ANSWER,
     ) -> Result:
-        """Call in a thread; whatever goes wrong becomes a `SourceError`."""
+        """Call in a thread with time limit; whatever goes wrong becomes a `SourceError`."""
         what = _named(repo, ref)
         # A little longer than the client's own limit, whose error says more.
         seconds = self.limits.answer + 1 if limit is None else limit
@@ -347,7 +351,7 @@ CHUNK = 1 << 20
 
 
 class FolderSource:
-    """Folders; ``repo`` is the path of one. What is fetched is a copy: the folder may be written to at any time."""
+    """Source of folders; ``repo`` is a path. What is fetched is a copy: the folder may be written to at any time."""
 
     def __init__(
         self,
@@ -385,11 +389,13 @@ class FolderSource:
         return sha
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
-        """A folder has no history."""
+        """Return None: a folder has no history."""
         return None
 
     async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
-        """Copy it; the copy is hashed again, so that one torn by a writer is refused with ``changed_meanwhile``."""
+        """Copy the folder; the copy is hashed again, so that one torn by a writer is refused with
+        ``changed_meanwhile``.
+        """
         tell("copying")
         return await self._work(repo, lambda: self._copy(Path(repo), sha))
 
@@ -487,15 +493,15 @@ def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
 
 
 class RefTracker:
-    """The heads of what is followed."""
+    """Resolves the heads of followed refs."""
 
     def __init__(self, sources: Callable[[str], Source]):
-        """Nothing is asked yet; ``sources`` gives the source of a repo."""
+        """Use these sources; ``sources`` gives the source of a repo."""
         self._sources = sources
         self._unknown: set[Target] = set()
 
     async def ask(self, target: Target) -> str | None:
-        """The commit, or None when it cannot be told now."""
+        """Return the commit that a ref points to, or None when it cannot be known now."""
         what = f"{target.repo} at {target.ref!r}"
         try:
             head = await self._sources(target.repo).head(target.repo, target.ref)

@@ -1,4 +1,4 @@
-"""Deliveries to debounced refs that need a look."""
+"""Triggers: webhook deliveries and polls, debounced into refs whose head is looked at again."""
 
 import asyncio
 from collections import deque
@@ -17,20 +17,20 @@ IGNORED_REFS = ("refs/pr/", "refs/convert/")
 
 @dataclass(frozen=True)
 class Target:
-    """What sessions follow: a ref of a repo."""
+    """A ref of a repo that sessions follow."""
 
     repo: str
     ref: str
 
     @classmethod
     def of(cls, one: FollowerLike) -> "Target":
-        """That of a session; the Hub calls every default branch ``main``."""
+        """Return the ref that a session follows; the Hub calls every default branch ``main``."""
         return cls(one.repo, one.ref or "main")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a delivery means.
+    """What a webhook delivery means for the sessions.
 
     Attributes:
         targets: refs whose head is to be looked at again.
@@ -44,19 +44,19 @@ class Reading:
 
 
 def is_pattern(ref: str) -> bool:
-    """Whether a ref stands for all tags of a kind; git allows none of these letters in a name."""
+    """Return whether a ref is a pattern of tags; git allows none of these characters in a name."""
     return any(letter in ref for letter in "*?[")
 
 
 def is_about(followed: str, moved: str) -> bool:
-    """Whether the ref that moved (``refs/heads/main``) is the one that is followed."""
+    """Return whether the ref that moved (``refs/heads/main``) is the followed one."""
     if is_pattern(followed):
         return moved.startswith(TAG) and fnmatchcase(moved.removeprefix(TAG), followed.removeprefix(TAG))
     return moved in (followed, BRANCH + followed, TAG + followed)
 
 
 def read(payload: WebhookPayload, followers: Iterable[FollowerLike]) -> Reading:
-    """What to do about a delivery; the commit that it names is not looked at, only which ref moved."""
+    """Interpret a delivery; only which ref moved counts, not the commit that it names."""
     repo, event = payload.repo, payload.event
     followed = {Target.of(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
     if repo.type != "model" or not followed:
@@ -91,7 +91,7 @@ DELIVERIES = 100
 
 @dataclass(frozen=True)
 class Hint:
-    """A target to look at again, and what said so.
+    """A ref to look at again, and what caused that.
 
     Attributes:
         trigger: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
@@ -105,7 +105,7 @@ class Hint:
     delivery_ids: tuple[str, ...] = ()
 
     def after(self, earlier: "Hint | None") -> "Hint":
-        """This one and an earlier one of the same target as one."""
+        """Merge this one with an earlier one of the same ref."""
         if earlier is None:
             return self
         return Hint(
@@ -117,7 +117,7 @@ class Hint:
 
 
 def newest(delivery_ids: Iterable[str]) -> tuple[str, ...]:
-    """Each once, in this order; the oldest are left out where there are more than `DELIVERIES`."""
+    """Return each id once, in this order; the oldest are left out where there are more than `DELIVERIES`."""
     return tuple(dict.fromkeys(delivery_ids))[-DELIVERIES:]
 
 
@@ -129,7 +129,7 @@ class _Waiting:
 
 
 class Debounce:
-    """Hints, held until nothing further came for ``quiet`` seconds, but no longer than ``longest``."""
+    """Holds triggers until nothing further came for ``quiet`` seconds, but no longer than ``longest``."""
 
     def __init__(self, quiet: float, longest: float):
         self.quiet = quiet
@@ -137,7 +137,7 @@ class Debounce:
         self._waiting: dict[Target, _Waiting] = {}
 
     def add(self, hint: Hint, now: float) -> None:
-        """Hold one; a delivery that came before (the same id) does not make the wait longer."""
+        """Hold a trigger; a delivery that came before (the same id) does not make the wait longer."""
         held = self._waiting.get(hint.target)
         if held is None:
             self._waiting[hint.target] = _Waiting(hint, now, now)
@@ -149,12 +149,12 @@ class Debounce:
             held.last = now
 
     def due(self, now: float) -> list[Hint]:
-        """Those whose time has come; they are held no more."""
+        """Remove and return the triggers that are due."""
         ripe = [target for target in self._waiting if self._at(target) <= now]
         return [self._waiting.pop(target).hint for target in ripe]
 
     def next_at(self) -> float | None:
-        """When the next is due."""
+        """Return when the next trigger is due."""
         return min(map(self._at, self._waiting), default=None)
 
     def _at(self, target: Target) -> float:
@@ -163,10 +163,10 @@ class Debounce:
 
 
 class TriggerQueue:
-    """Takes them at any time; gives out those that are due."""
+    """Debounced queue of triggers; any thread may put."""
 
     def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
-        """As `Debounce`, by this clock."""
+        """Create it empty, as `Debounce`, with this clock."""
         self._told: deque[Hint] = deque()
         self._held = Debounce(quiet, longest)
         self._now = now
@@ -175,11 +175,11 @@ class TriggerQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none is held."""
+        """Whether no trigger is held."""
         return not self._told and self._held.next_at() is None
 
     def tell(self, hint: Hint) -> None:
-        """Take one. From any thread; never waits."""
+        """Add a trigger. From any thread; never waits."""
         self._told.append(hint)
         loop = self._loop
         if loop is not None:
@@ -187,7 +187,7 @@ class TriggerQueue:
                 loop.call_soon_threadsafe(self._news.set)
 
     async def due(self) -> Sequence[Hint]:
-        """Wait for the next that are due."""
+        """Wait for triggers that are due, and return them."""
         self._loop = asyncio.get_running_loop()
         try:
             return await self._wait()
@@ -210,7 +210,7 @@ class TriggerQueue:
 
 
 class Retries:
-    """Waits that double with every failure, up to a longest one."""
+    """Exponential backoff per key, up to a longest wait."""
 
     def __init__(self, first: float, longest: float):
         self.first = first
@@ -218,14 +218,14 @@ class Retries:
         self._failed: dict[Hashable, tuple[int, float]] = {}
 
     def failed(self, key: Hashable, now: float) -> None:
-        """Wait, longer than the last time."""
+        """Wait, twice as long as the last time."""
         count = self._failed.get(key, (0, 0.0))[0]
         self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
 
     def may(self, key: Hashable, now: float) -> bool:
-        """Whether the wait is over, if there was any."""
+        """Return whether the wait is over, if there was any."""
         return self._failed.get(key, (0, now))[1] <= now
 
     def forget(self, key: Hashable) -> None:
-        """It went well."""
+        """Forget earlier failures."""
         self._failed.pop(key, None)

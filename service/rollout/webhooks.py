@@ -1,4 +1,4 @@
-"""Receiver and registry of this server, tied to rollouts."""
+"""Webhook receiver and registry of this server, tied to deployments."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ from service.http.bodies import json_response
 from service.http.origins import Origins
 from service.inference.config import PolicySettings
 from service.inference.engine import LoadPolicy, Policy
-from service.inference.policy_sources import opened_in
+from service.inference.policy_sources import allowed_roots
 from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
 from service.rollout.deployments import Deployments, SessionUpdates
 from service.rollout.gates import Limits, ProbationSettings
@@ -53,7 +53,7 @@ LAST_WORDS = 1.0
 
 
 class Webhooks:
-    """The hooks of one server. Nothing runs before its listeners are called.
+    """Receiver of webhook deliveries, and registry of this server's own webhooks. Nothing runs before the app starts.
 
     Attributes:
         receiver: deliveries to ``/webhooks/policies``.
@@ -89,7 +89,7 @@ class Webhooks:
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
             largest=min(policies.policy_bytes, updates.update_cache_bytes),
-            roots=opened_in(policies),
+            roots=allowed_roots(policies),
         )
         self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
@@ -125,7 +125,7 @@ class Webhooks:
     # What comes in.
 
     def blueprints(self) -> Sequence[Blueprint]:
-        """The routes that deliveries come to, a page about them at ``/webhooks``, and what came."""
+        """Build the routes that receive deliveries, a page about them at ``/webhooks``, and the list of events."""
         pages = pages_of(
             self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
         )
@@ -146,7 +146,7 @@ class Webhooks:
         return made
 
     async def _pushed(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
-        """Pushes of the Hub: sessions that follow the repo look at it again."""
+        """Handle a delivery of the Hub: sessions that follow the repo look at it again."""
         if self._deployments is None:
             raise HooksError("the server is not ready")
         reading = self._deployments.hint(payload, event.delivery_id)
@@ -160,7 +160,7 @@ class Webhooks:
 
     @asynccontextmanager
     async def updating(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
-        """Bring pushes to sessions in here."""
+        """Deploy pushes to sessions as long as the context lasts."""
         settings = self._updates
         rollout = Rollout(
             sessions,
@@ -206,7 +206,7 @@ class Webhooks:
         return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
 
     def identified(self, load: LoadPolicy) -> LoadPolicy:
-        """The same, but a policy from a folder knows what its content is called, too: a change of it is noticed.
+        """Return a loader whose policies from folders have a content hash, so that a change is noticed.
 
         And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed. A commit in quarantine is
         refused: a session that is made, or loaded again after its server was killed, asks no gate and has no probation.
@@ -259,7 +259,7 @@ class Webhooks:
         return None
 
     async def _watch_folders(self, sessions: Sessions, deployments: Deployments) -> None:
-        """Look at a policy folder again when something in it has changed."""
+        """Watch the policy folders that sessions follow, and look at one again when something in it has changed."""
         seen: dict[str, object] = {}
         while True:
             # As deployments call them, so without a "~".
@@ -276,13 +276,13 @@ class Webhooks:
     # Who is told.
 
     def tell(self, event: str, about: Mapping[str, object]) -> None:
-        """Something happened to a session; whoever registered for it hears of it, in this order."""
+        """Publish an event of a session to the registered webhooks, in this order."""
         if self.registry is not None:
             self._news.put_nowait((event, about))
 
     @asynccontextmanager
     async def telling(self) -> AsyncIterator[None]:
-        """Pass on what happens in here; what happened until the end is written down before it ends."""
+        """Publish events as long as the context lasts; those until the end are written before it ends."""
         if self.registry is None:
             yield
             return
@@ -310,12 +310,12 @@ class Webhooks:
 
 
 def _sees_events(request: Any) -> bool:
-    """Whoever sees the sessions of everybody sees what came, too; what came names everybody's policies."""
+    """Return whether a caller may see the received events: they name everybody's policies."""
     return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_local_request(request))
 
 
 def is_folder(path: str) -> bool:
-    """Whether a policy's path is a folder of this machine, as loading it would decide."""
+    """Return whether a policy's path is a folder of this machine, as loading it would decide."""
     return bool(path) and os.path.isdir(os.path.expanduser(path))
 
 
@@ -324,7 +324,7 @@ def _expanded(path: str) -> str:
 
 
 def _look_at(folder: str) -> object:
-    """What changes whenever a file of a followed folder does."""
+    """Return what changes whenever a file of a followed folder does."""
     return _states_in(folder)
 
 

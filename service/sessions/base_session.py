@@ -1,4 +1,4 @@
-"""BaseSession: stage and status every session reports."""
+"""Base of all sessions: stage, and the status that the API answers with."""
 
 import re
 import secrets
@@ -21,31 +21,31 @@ _CODE = re.compile(r"([a-z]+(?:_[a-z]+)+): ")
 
 
 @dataclass(frozen=True)
-class About:
-    """What a session says of itself besides its live parts.
+class SessionView:
+    """What a session's status is built from, besides its robot's live parts.
 
     Attributes:
         new: what was asked for.
         stage, reason: where it stands and why.
         latch: the text of an emergency stop that waits for its reset, or None.
-        is_over: whether it has let go of everything.
+        is_closed: whether it has let go of everything.
         progress: its way to being ready.
         age: seconds since it was made.
         rooms: its rooms, or None while it has none.
         policies: those it holds.
-        figures: what others want said in its stats.
+        extra_stats: what others want said in its stats.
     """
 
     new: NewSession
     stage: Stage
     reason: str | None
     latch: str | None
-    is_over: bool
+    is_closed: bool
     progress: Progress
     age: float
     rooms: Rooms | None
     policies: PolicySlots
-    figures: Mapping[str, object] = field(default_factory=dict)
+    extra_stats: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class SessionStatus:
     error_message: str | None
 
 
-def status_of(session: About, robot_io: RobotIO | None, now: float) -> SessionStatus:
-    """All of one session, at ``now`` (monotonic)."""
+def build_status(session: SessionView, robot_io: RobotIO | None, now: float) -> SessionStatus:
+    """Build the status of one session at ``now`` (monotonic)."""
     new, rooms = session.new, session.rooms
     return SessionStatus(
         session_id=new.session_id,
@@ -80,18 +80,18 @@ def status_of(session: About, robot_io: RobotIO | None, now: float) -> SessionSt
             "joint_input_room_id": rooms.joint_input if rooms else None,
             "joint_output_room_id": rooms.joint_output if rooms else None,
         },
-        stats=_progress(session.progress)
+        stats=_progress_stats(session.progress)
         | {"age_s": round(session.age, 1), "language_instruction": new.language_instruction}
-        | _policies(session)
-        | (_stats(session, robot_io, now) if robot_io else _nothing_yet(session))
-        | _stops(session, robot_io, now)
-        | dict(session.figures),
+        | _policy_stats(session)
+        | (_control_stats(session, robot_io, now) if robot_io else _initial_stats(session))
+        | _stop_stats(session, robot_io, now)
+        | dict(session.extra_stats),
         inference_stats=_inference_stats(robot_io, session) if robot_io else None,
         error_message=session.reason,
     )
 
 
-def _stops(session: About, robot_io: RobotIO | None, now: float) -> dict[str, object]:
+def _stop_stats(session: SessionView, robot_io: RobotIO | None, now: float) -> dict[str, object]:
     latch = session.latch
     found = _CODE.match(latch or "")
     return {
@@ -106,30 +106,30 @@ def _stops(session: About, robot_io: RobotIO | None, now: float) -> dict[str, ob
     }
 
 
-def _progress(progress: Progress) -> dict[str, object]:
-    if progress.word == "ready":
+def _progress_stats(progress: Progress) -> dict[str, object]:
+    if progress.stage == "ready":
         return {"progress": "ready"}
-    left = progress.left()
+    left = progress.estimate_remaining()
     return {
-        "progress": progress.word,
-        "progress_s": round(progress.seconds(), 1),
+        "progress": progress.stage,
+        "progress_s": round(progress.elapsed(), 1),
         "progress_left_s": None if left is None else round(left, 1),
         "progress_percent": progress.percent(),
     }
 
 
-def _policies(session: About) -> dict[str, object]:
+def _policy_stats(session: SessionView) -> dict[str, object]:
     held = session.policies
     return {
         "auto_update": session.new.auto_update,
         "policy_commit": held.running.commit if held.running else None,
         "policy_staged": held.staged.commit if held.staged else None,
-        "policy_before": held.before.commit if held.before else None,
+        "policy_before": held.previous.commit if held.previous else None,
         "policy_changes": held.changes,
     }
 
 
-def _nothing_yet(session: About) -> dict[str, object]:
+def _initial_stats(session: SessionView) -> dict[str, object]:
     return {
         "inference_count": 0,
         "images_received": dict.fromkeys(session.new.camera_names, 0),
@@ -143,7 +143,7 @@ def _nothing_yet(session: About) -> dict[str, object]:
     }
 
 
-def _stats(session: About, robot_io: RobotIO, now: float) -> dict[str, object]:
+def _control_stats(session: SessionView, robot_io: RobotIO, now: float) -> dict[str, object]:
     buffer, controller = robot_io.buffer, robot_io.controller
     hold = controller.hold
     return {
@@ -178,7 +178,7 @@ def _stats(session: About, robot_io: RobotIO, now: float) -> dict[str, object]:
         "chunks_discarded": controller.scheduler.discarded,
         "late_actions_dropped": controller.queue.late,
         "starvations": controller.starvations,
-        **joining_of(robot_io),
+        **describe_overlap(robot_io),
         **controller.scheduler.get_stats(controller.queue.period),
         "ticks": controller.ticks,
         "missed_ticks": controller.missed_ticks,
@@ -186,8 +186,8 @@ def _stats(session: About, robot_io: RobotIO, now: float) -> dict[str, object]:
     }
 
 
-def joining_of(robot_io: RobotIO) -> dict[str, object]:
-    """How a session joins chunks and when it asks for them: what holds, whoever decided it."""
+def describe_overlap(robot_io: RobotIO) -> dict[str, object]:
+    """Return how a session joins chunks and when it asks for them, as it is in force; JSON-ready."""
     config = robot_io.controller.config
     return {
         "overlap": config.overlap.name,
@@ -199,7 +199,7 @@ def joining_of(robot_io: RobotIO) -> dict[str, object]:
     }
 
 
-def _inference_stats(robot_io: RobotIO, session: About) -> dict[str, object]:
+def _inference_stats(robot_io: RobotIO, session: SessionView) -> dict[str, object]:
     total = robot_io.runner.seconds["total"]
     spent = total.total
     return {
@@ -207,15 +207,15 @@ def _inference_stats(robot_io: RobotIO, session: About) -> dict[str, object]:
         "total_inference_time": round(spent, 6),
         "average_inference_time": round(spent / total.count, 6) if total.count else None,
         "average_fps": round(total.count / spent, 3) if spent else None,
-        "is_loaded": not session.is_over,
+        "is_loaded": not session.is_closed,
         "device": robot_io.runner.loaded.policy.device,
         "stages_ms": {stage: recent.percentiles_ms(50, 99) for stage, recent in robot_io.runner.seconds.items()},
         "answer_ms": robot_io.controller.latency.percentiles_ms(50, 99),
     }
 
 
-def queue_of(session: About, robot_io: RobotIO | None, now: float) -> dict[str, object]:
-    """What a session is about to do: the queue, its due times from ``now``, rates, ages of its input."""
+def build_queue(session: SessionView, robot_io: RobotIO | None, now: float) -> dict[str, object]:
+    """Build the answer about a session's queue: due times from ``now``, rates, ages of its input."""
     if robot_io is None:
         return {"session_id": session.new.session_id, "status": str(session.stage), "queue_length": 0, "due_in_ms": []}
     controller, buffer = robot_io.controller, robot_io.buffer
@@ -246,71 +246,71 @@ def queue_of(session: About, robot_io: RobotIO | None, now: float) -> dict[str, 
 
 
 def new_claim() -> str:
-    """A secret that only a session and the servers of its rooms know."""
+    """Make a secret that only a session and the servers of its rooms know."""
     return secrets.token_urlsafe(24)
 
 
 class BaseSession(ABC):
-    """What sessions of both kinds have in common.
+    """Base of sessions that run, and of those that were interrupted.
 
     Attributes:
         new: what was asked for.
         robot_io: what controls its robot, if it runs a policy.
         created_at: monotonic.
-        figures: each gives a part of the stats; whoever attaches a tap may have something to say.
+        stats_sources: functions that each give a part of the stats; whoever attaches an observer may add one.
         claim: see `SessionRecord`.
-        refused: commands for its robot that this server's rooms did not let out, by reason: of strangers, and its own.
+        refused_commands: commands for its robot that this server's rooms refused, by reason: of strangers, and its own.
     """
 
     def __init__(self, new: NewSession, latch: str | None, claim: str | None = None):
-        """``latch`` is the text of an emergency stop of this id that nobody has reset yet."""
+        """Create it; ``latch`` is the text of an emergency stop of this id that nobody has reset yet."""
         self.new = new
         self.claim = claim or new_claim()
-        self.refused = Tally()
+        self.refused_commands = Tally()
         self.robot_io: RobotIO | None = None
         self.created_at = time.monotonic()
-        self.figures: list[Callable[[], Mapping[str, object]]] = [self._refusals]
+        self.stats_sources: list[Callable[[], Mapping[str, object]]] = [self._refusal_stats]
         self._lifecycle = Lifecycle(new.session_id, latch)
 
-    def _current(self) -> Lifecycle:
+    def _current_lifecycle(self) -> Lifecycle:
         return self._lifecycle
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """The session's id."""
         return self.new.session_id
 
     @property
     def stage(self) -> Stage:
-        """Where it stands."""
-        return self._current().stage
+        """The session's stage."""
+        return self._current_lifecycle().stage
 
     @property
     def reason(self) -> str | None:
-        """Why it stands there: what ended it, or the text of an error, a timeout or an emergency stop."""
-        return self._current().latch or self._current().reason
+        """Why it is in this stage: what ended it, or the text of an error, a timeout or an emergency stop."""
+        return self._current_lifecycle().latch or self._current_lifecycle().reason
 
     @property
     def latch(self) -> str | None:
-        """The text of an emergency stop that waits for its reset."""
-        return self._current().latch
+        """Text of an emergency stop that waits for its reset, or None."""
+        return self._current_lifecycle().latch
 
     @property
     def is_latched(self) -> bool:
         """Whether an emergency stop waits for its reset."""
-        return self._current().latch is not None
+        return self._current_lifecycle().latch is not None
 
-    def _refusals(self) -> Mapping[str, object]:
-        return {"refused_at_room": self.refused.by_reason()}
+    def _refusal_stats(self) -> Mapping[str, object]:
+        return {"refused_at_room": self.refused_commands.by_reason()}
 
     def status(self) -> SessionStatus:
-        """What the API says of it; JSON-ready."""
-        return status_of(self._about(), self.robot_io, time.monotonic())
+        """Return the status that the API answers with."""
+        return build_status(self._view(), self.robot_io, time.monotonic())
 
     def queue(self) -> dict[str, object]:
-        """What it is about to do; JSON-ready."""
-        return queue_of(self._about(), self.robot_io, time.monotonic())
+        """Return the queue of actions with their due times; JSON-ready."""
+        return build_queue(self._view(), self.robot_io, time.monotonic())
 
     @abstractmethod
-    def _about(self) -> About:
-        """What its status is made of."""
+    def _view(self) -> SessionView:
+        """Collect what the status is built from."""

@@ -1,4 +1,4 @@
-"""Whether a policy fits robot, cameras, limits and device time."""
+"""Compatibility of a policy with robot, cameras, limits and device time."""
 
 import math
 from dataclasses import replace
@@ -11,15 +11,17 @@ from service.control.config import ControlConfig
 from service.control.joints import JointTable, create_joint_table
 from service.control.limits import MotionLimits, create_motion_limits
 from service.errors import InvalidRequest, Overloaded, PolicyError
-from service.inference.admission import FrameSizes
+from service.inference.admission import ReadFrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
 from service.sessions.request import NewSession, SessionSettings
 from service.threads import call_in_thread
 
 
-def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) -> tuple[JointTable, ControlConfig]:
-    """The joints and the pace of a session with this policy.
+def configure_control(
+    requirements: Requirements, new: NewSession, settings: SessionSettings
+) -> tuple[JointTable, ControlConfig]:
+    """Return the joints and the control settings of a session with this policy.
 
     The tick rate is the request's, else the policy's own, else the default. Actions keep the rate that the
     policy was trained at when the checkpoint says so: asking for more ticks makes motion smoother, not faster.
@@ -29,9 +31,9 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
         InvalidRequest: the request's joint names do not fit, its chunks cannot be joined or asked for like that, or the
             policy wants an instruction.
     """
-    wrong = misfits(requirements, new)
-    if wrong:
-        raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(wrong))
+    mismatches = find_mismatches(requirements, new)
+    if mismatches:
+        raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(mismatches))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
     table = create_joint_table(
@@ -42,11 +44,11 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
-    overlap = _overlap(requirements, new, action_rate)
+    overlap = _choose_overlap(requirements, new, action_rate)
     config = ControlConfig(
         rate=rate,
         action_rate=action_rate,
-        action_steps=_action_steps(requirements, new, overlap),
+        action_steps=_choose_action_steps(requirements, new, overlap),
         chunk=requirements.chunk,
         width=requirements.action,
         overlap=overlap,
@@ -58,7 +60,7 @@ def fit(requirements: Requirements, new: NewSession, settings: SessionSettings) 
     return table, config
 
 
-def _overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
+def _choose_overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:
     try:
         return choose_aggregation(requirements, new.overlap, new.temporal_ensemble_coeff, action_rate=action_rate)
     except ValueError as error:
@@ -66,7 +68,7 @@ def _overlap(requirements: Requirements, new: NewSession, action_rate: float) ->
         raise InvalidRequest(str(error), ("body", name)) from None
 
 
-def _action_steps(requirements: Requirements, new: NewSession, overlap: Aggregation) -> int:
+def _choose_action_steps(requirements: Requirements, new: NewSession, overlap: Aggregation) -> int:
     if new.action_steps is None:
         # An ensemble is of chunks at every action, as in LeRobot.
         return 1 if overlap.name == ENSEMBLE else requirements.action_steps
@@ -78,10 +80,10 @@ def _action_steps(requirements: Requirements, new: NewSession, overlap: Aggregat
     return new.action_steps
 
 
-def limits_of(
+def make_limits(
     table: JointTable, requirements: Requirements, new: NewSession, settings: SessionSettings
 ) -> MotionLimits:
-    """How far and how fast the joints of a session may be commanded.
+    """Return how far and how fast the joints of a session may be commanded.
 
     Raises:
         InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
@@ -95,17 +97,17 @@ def limits_of(
     )
 
 
-def misfits(requirements: Requirements, new: NewSession) -> list[str]:
-    """Everything of a request that this policy cannot do with; names of joints are for ``fit``."""
+def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
+    """List everything of a request that does not fit this policy; joint names are checked by ``configure_control``."""
     return [
-        *_type_misfits(requirements, new),
-        *_camera_misfits(requirements, new),
-        *_width_misfits(requirements),
-        *_history_misfits(requirements, new),
+        *_type_mismatches(requirements, new),
+        *_camera_mismatches(requirements, new),
+        *_width_mismatches(requirements),
+        *_history_mismatches(requirements, new),
     ]
 
 
-def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+def _type_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     if new.policy_type == requirements.policy_type:
         return []
     return [
@@ -114,7 +116,7 @@ def _type_misfits(requirements: Requirements, new: NewSession) -> list[str]:
     ]
 
 
-def _history_misfits(requirements: Requirements, new: NewSession) -> list[str]:
+def _history_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     if requirements.observation_steps == 1 or not new.is_direct:
         return []
     return [
@@ -123,48 +125,54 @@ def _history_misfits(requirements: Requirements, new: NewSession) -> list[str]:
     ]
 
 
-def _camera_misfits(requirements: Requirements, new: NewSession) -> list[str]:
-    wanted, sent = set(requirements.cameras), set(new.camera_names)
-    if wanted == sent:
+def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
+    expected, sent = set(requirements.cameras), set(new.camera_names)
+    if expected == sent:
         return []
     differences = []
-    if wanted - sent:
-        differences.append(f"camera_names lacks {sorted(wanted - sent)}")
-    if sent - wanted:
-        differences.append(f"camera_names has {sorted(sent - wanted)}, which it does not know")
-    return [f"{' and '.join(differences)}; send camera_names {sorted(wanted)}"]
+    if expected - sent:
+        differences.append(f"camera_names lacks {sorted(expected - sent)}")
+    if sent - expected:
+        differences.append(f"camera_names has {sorted(sent - expected)}, which it does not know")
+    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}"]
 
 
-def _width_misfits(requirements: Requirements) -> list[str]:
-    misfits = []
+def _width_mismatches(requirements: Requirements) -> list[str]:
+    mismatches = []
     if requirements.environment_state is not None:
-        misfits.append("it reads observation.environment_state, which no room carries; use one without it")
+        mismatches.append("it reads observation.environment_state, which no room carries; use one without it")
     if requirements.state is not None and requirements.state != requirements.action:
-        misfits.append(
+        mismatches.append(
             f"its state has {requirements.state} values and its actions {requirements.action}; "
             "the joint room carries one value per action, so both must be equal"
         )
     if requirements.action < 1 or requirements.chunk < 1:
-        misfits.append(f"its chunks are {requirements.chunk} steps of {requirements.action} values")
-    return misfits
+        mismatches.append(f"its chunks are {requirements.chunk} steps of {requirements.action} values")
+    return mismatches
 
 
-def admitted(
-    engine: Engine, who: object, loaded: LoadedPolicy, config: ControlConfig, *, degrade: bool, seen: FrameSizes
+def reserve_rate(
+    engine: Engine,
+    holder: object,
+    loaded: LoadedPolicy,
+    config: ControlConfig,
+    *,
+    degrade: bool,
+    read_sizes: ReadFrameSizes,
 ) -> ControlConfig:
-    """The pace that the engine has the time for, which is promised to ``who`` from here on.
+    """Reserve inferences for a session, and return its control settings, slowed down where it allows that.
 
     A chunk is asked for every ``action_steps`` actions; with ``degrade`` more of them are done of each chunk, as many
     as it takes.
 
     Args:
-        seen: sizes of the frames that come, which the promise follows.
+        read_sizes: sizes of the frames that come, which the promise follows.
 
     Raises:
         Overloaded: there is no time for it; with the figure.
     """
     per_second = config.action_rate / config.action_steps
-    admission = engine.admit(loaded, per_second, seen=seen, who=who)
+    admission = engine.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
     if not admission.fits:
         steps = math.ceil(config.action_rate / admission.per_second - 1e-9) if admission.per_second > 0 else math.inf
         if not degrade:
@@ -178,33 +186,33 @@ def admitted(
                 f"done before the next: {admission.text}; delete another session"
             )
         config = replace(config, action_steps=int(steps))
-    engine.claim(who, loaded, config.action_rate / config.action_steps, seen)
+    engine.reserve(holder, loaded, config.action_rate / config.action_steps, read_sizes)
     return config
 
 
-def promised(asked: ControlConfig, given: ControlConfig) -> dict[str, object]:
-    """How often a session is inferred for, and whether that is less than it asked for; JSON-ready."""
+def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str, object]:
+    """Return how often a session's policy is asked, and whether that is less than it requested; JSON-ready."""
     return {
-        "inferences_per_second": round(given.action_rate / given.action_steps, 3),
-        "is_degraded": given.action_steps > asked.action_steps,
+        "inferences_per_second": round(granted.action_rate / granted.action_steps, 3),
+        "is_degraded": granted.action_steps > requested.action_steps,
     }
 
 
-WHERE = ("body", "language_instruction")
+INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
-async def read_ahead(loaded: LoadedPolicy, instruction: str | None) -> None:
-    """Let the policy read an instruction away from the loop and the device's thread: no chunk has to wait for that.
+async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> None:
+    """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
     """
     if (why := check_instruction(loaded.requirements, instruction)) is not None:
-        raise InvalidRequest(why, WHERE)
+        raise InvalidRequest(why, INSTRUCTION_FIELD)
     if instruction is None or not loaded.requirements.language:
         return
     try:
         for replica in loaded.replicas:
             await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
     except JaxModelsError as error:
-        raise InvalidRequest(f"language_instruction: {error}", WHERE) from error
+        raise InvalidRequest(f"language_instruction: {error}", INSTRUCTION_FIELD) from error

@@ -1,4 +1,4 @@
-"""Session of a process that ended: restart, reset or delete."""
+"""Interrupted sessions, whose process ended: they can be restarted, reset or deleted."""
 
 import time
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from service.control.robot_io import RobotIO
 from service.errors import MoveRefused
 from service.inference.engine import Engine, LoadPolicy
 from service.inference.progress import Progress
-from service.sessions.base_session import About, BaseSession
+from service.sessions.base_session import BaseSession, SessionView
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.records import SessionRecord
 from service.stage import Move, Stage
 from service.transport.link import Rooms
 
 
-class Interrupted(BaseSession):
-    """Stands where the session stood and answers as one: it has no policy and no rooms, and moves nothing.
+class InterruptedSession(BaseSession):
+    """Session of a process that ended: it answers in its place, has no policy and no rooms, and moves nothing.
 
     All that were acknowledged and not deleted come back as this, after a kill and after an orderly end alike: whoever
     made them finds them, with their reason, and decides. None goes on by itself, as nobody knows what happened beside
@@ -26,53 +26,53 @@ class Interrupted(BaseSession):
 
     Attributes:
         record: as it was last written down.
-        is_over: as of a session that has let go of everything.
+        is_closed: as of a session that has let go of everything.
 
-    Further attributes as of `Standing`.
+    Further attributes as of `BaseSession`.
     """
 
-    is_over = True
+    is_closed = True
 
     def __init__(
         self, record: SessionRecord, engine: Engine, load: LoadPolicy, latch: str | None = None, failure: str = ""
     ):
-        """``failure`` says what came of trying to bring it back."""
+        """Create it from its record; ``failure`` says why a restart failed."""
         super().__init__(record.new, latch, record.claim)
         self.record = record
-        self.policies = PolicySlots(record.new, engine, load, self._refuse_robot_io)
+        self.policies = PolicySlots(record.new, engine, load, self._require_robot_io)
         self.progress = Progress(record.new.policy_path, engine.durations)
-        self.progress.tell("interrupted")
+        self.progress.report("interrupted")
         self._lifecycle.stage = Stage.INTERRUPTED
-        self._lifecycle.reason = f"{why(record)}; {failure}" if failure else why(record)
+        self._lifecycle.reason = f"{describe_end(record)}; {failure}" if failure else describe_end(record)
 
     @property
     def rooms(self) -> Rooms:
-        """Those it was in."""
+        """The rooms it was in."""
         return self.record.rooms()
 
-    def _about(self) -> About:
-        figures: dict[str, object] = {
+    def _view(self) -> SessionView:
+        extra_stats: dict[str, object] = {
             "interrupted": self._lifecycle.reason,
-            "created_at": _in_words(self.record.created_at),
-            "interrupted_at": _in_words(self.record.changed_at),
+            "created_at": _format_time(self.record.created_at),
+            "interrupted_at": _format_time(self.record.changed_at),
         }
-        for told in self.figures:
-            figures |= told()
-        return About(
+        for get_stats in self.stats_sources:
+            extra_stats |= get_stats()
+        return SessionView(
             new=self.new,
             stage=self.stage,
             reason=self.reason,
             latch=self.latch,
-            is_over=True,
+            is_closed=True,
             progress=self.progress,
             age=time.monotonic() - self.created_at,
             rooms=self.rooms,
             policies=self.policies,
-            figures=figures,
+            extra_stats=extra_stats,
         )
 
     def check_restart(self) -> None:
-        """Refuse to bring it back where that is not possible.
+        """Refuse a restart that is not possible.
 
         Raises:
             MoveRefused: an emergency stop is latched, or it was asked for something that this version does not know.
@@ -86,45 +86,45 @@ class Interrupted(BaseSession):
             )
 
     def start(self) -> NoReturn:
-        """Raises MoveRefused: it has to be restarted first."""
+        """Raise MoveRefused: it has to be restarted first."""
         self._lifecycle.check(Move.START)
         raise AssertionError("the table has no start from here")
 
     def stop(self) -> NoReturn:
-        """Raises MoveRefused: nothing moves."""
+        """Raise MoveRefused: nothing moves."""
         self._lifecycle.check(Move.STOP)
         raise AssertionError("the table has no stop from here")
 
     def emergency_stop(self, reason: str) -> None:
-        """Latch it: what comes of it later does not move before a reset."""
+        """Latch an emergency stop: after a restart it does not move before a reset."""
         self._lifecycle.move(Move.EMERGENCY_STOP, reason)
 
     def reset(self) -> None:
-        """Take the latch off."""
+        """Reset the latch of an emergency stop."""
         self._lifecycle.move(Move.RESET)
 
-    def begin_end(self) -> None:
-        """It is forgotten."""
+    def begin_close(self) -> None:
+        """Mark it as deleted."""
         self._lifecycle.move(Move.DELETE)
 
-    def attach(self, tap: SessionObserver) -> Callable[[], None]:
-        """Raises MoveRefused: there is nothing to look at."""
-        raise self.refusal()
+    def attach(self, observer: SessionObserver) -> Callable[[], None]:
+        """Raise MoveRefused: there is nothing to observe."""
+        raise self.make_refusal()
 
-    def _refuse_robot_io(self) -> RobotIO:
-        raise self.refusal()
+    def _require_robot_io(self) -> RobotIO:
+        raise self.make_refusal()
 
-    def refusal(self) -> MoveRefused:
-        """For whoever wants something of a policy or a robot that are not there."""
+    def make_refusal(self) -> MoveRefused:
+        """Make the error for callers that need its policy or its robot."""
         return MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; restart it first")
 
 
-def why(record: SessionRecord) -> str:
-    """What ended it, in words."""
+def describe_end(record: SessionRecord) -> str:
+    """Describe how the session ended."""
     how = "was shut down" if record.is_shut_down else "ended"
     reason = f" ({record.reason})" if record.reason else ""
     return f"the server {how} while it was {record.stage}{reason}"
 
 
-def _in_words(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

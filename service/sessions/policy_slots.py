@@ -1,4 +1,4 @@
-"""Running, previous and staged policy of a session."""
+"""Policy slots of a session: the running, the previous and the staged policy."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from service.sessions.request import NewSession
 
 
 @dataclass(frozen=True)
-class Held:
-    """A policy in memory that this session holds.
+class HeldPolicy:
+    """A policy that a session keeps in memory.
 
     Attributes:
         commit: what its files are called, or None when nobody knows.
-        hold: gives it back to the engine when closed.
+        stack: gives it back to the engine when closed.
     """
 
     loaded: LoadedPolicy
     commit: str | None
-    hold: AsyncExitStack
+    stack: AsyncExitStack
 
 
 class PolicySlots:
-    """Up to three policies with the same requirements, and how one takes over from another.
+    """Up to three policies with the same requirements, and the swaps between them.
 
     Attributes:
-        running, before, staged: None where there is none.
+        running, previous, staged: None where there is none.
         changes: how often another one took over.
     """
 
@@ -39,37 +39,37 @@ class PolicySlots:
         engine: Engine,
         load: LoadPolicy,
         robot_io: Callable[[], RobotIO],
-        took_over: Callable[[LoadedPolicy], None] = lambda loaded: None,
+        on_swap: Callable[[LoadedPolicy], None] = lambda loaded: None,
     ):
-        """Nothing is loaded yet.
+        """Start with empty slots.
 
         Args:
             robot_io: gives what controls the robot; raises MoveRefused while the session runs no policy.
-            took_over: told of each that takes over from another.
+            on_swap: told of each that takes over from another.
         """
-        self.running: Held | None = None
-        self.before: Held | None = None
-        self.staged: Held | None = None
+        self.running: HeldPolicy | None = None
+        self.previous: HeldPolicy | None = None
+        self.staged: HeldPolicy | None = None
         self.changes = 0
         self._new = new
         self._engine = engine
         self._load = load
         self._robot_io = robot_io
-        self._took_over = took_over
+        self._on_swap = on_swap
         self._changing = asyncio.Lock()
-        self._letting_go: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
 
-    async def begin(self, tell: Callable[[str], None]) -> LoadedPolicy:
-        """Load the first one.
+    async def load_first(self, on_progress: Callable[[str], None]) -> LoadedPolicy:
+        """Load the session's first policy.
 
         Raises:
             PolicyError: it cannot be loaded or compiled.
         """
-        self.running = await self._hold(self._new.revision, tell)
+        self.running = await self._acquire(self._new.revision, on_progress)
         return self.running.loaded
 
-    async def stage(self, commit: str, folder: str, tell: Callable[[str], None]) -> LoadedPolicy:
-        """Load another one beside the running one, compiled for the frames that come; nothing changes by it.
+    async def stage(self, commit: str, folder: str, on_progress: Callable[[str], None]) -> LoadedPolicy:
+        """Load another policy beside the running one, compiled for the frames that come; nothing changes by it.
 
         Args:
             folder: holds this commit, verified.
@@ -82,29 +82,29 @@ class PolicySlots:
         async with self._changing:
             robot_io, running = self._robot_io(), self.running
             await self._discard()
-            held = await self._hold(commit, tell, folder=folder, like=running)
+            held = await self._acquire(commit, on_progress, folder=folder, like=running)
             if running is None or self.running is not running:
-                await held.hold.aclose()
+                await held.stack.aclose()
                 raise MoveRefused("the session changed its policy, or ended, meanwhile")
-            if misfits := differences(running.loaded, held.loaded):
-                await held.hold.aclose()
-                raise Misfit("; ".join(misfits) + "; create a new session for it")
+            if misfits := list_differences(running.loaded, held.loaded):
+                await held.stack.aclose()
+                raise IncompatiblePolicy("; ".join(misfits) + "; create a new session for it")
             # The name that the files were verified under, not what a folder happens to be called.
-            self.staged = Held(held.loaded, commit, held.hold)
-            await self._compile(robot_io, held.loaded, tell)
+            self.staged = HeldPolicy(held.loaded, commit, held.stack)
+            await self._compile(robot_io, held.loaded, on_progress)
             return held.loaded
 
     async def discard(self) -> None:
-        """Let go of the staged one."""
+        """Release the staged policy."""
         async with self._changing:
             await self._discard()
 
-    async def change(self, fade: int, patience: float) -> None:
-        """Let the staged one take over at the next chunk boundary; returns when it has.
+    async def swap(self, fade: int, timeout: float) -> None:
+        """Let the staged policy take over at the next chunk boundary; returns when it has.
 
         Args:
             fade: how many of its first actions lead over from the old plan.
-            patience: seconds; a robot that is held for longer than that goes on with the policy it has.
+            timeout: seconds; a robot that is held for longer than that goes on with the policy it has.
 
         Raises:
             ServiceError: nothing is staged, the session ended, or the boundary did not come in time.
@@ -117,108 +117,110 @@ class PolicySlots:
             await self._compile(robot_io, held.loaded)
             if self._robot_io() is not robot_io or self.staged is not held:
                 raise MoveRefused(f"session {self._new.session_id!r} has no staged policy any more")
-            await self._take_over(robot_io, held, fade, patience)
+            await self._take_over(robot_io, held, fade, timeout)
 
     def restore(self, fade: int) -> None:
-        """Let the one from before take over again, now; what waits for its turn was judged beside the one that goes.
+        """Let the previous policy take over again now; an answer that is pending is discarded.
 
         Raises:
             MoveRefused: there is none, or the session ended.
         """
-        robot_io, held = self._robot_io(), self.before
+        robot_io, held = self._robot_io(), self.previous
         if held is None:
             raise MoveRefused(f"session {self._new.session_id!r} has no policy from before")
         robot_io.runner.cancel_take_over()
         if self.staged is not None:
-            self._let_go(self.staged)
+            self._release(self.staged)
             self.staged = None
         robot_io.take_over(held.loaded, fade, at_once=True)
-        self._restored()
+        self._on_restored()
 
     async def close(self) -> None:
-        """Let go of all."""
-        for held in (self.staged, self.before, self.running):
+        """Release all policies."""
+        for held in (self.staged, self.previous, self.running):
             if held is not None:
-                await held.hold.aclose()
-        self.staged = self.before = self.running = None
+                await held.stack.aclose()
+        self.staged = self.previous = self.running = None
 
-    async def _take_over(self, robot_io: RobotIO, held: Held, fade: int, patience: float) -> None:
+    async def _take_over(self, robot_io: RobotIO, held: HeldPolicy, fade: int, timeout: float) -> None:
         taken = robot_io.take_over(held.loaded, fade)
         if taken.done():
-            self._promoted(taken)
+            self._on_promoted(taken)
         else:
-            taken.add_done_callback(self._promoted)  # whether or not somebody still waits
+            taken.add_done_callback(self._on_promoted)  # whether or not somebody still waits
         name = f"session {self._new.session_id!r}"
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 await taken
         except TimeoutError:
             if taken.done() and not taken.cancelled():
                 return  # at the very last moment
             hold = robot_io.controller.hold.text if robot_io.controller.hold else "waiting for the policy"
             why = f"it is held: {hold}" if robot_io.controller.is_running else "it is stopped"
-            raise MoveRefused(f"{name} asked for no chunk in {patience:g} s ({why})") from None
+            raise MoveRefused(f"{name} asked for no chunk in {timeout:g} s ({why})") from None
         except asyncio.CancelledError:
             if not taken.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise MoveRefused(f"{name} ended, or another policy came first") from None
 
-    def _promoted(self, taken: asyncio.Future[None]) -> None:
+    def _on_promoted(self, taken: asyncio.Future[None]) -> None:
         if taken.cancelled():
             return
-        oldest, self.before, self.running, self.staged = self.before, self.running, self.staged, None
-        self._changed(oldest)
+        oldest, self.previous, self.running, self.staged = self.previous, self.running, self.staged, None
+        self._finish_swap(oldest)
 
-    def _restored(self) -> None:
-        left, self.running, self.before = self.running, self.before, None
-        self._changed(left)
+    def _on_restored(self) -> None:
+        left, self.running, self.previous = self.running, self.previous, None
+        self._finish_swap(left)
 
-    def _changed(self, left: Held | None) -> None:
+    def _finish_swap(self, released: HeldPolicy | None) -> None:
         self.changes += 1
         if self.running is not None:
-            self._took_over(self.running.loaded)
-        self._let_go(left)
+            self._on_swap(self.running.loaded)
+        self._release(released)
 
-    def _let_go(self, held: Held | None) -> None:
+    def _release(self, held: HeldPolicy | None) -> None:
         if held is not None:
-            self._letting_go.add(task := asyncio.create_task(held.hold.aclose()))
-            task.add_done_callback(self._letting_go.discard)
+            self._releasing.add(task := asyncio.create_task(held.stack.aclose()))
+            task.add_done_callback(self._releasing.discard)
 
     async def _discard(self) -> None:
         if self.staged is not None:
             held, self.staged = self.staged, None
-            await held.hold.aclose()
+            await held.stack.aclose()
 
     async def _compile(
-        self, robot_io: RobotIO, loaded: LoadedPolicy, tell: Callable[[str], None] = lambda stage: None
+        self, robot_io: RobotIO, loaded: LoadedPolicy, on_progress: Callable[[str], None] = lambda stage: None
     ) -> None:
         sizes = robot_io.buffer.sizes
         if sizes and len(sizes) == len(robot_io.buffer.frames) and not loaded.is_compiled(sizes):
-            tell("compiling")
+            on_progress("compiling")
             await self._engine.compile(loaded, sizes)
 
-    async def _hold(
+    async def _acquire(
         self,
         revision: str | None,
-        tell: Callable[[str], None],
+        on_progress: Callable[[str], None],
         *,
         folder: str | None = None,
-        like: Held | None = None,
-    ) -> Held:
-        hold = AsyncExitStack()
+        like: HeldPolicy | None = None,
+    ) -> HeldPolicy:
+        stack = AsyncExitStack()
         policy = like.loaded.policy if like else None
-        loaded = await hold.enter_async_context(
-            self._engine.policy(self._load, self._new.policy_path, revision, tell, folder=folder, like=policy)
+        loaded = await stack.enter_async_context(
+            self._engine.open_policy(
+                self._load, self._new.policy_path, revision, on_progress, folder=folder, like=policy
+            )
         )
-        return Held(loaded, loaded.commit, hold)
+        return HeldPolicy(loaded, loaded.commit, stack)
 
 
-class Misfit(PolicyError):
+class IncompatiblePolicy(PolicyError):
     """A policy needs something else than the session has."""
 
 
-def differences(running: LoadedPolicy, other: LoadedPolicy) -> list[str]:
-    """What the other policy needs that the running one does not, field by field."""
+def list_differences(running: LoadedPolicy, other: LoadedPolicy) -> list[str]:
+    """List what the other policy needs that the running one does not, field by field."""
     mine, theirs = running.requirements, other.requirements
     return [
         f"{name}: the session has {getattr(mine, name)!r}, the new policy needs {getattr(theirs, name)!r}"

@@ -17,12 +17,12 @@ from service.transport.link import Rooms
 from service.transport.protocol import rooms_of
 
 # Ids that are remembered, at most.
-LATCHES = 10_000
+MAX_LATCHES = 10_000
 
 
 @dataclass(frozen=True)
 class Latch:
-    """An emergency stop of a session id that nobody has reset yet, and whose session it was."""
+    """An emergency stop of a session id that nobody has reset yet, and the owner of its session."""
 
     reason: str
     owner: str | None
@@ -34,7 +34,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One session as it was last written down. Times are seconds since 1970, for showing only.
+    """A session as it is written down. Times are seconds since 1970, for showing only.
 
     Attributes:
         new: what was asked for, with the workspace that its rooms are in.
@@ -61,34 +61,34 @@ class SessionRecord:
 
     @property
     def is_newer(self) -> bool:
-        """Whether it was written by a version that knows more than this one."""
+        """Whether a newer version wrote it, with something that this one does not know."""
         return self.version > VERSION or bool(self.wishes)
 
     def rooms(self) -> Rooms:
-        """Its rooms, whoever made them; none of a session whose client comes to a door."""
+        """Return its rooms, whoever made them; none for a session of a direct client."""
         if self.new.is_direct:
             return Rooms(self.new.workspace_id or "")
         return rooms_of(self.new.session_id, self.new.camera_names, self.new.workspace_id)
 
     def as_json(self) -> str:
-        """For the disk."""
-        told = asdict(self)
-        told |= told.pop("more")
-        told["new"] |= told.pop("wishes")
-        return json.dumps(told)
+        """Return the record as JSON text."""
+        document = asdict(self)
+        document |= document.pop("more")
+        document["new"] |= document.pop("wishes")
+        return json.dumps(document)
 
 
 def from_json(text: str) -> SessionRecord:
-    """The record that ``as_json`` gave, of whatever version.
+    """Parse a record that ``as_json`` wrote, of whatever version.
 
     Raises:
         ValueError: it is none.
     """
     try:
-        told = json.loads(text)
-        asked = told.pop("new")
-        known, more = _divide(told, SessionRecord)
-        new, wishes = _divide(asked, NewSession)
+        document = json.loads(text)
+        request = document.pop("new")
+        known, more = _split_known(document, SessionRecord)
+        new, wishes = _split_known(request, NewSession)
         new |= {name: tuple(value) for name, value in new.items() if isinstance(value, list)}
         known["made"] = tuple(known.get("made", ()))
         return SessionRecord(new=NewSession(**new), more=more, wishes=wishes, **known)
@@ -96,12 +96,14 @@ def from_json(text: str) -> SessionRecord:
         raise ValueError(f"a record that cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _divide(told: Mapping[str, Any], kind: type[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_known(document: Mapping[str, Any], kind: type[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     names = {one.name for one in fields(kind)} - {"more", "wishes"}
     missing = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    if absent := missing - set(told) - {"new"}:
+    if absent := missing - set(document) - {"new"}:
         raise ValueError(f"no {', '.join(sorted(absent))}")
-    return {name: told[name] for name in told if name in names}, {n: told[n] for n in told if n not in names}
+    return {name: document[name] for name in document if name in names}, {
+        n: document[n] for n in document if n not in names
+    }
 
 
 logger = logging.getLogger(__name__)
@@ -113,16 +115,16 @@ CREATE TABLE orphans (id TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT""",
     "CREATE TABLE ended (id TEXT PRIMARY KEY, ended_at REAL NOT NULL) STRICT",
 )
 # Seconds that an answer waits for the disk; a robot was stopped before.
-PATIENCE = 2.0
+WRITE_TIMEOUT = 2.0
 # The same while the server ends.
-LAST_PATIENCE = 0.5
+CLOSE_TIMEOUT = 0.5
 # Seconds until what could not be written is tried again by itself.
-RETRY = 1.0
+RETRY_DELAY = 1.0
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """Rooms of a session that was to be deleted, until it is sure that they are gone.
+    """Rooms of a deleted session, until they are known to be removed.
 
     Attributes:
         rooms: their ids; video rooms and joint rooms have no id in common.
@@ -141,7 +143,9 @@ class Orphan:
 
 
 class Database(Protocol):
-    """Runs transactions on a thread of its own; all of one is on the disk when ``run`` returns, or nothing."""
+    """Interface of a database that runs transactions on its own thread; each is on the disk when ``run`` returns, or
+    undone.
+    """
 
     def run_blocking(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
     async def run(self, transaction: Callable[..., Any], *arguments: Any) -> Any: ...
@@ -149,156 +153,158 @@ class Database(Protocol):
 
 
 class SessionRecords:
-    """The records of one server. Without a database nothing outlives the process, and latches only a deletion.
+    """The session records of one server. Without a database nothing outlives the process, and latches only a deletion.
 
     What is noted is written by the next transaction, and those that wait meanwhile share the one after that: a hundred
     sessions that are stopped at once are one commit. What cannot be written stays noted and is tried again.
 
     Attributes:
-        found: what the server before left, oldest first.
+        interrupted: what the server before left, oldest first.
         orphans: rooms that it did not get rid of.
         latches: by session id; they outlive their sessions.
         ended: sessions that went, until the database that several servers share has been told.
         trouble: why nothing can be written now, or None.
     """
 
-    def __init__(self, database: Database | None = None, broken: type[Exception] = OSError, *, is_shared: bool = False):
-        """Read what is there.
+    def __init__(
+        self, database: Database | None = None, write_errors: type[Exception] = OSError, *, is_shared: bool = False
+    ):
+        """Read all records.
 
         Args:
-            broken: what the database raises when it cannot write.
+            write_errors: what the database raises when it cannot write.
             is_shared: whether other servers are told of all that happens, so that ends have to be remembered.
 
         Raises:
             broken: it cannot be read.
         """
-        self.found: Sequence[SessionRecord] = ()
+        self.interrupted: Sequence[SessionRecord] = ()
         self.orphans: Sequence[Orphan] = ()
         self.latches: dict[str, Latch] = {}
         self.ended: dict[str, float] = {}
         self.is_shared = is_shared
         self.trouble: str | None = None
         self._database = database
-        self._broken = broken
+        self._write_errors = write_errors
         # (table, id) -> what is written there, or None: its row goes.
-        self._noted: dict[tuple[str, str], tuple[Any, ...] | None] = {}
-        self._number = self._done = 0
+        self._pending: dict[tuple[str, str], tuple[Any, ...] | None] = {}
+        self._noted_count = self._written_count = 0
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-        self._more = asyncio.Event()
+        self._has_pending = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         if database is not None:
-            self.found, self.latches, self.orphans, self.ended = database.run_blocking(_load)
+            self.interrupted, self.latches, self.orphans, self.ended = database.run_blocking(_read_all)
 
     def put(self, record: SessionRecord) -> None:
-        """Note how a session stands."""
+        """Write a session's record, soon."""
         self.forget_end(record.new.session_id)
         self._note("sessions", record.new.session_id, (replace(record, changed_at=time.time()).as_json(),))
 
     def drop(self, session_id: str) -> None:
-        """Forget a session; its latch stays."""
+        """Delete a session's record; its latch stays."""
         self._note("sessions", session_id, None)
         if self.is_shared:
             self.ended[session_id] = time.time()
             self._note("ended", session_id, (self.ended[session_id],))
 
     def forget_end(self, session_id: str) -> None:
-        """The database that several servers share knows of it, or there is a session of this id again."""
+        """Forget an ended session: other servers know of it, or there is a session of this id again."""
         if self.ended.pop(session_id, None) is not None:
             self._note("ended", session_id, None)
 
-    def latch(self, session_id: str, latch: Latch) -> None:
+    def set_latch(self, session_id: str, latch: Latch) -> None:
         """Keep an emergency stop until it is reset."""
         if self.latches.get(session_id) == latch:
             return
         self.latches[session_id] = latch
         self._note("latches", session_id, (latch.reason, latch.owner))
-        if len(self.latches) > LATCHES:
+        if len(self.latches) > MAX_LATCHES:
             oldest = next(iter(self.latches))
-            logger.error("the emergency stop of session %s is forgotten: more than %d are latched", oldest, LATCHES)
-            self.unlatch(oldest)
+            logger.error("the emergency stop of session %s is forgotten: more than %d are latched", oldest, MAX_LATCHES)
+            self.clear_latch(oldest)
 
-    def unlatch(self, session_id: str) -> None:
-        """It was reset."""
+    def clear_latch(self, session_id: str) -> None:
+        """Delete an emergency stop that was reset."""
         if self.latches.pop(session_id, None) is not None:
             self._note("latches", session_id, None)
 
-    def leave(self, orphan: Orphan) -> None:
-        """Rooms that are to go."""
+    def add_orphan(self, orphan: Orphan) -> None:
+        """Keep rooms that are to be removed."""
         self._note("orphans", orphan.id, (json.dumps(asdict(orphan)),))
 
-    def swept(self, orphan: Orphan) -> None:
-        """They are gone."""
+    def remove_orphan(self, orphan: Orphan) -> None:
+        """Delete rooms that are removed."""
         self._note("orphans", orphan.id, None)
 
-    async def written(self, patience: float = PATIENCE) -> None:
-        """Return when all that was noted until now is on the disk; it is waited for as many seconds.
+    async def flush(self, timeout: float = WRITE_TIMEOUT) -> None:
+        """Wait until all changes until now are on the disk, for at most ``timeout`` seconds.
 
         Raises:
             NotKept: it is not, and why. It is still tried.
         """
-        if self._database is None or self._done == self._number:
+        if self._database is None or self._written_count == self._noted_count:
             return
         written = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._number, written))
-        self._more.set()  # when the last try failed, this one does not wait for the next
+        self._waiting.append((self._noted_count, written))
+        self._has_pending.set()  # when the last try failed, this one does not wait for the next
         try:
-            await asyncio.wait_for(written, patience)
+            await asyncio.wait_for(written, timeout)
         except TimeoutError:
-            self.trouble = self.trouble or f"the disk of the server's state folder has not answered for {patience:g} s"
+            self.trouble = self.trouble or f"the disk of the server's state folder has not answered for {timeout:g} s"
             raise NotKept(f"{self.trouble}; try again when it does") from None
 
     async def close(self) -> None:
-        """Write what is noted and let go of the file."""
+        """Write all changes and close the database."""
         if self._database is None:
             return
         try:
-            await self.written(LAST_PATIENCE)
+            await self.flush(CLOSE_TIMEOUT)
         except NotKept as error:
             logger.error("the last of the sessions is not written down: %s", error)
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
-        if self._done == self._number:
+        if self._written_count == self._noted_count:
             self._database.close()
 
     def _note(self, table: str, id: str, row: tuple[Any, ...] | None) -> None:
         if self._database is None:
             return
-        self._noted.pop((table, id), None)
-        self._noted[table, id] = row
-        self._number += 1
-        self._more.set()
+        self._pending.pop((table, id), None)
+        self._pending[table, id] = row
+        self._noted_count += 1
+        self._has_pending.set()
         if self._writer is None:
             self._writer = asyncio.get_running_loop().create_task(self._write(), name="session records")
 
     async def _write(self) -> None:
         assert self._database is not None
         while True:
-            await self._more.wait()
-            self._more.clear()
-            batch, self._noted, number = self._noted, {}, self._number
+            await self._has_pending.wait()
+            self._has_pending.clear()
+            batch, self._pending, number = self._pending, {}, self._noted_count
             try:
                 if batch:
-                    await self._database.run(_store, batch)
-            except self._broken as error:
+                    await self._database.run(_write_batch, batch)
+            except self._write_errors as error:
                 # What was noted since is newer.
-                self._noted = {**batch, **self._noted}
+                self._pending = {**batch, **self._pending}
                 if self.trouble is None:
                     logger.error("what happens to sessions is not written down: %s", error)
                 # Where the file is is this machine's own business.
                 why = str(error.__cause__) if isinstance(error.__cause__, sqlite3.Error) else "its log says why"
                 self.trouble = f"the server cannot write its state folder ({why})"
-                self._answer(
+                self._resolve_waiting(
                     number, NotKept(f"{self.trouble}; free its disk, or restart it with another folder for --state")
                 )
-                asyncio.get_running_loop().call_later(RETRY, self._more.set)
+                asyncio.get_running_loop().call_later(RETRY_DELAY, self._has_pending.set)
             else:
                 if self.trouble is not None:
                     logger.warning("what happened to sessions is written down again")
-                self.trouble, self._done = None, number
-                self._answer(number, None)
+                self.trouble, self._written_count = None, number
+                self._resolve_waiting(number, None)
 
-    def _answer(self, number: int, error: NotKept | None) -> None:
+    def _resolve_waiting(self, number: int, error: NotKept | None) -> None:
         waiting, self._waiting = self._waiting, []
         for asked, future in waiting:
             if asked > number:
@@ -310,7 +316,7 @@ class SessionRecords:
 _COLUMNS = {"sessions": ("record",), "latches": ("reason", "owner"), "orphans": ("record",), "ended": ("ended_at",)}
 
 
-def _store(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple[Any, ...] | None]) -> None:
+def _write_batch(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple[Any, ...] | None]) -> None:
     for (table, id), row in batch.items():
         if row is None:
             connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
@@ -323,13 +329,13 @@ def _store(connection: sqlite3.Connection, batch: Mapping[tuple[str, str], tuple
         )
 
 
-def _load(
+def _read_all(
     connection: sqlite3.Connection,
 ) -> tuple[list[SessionRecord], dict[str, Latch], list[Orphan], dict[str, float]]:
-    found, orphans = [], []
+    sessions, orphans = [], []
     for row in connection.execute("SELECT id, record FROM sessions ORDER BY rowid"):
         try:
-            found.append(from_json(row["record"]))
+            sessions.append(from_json(row["record"]))
         except ValueError as error:
             # It stays where it is: whoever wrote it can still read it.
             logger.error("session %s is not listed: %s", row["id"], error)
@@ -339,10 +345,10 @@ def _load(
     }
     for row in connection.execute("SELECT id, record FROM orphans ORDER BY rowid"):
         try:
-            told = json.loads(row["record"])
-            told["rooms"], told["cameras"] = tuple(told["rooms"]), tuple(told["cameras"])
-            orphans.append(Orphan(**told))
+            document = json.loads(row["record"])
+            document["rooms"], document["cameras"] = tuple(document["rooms"]), tuple(document["cameras"])
+            orphans.append(Orphan(**document))
         except (ValueError, TypeError, KeyError) as error:
             logger.error("rooms %s are left as they are: %s", row["id"], error)
     ended = {row["id"]: row["ended_at"] for row in connection.execute("SELECT * FROM ended ORDER BY rowid")}
-    return found, latches, orphans, ended
+    return sessions, latches, orphans, ended

@@ -16,13 +16,13 @@ from service.control.config import ControlSettings, SafetySettings
 from service.control.limits import LimitsFile
 from service.errors import InvalidRequest
 from service.http.config import LimitSettings
-from service.inference.policy_sources import PolicyPlaces
+from service.inference.policy_sources import SourceRules
 from service.setting_types import NAME, NAME_PATTERN
 from service.transport.address import Destinations
 from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
-LONGEST_AHEAD = 10
+MAX_ASK_AHEAD = 10
 # In place of a transport server's URL: no rooms, the robot's client comes to a door of this server.
 DIRECT = "direct"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -32,7 +32,7 @@ _SCHEMES = ("http", "https", "ws", "wss")
 # What is checked of a body beyond its types. None of these messages repeats what was sent.
 
 
-def _name(value: str) -> str:
+def _validate_name(value: str) -> str:
     if not NAME.match(value):
         raise PydanticCustomError(
             "string_pattern_mismatch", "String should be 1 to 64 of A-Z a-z 0-9 '_' '.' '-', and not only dots"
@@ -40,31 +40,31 @@ def _name(value: str) -> str:
     return value
 
 
-def _each_once(names: list[str]) -> list[str]:
+def _validate_unique(names: list[str]) -> list[str]:
     if len(set(names)) != len(names):
         raise PydanticCustomError("unique_items", "List should name each camera once")
     return names
 
 
-def _url(value: str) -> str:
+def _validate_url(value: str) -> str:
     if value == DIRECT:
         return value
-    wanted = PydanticCustomError(
+    error = PydanticCustomError(
         "url_scheme", "URL should have a host and the scheme 'http', 'https', 'ws' or 'wss'; or be 'direct': no rooms"
     )
     try:
         parts = urlsplit(value)
         port = parts.port
     except ValueError:
-        raise wanted from None
+        raise error from None
     if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
-        raise wanted
+        raise error
     if parts.username is not None or parts.password is not None:
         raise PydanticCustomError("url_credentials", "URL should not have a user name or password")
     return value
 
 
-def _some_text(value: str) -> str:
+def _validate_text(value: str) -> str:
     if not value.strip() or "\0" in value:
         raise PydanticCustomError("string_too_short", "String should have at least 1 visible character and no NUL")
     return value
@@ -74,13 +74,13 @@ def _some_text(value: str) -> str:
 _LIST = GetPydanticSchema(lambda source, handler: handler.generate_schema(list[get_args(source)[0]]))
 Text = Annotated[str, Field(max_length=4096)]
 Step = Annotated[float, Field(gt=0)]
-Name = Annotated[str, AfterValidator(_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
+Name = Annotated[str, AfterValidator(_validate_name), Field(json_schema_extra={"pattern": NAME_PATTERN})]
 JointName = Annotated[str, Field(min_length=1, max_length=50)]
-PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_some_text)]
+PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_validate_text)]
 PolicyType = Annotated[str, Field(max_length=64)]
 Revision = Annotated[str, Field(min_length=1, max_length=256)]
 CameraNames = Annotated[
-    tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_each_once), AfterValidator(tuple)
+    tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_validate_unique), AfterValidator(tuple)
 ]
 JointNames = Annotated[tuple[JointName, ...], _LIST, Field(max_length=256), AfterValidator(tuple)]
 Rate = Annotated[float, Field(ge=0.1, le=1000)]
@@ -106,7 +106,7 @@ class SessionRequest:
     ]
     transport_server_url: Annotated[
         Text,
-        AfterValidator(_url),
+        AfterValidator(_validate_url),
         Field(
             json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
             description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
@@ -171,7 +171,7 @@ class SessionRequest:
         Field(description="Of ensemble only: above 0 older predictions weigh more. Null: the checkpoint's, else 0.01."),
     ] = None
     ask_ahead: Annotated[
-        Annotated[float, Field(ge=0, le=LONGEST_AHEAD)] | None,
+        Annotated[float, Field(ge=0, le=MAX_ASK_AHEAD)] | None,
         Field(
             description="Seconds before it is needed that the next chunk is asked for. Null: as long as answers are "
             "measured to take."
@@ -200,7 +200,7 @@ ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps",
 
 @dataclass(frozen=True)
 class NewSession(SessionRequest):
-    """A session to be made, as its record keeps it.
+    """A requested session, as its record keeps it.
 
     Attributes:
         owner: who made it, as its key is called; None where there are no keys.
@@ -210,7 +210,7 @@ class NewSession(SessionRequest):
 
     @property
     def is_direct(self) -> bool:
-        """Whether it has no rooms, and its robot's client comes to a door of this server."""
+        """Whether it has no rooms, because its robot's client connects to this server directly."""
         return self.transport_server_url == DIRECT
 
 
@@ -264,8 +264,8 @@ class SessionSettings:
         # Whether the rooms' names would collide is the transport's own rule.
         rooms_of(new.session_id, new.camera_names, new.workspace_id)
         ahead = new.ask_ahead
-        if ahead is not None and not 0 <= ahead <= LONGEST_AHEAD:
-            raise InvalidRequest(f"ask_ahead is {ahead}; wanted 0 to {LONGEST_AHEAD:g} seconds", ("body", "ask_ahead"))
+        if ahead is not None and not 0 <= ahead <= MAX_ASK_AHEAD:
+            raise InvalidRequest(f"ask_ahead is {ahead}; wanted 0 to {MAX_ASK_AHEAD:g} seconds", ("body", "ask_ahead"))
         if new.rate is not None and not (math.isfinite(new.rate) and 0 < new.rate <= self.control.max_rate):
             raise InvalidRequest(
                 f"rate is {new.rate}; wanted more than 0 and at most {self.control.max_rate:g} per second",
@@ -281,29 +281,25 @@ def _check_name(name: str, what: str, *place: int) -> None:
         )
 
 
-Admit = Callable[[NewSession], Awaitable[None]]
+CheckRequest = Callable[[NewSession], Awaitable[None]]
 
 
-class Allowance:
-    """The places that a request names, asked for at once and not only when they are come to.
+class RequestRules:
+    """Policy sources and transport servers that sessions may use, checked before anything is loaded.
 
     Args:
         destinations: None where links do not leave this process.
     """
 
-    def __init__(self, places: PolicyPlaces, destinations: Destinations | None = None):
-        self.places = places
+    def __init__(self, sources: SourceRules, destinations: Destinations | None = None):
+        self.sources = sources
         self._destinations = destinations
 
     async def check(self, new: NewSession) -> None:
-        """
-        Raises:
-            InvalidRequest: a place is not allowed; says which setting allows it.
-            TransportError: nobody knows the transport server's host.
-        """
-        await asyncio.to_thread(self.places.check, new.policy_path, revision=new.revision)
+        """Check a requested session."""
+        await asyncio.to_thread(self.sources.check, new.policy_path, revision=new.revision)
         if new.shadow_policy_path is not None:
             shadow, revision = new.shadow_policy_path, new.shadow_revision
-            await asyncio.to_thread(self.places.check, shadow, "shadow_policy_path", revision)
+            await asyncio.to_thread(self.sources.check, shadow, "shadow_policy_path", revision)
         if self._destinations is not None and not new.is_direct:
             await self._destinations.resolve_addresses(new.transport_server_url)

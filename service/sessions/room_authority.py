@@ -21,19 +21,19 @@ from service.transport.server.rooms import Commander, CommandRefused, RoomPath, 
 log = logging.getLogger(__name__)
 
 # Seconds between two lines of the log about the same thing.
-QUIET = 10.0
+LOG_INTERVAL = 10.0
 # Between a measured value and the same one after its way through float32 and JSON.
 _SAME = 1e-6
-STRANGER = "robot_taken"
+ROBOT_TAKEN = "robot_taken"
 
 
 class Session(Protocol):
-    """A session, or one that was interrupted, as far as its room has to know it."""
+    """Interface of a session, running or interrupted, as its rooms use it."""
 
     new: NewSession
     robot_io: RobotIO | None
     claim: str
-    refused: Tally
+    refused_commands: Tally
 
     @property
     def id(self) -> str: ...
@@ -44,19 +44,19 @@ class Session(Protocol):
 
 
 class Sessions(Protocol):
-    """Those of this server."""
+    """Interface of this server's sessions."""
 
     def find(self, session_id: str) -> Session | None:
-        """The session of this id, also while it is being deleted."""
+        """Return the session of this id, also while it is being deleted."""
         ...
 
-    def latch_of(self, session_id: str) -> Latch | None:
-        """The emergency stop of this id that nobody has reset, also when its session is gone."""
+    def get_latch(self, session_id: str) -> Latch | None:
+        """Return the emergency stop of this id that nobody has reset, also when its session is gone."""
         ...
 
 
-class Authority:
-    """Knows the commander of every output room; a room table asks it.
+class RoomAuthority:
+    """Finds the commander of every output room; called by the room table.
 
     A room is a session's by its name and workspace, from when the session is listed until it is gone: while its policy
     loads, while its link is being made again, while it is stopped, and while it is interrupted, as its server ended.
@@ -64,92 +64,93 @@ class Authority:
     """
 
     def __init__(self, sessions: Callable[[], Sessions | None]):
-        """``sessions`` are there from the start of the server."""
+        """Use these sessions, which exist from the start of the server on."""
         self._sessions = sessions
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
 
     def __call__(self, place: RoomPath, owner: str | None) -> Commander | None:
-        """Whose robot takes its commands from there; ``owner`` is the room's."""
+        """Return who may command the robot of a room, or None; ``owner`` is the room's."""
         session_id = session_of(place.room)
         sessions = None if session_id is None else self._sessions()
         if sessions is None or session_id is None:
             return None
         session = sessions.find(session_id)
         if session is None:
-            latch = sessions.latch_of(session_id)
+            latch = sessions.get_latch(session_id)
             is_closed = latch is not None and (owner is None or latch.owner == owner)
-            return Latched(session_id, latch) if latch is not None and is_closed else None
+            return LatchedCommander(session_id, latch) if latch is not None and is_closed else None
         new = session.new
-        if new.workspace_id != place.workspace or new.is_direct or _is_of_another(owner, new.owner):
+        if new.workspace_id != place.workspace or new.is_direct or _has_other_owner(owner, new.owner):
             return None
         # One that failed before it was in its rooms never commanded anybody.
         if session.stage is Stage.ERROR and session.robot_io is None and session.latch is None:
             return None
-        return SessionCommander(session, self._say)
+        return SessionCommander(session, self._log_rarely)
 
-    def _say(self, session_id: str, code: str, text: str) -> None:
+    def _log_rarely(self, session_id: str, code: str, text: str) -> None:
         now = time.monotonic()
-        if now - self._said.get((session_id, code), -math.inf) < QUIET:
+        if now - self._logged_at.get((session_id, code), -math.inf) < LOG_INTERVAL:
             return
-        if len(self._said) > 1000:
-            self._said.clear()
-        self._said[session_id, code] = now
+        if len(self._logged_at) > 1000:
+            self._logged_at.clear()
+        self._logged_at[session_id, code] = now
         log.warning("session %s: %s (%s)", session_id, text, code)
 
 
 class SessionCommander:
-    """A session of this server, as the one who commands in its output room."""
+    """A session of this server as the commander of its output room."""
 
-    def __init__(self, session: Session, say: Callable[[str, str, str], None]):
+    def __init__(self, session: Session, log_rarely: Callable[[str, str, str], None]):
         self._session = session
-        self._say = say
+        self._log_rarely = log_rarely
 
     @property
     def latch(self) -> str | None:
-        """Its own."""
+        """The session's emergency stop that waits for its reset."""
         return self._session.latch
 
     @property
     def is_moving(self) -> bool:
-        """Whether it moves its robot, or would if what it lacks came back."""
+        """Whether it moves its robot, or would as soon as its input or link is back."""
         session = self._session
         return session.latch is None and session.stage in MOVING and not session.new.dry_run
 
     def is_own(self, claim: str | None) -> bool:
-        """Whether it came with the session's secret."""
+        """Return whether a command carries the session's secret."""
         return matches_secret(claim, self._session.claim)
 
     def refuse_stranger(self) -> CommandRefused:
-        """What others are told."""
+        """Count a command of somebody else, and return the error for it."""
         session = self._session
         latched = ", and an emergency stop of it is latched" if session.latch is not None else ""
-        self._count(STRANGER, "somebody else wanted to command its robot, and was refused")
-        return CommandRefused(STRANGER, f"only session {session.id!r} may command the robot of this room{latched}")
+        self._count(ROBOT_TAKEN, "somebody else wanted to command its robot, and was refused")
+        return CommandRefused(ROBOT_TAKEN, f"only session {session.id!r} may command the robot of this room{latched}")
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Why a command of the session itself must not leave: its room lets out what is finite and in range while it
-        moves, and else only that the robot stays where it was measured."""
+        """Return why a command of the session itself must not leave, or None: while it moves, it must be finite and
+        in range, and else keep the measured pose.
+        """
         if not self.is_moving:
-            return None if self._is_hold(joints) else self._refused(*self._why_only_holds())
+            return None if self._is_hold(joints) else self._refuse(*self._refusal_while_still())
         robot_io = self._session.robot_io
         if robot_io is None:
-            return self._refused("stopped", "it has no robot yet")
+            return self._refuse("stopped", "it has no robot yet")
         ranges = robot_io.controller.guard.limits.ranges
         for joint in joints:
             known = ranges.get(joint["name"])
             if known is None:
-                return self._refused("unknown_joint", f"a command names {joint['name']!r:.60}, which is no joint of it")
+                return self._refuse("unknown_joint", f"a command names {joint['name']!r:.60}, which is no joint of it")
             value = joint["value"]
             if known[0] <= value <= known[1]:  # false of NaN
                 continue
             if not math.isfinite(value):
-                return self._refused("not_finite", f"a command of {joint['name']!r} is {value}")
-            if not self._is_led_back(joint["name"], value, known, delivered):
+                return self._refuse("not_finite", f"a command of {joint['name']!r} is {value}")
+            if not self._is_returning(joint["name"], value, known, delivered):
                 text = f"a command wants {joint['name']!r} at {value:.6g}, outside of {known[0]:.6g}..{known[1]:.6g}"
-                return self._refused("position", text)
+                return self._refuse("position", text)
         return None
 
-    def _why_only_holds(self) -> tuple[str, str]:
+    def _refusal_while_still(self) -> tuple[str, str]:
         session = self._session
         if session.latch is not None:
             return "latched", "a command that is no hold came while an emergency stop is latched"
@@ -158,7 +159,7 @@ class SessionCommander:
         return "stopped", f"a command that is no hold came while it is {session.stage}"
 
     def _is_hold(self, joints: Sequence[Json]) -> bool:
-        """Whether this is a pose that was measured just now, whatever it is: that is where the arm stands."""
+        """Return whether this is a pose that was measured just now: the arm stays where it is."""
         robot_io = self._session.robot_io
         if robot_io is None or self._session.new.dry_run:
             return False
@@ -171,8 +172,10 @@ class SessionCommander:
             for pose in robot_io.buffer.poses(time.monotonic())
         )
 
-    def _is_led_back(self, name: str, value: float, known: tuple[float, float], delivered: Mapping[str, float]) -> bool:
-        """Whether a joint that was outside of its range is brought back: not further out than it was, or was sent."""
+    def _is_returning(
+        self, name: str, value: float, known: tuple[float, float], delivered: Mapping[str, float]
+    ) -> bool:
+        """Return whether a joint outside of its range is brought back: not further out than it was, or was sent."""
         robot_io = self._session.robot_io
         assert robot_io is not None
         place = robot_io.table.names.index(name)
@@ -184,17 +187,17 @@ class SessionCommander:
             any(value <= one + slack for one in been) if value > known[1] else any(value >= one - slack for one in been)
         )
 
-    def _refused(self, code: str, text: str) -> CommandRefused:
+    def _refuse(self, code: str, text: str) -> CommandRefused:
         self._count(code, f"{text}; it did not leave the server")
         return CommandRefused(code, text)
 
     def _count(self, code: str, text: str) -> None:
-        self._session.refused.add(code)
-        self._say(self._session.id, code, text)
+        self._session.refused_commands.add(code)
+        self._log_rarely(self._session.id, code, text)
 
 
-class Latched:
-    """The commander of a room whose session is gone, and whose emergency stop nobody has reset: nobody."""
+class LatchedCommander:
+    """Commander of a room whose session is gone while its emergency stop is latched: it refuses everybody."""
 
     is_moving = False
 
@@ -203,11 +206,11 @@ class Latched:
         self.latch: str | None = latch.reason
 
     def is_own(self, claim: str | None) -> bool:
-        """It is gone."""
+        """Return False: the session is gone."""
         return False
 
     def refuse_stranger(self) -> CommandRefused:
-        """What everybody is told."""
+        """Return the error for every command."""
         return CommandRefused(
             "latched",
             f"an emergency stop of session {self._id!r} is latched, though the session is gone; make sure that the "
@@ -215,10 +218,10 @@ class Latched:
         )
 
     def check_command(self, joints: Sequence[Json], delivered: Mapping[str, float]) -> CommandRefused | None:
-        """Nobody gets so far."""
+        """Return the error for every command; none gets so far."""
         return self.refuse_stranger()
 
 
-def _is_of_another(room: str | None, session: str | None) -> bool:
-    """Whether a room belongs to somebody else than a session; None is nobody, and whoever sees all."""
+def _has_other_owner(room: str | None, session: str | None) -> bool:
+    """Return whether a room belongs to somebody else than a session; None is nobody, and whoever sees all."""
     return room is not None and session is not None and room != session

@@ -20,11 +20,17 @@ from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
 from service.control.shadow import Shadow, load_shadow
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
-from service.inference.engine import Engine, LoadedPolicy, LoadPolicy, Sizes
+from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
 from service.logging import bind_log_context
-from service.sessions.base_session import About, BaseSession, joining_of
-from service.sessions.compatibility import admitted, fit, limits_of, promised, read_ahead
+from service.sessions.base_session import BaseSession, SessionView, describe_overlap
+from service.sessions.compatibility import (
+    configure_control,
+    describe_rate,
+    make_limits,
+    prepare_instruction,
+    reserve_rate,
+)
 from service.sessions.policy_slots import PolicySlots
 from service.sessions.request import NewSession, SessionSettings
 from service.stage import Lifecycle, Move, Stage
@@ -41,30 +47,30 @@ EVENTS = {
     Move.FAILED: "session.error",
     Move.EXPIRED: "session.error",
 }
-Tell: TypeAlias = Callable[[str, dict[str, object]], None]
+PublishEvent: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
-def notice_of(new: NewSession, stage: Stage, move: Move, reason: str | None) -> tuple[str, dict[str, object]] | None:
-    """The event that a move to this stage is, and what it says; None for a move that nobody is told of."""
+def make_event(new: NewSession, stage: Stage, move: Move, reason: str | None) -> tuple[str, dict[str, object]] | None:
+    """Return the name and payload of the event for a move to this stage; None for a move without one."""
     if move not in EVENTS:
         return None
-    about: dict[str, object] = {
+    payload: dict[str, object] = {
         "session_id": new.session_id,
         "status": str(stage),
         "policy_path": new.policy_path,
     }
     if reason is not None:
-        about["reason"] = reason
+        payload["reason"] = reason
     if move is Move.EMERGENCY_STOP:
-        about["emergency_stop"] = True
-    return EVENTS[move], about
+        payload["emergency_stop"] = True
+    return EVENTS[move], payload
 
 
 logger = logging.getLogger(__name__)
 
 
 class Session(BaseSession):
-    """One robot's session.
+    """One robot's running session.
 
     Attributes:
         progress: what it is doing while it initializes.
@@ -83,13 +89,13 @@ class Session(BaseSession):
         engine: Engine,
         load: LoadPolicy,
         settings: SessionSettings,
-        tell: Tell = lambda event, about: None,
+        publish: PublishEvent = lambda event, about: None,
         leases: Leases | None = None,
         made: CreatedRooms | None = None,
         latch: str | None = None,
         claim: str | None = None,
     ):
-        """It begins at once.
+        """Create the session and begin to load its policy.
 
         Args:
             leases: of all sessions of this process: no other one may command the same robot.
@@ -101,78 +107,78 @@ class Session(BaseSession):
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
-        self.policies = PolicySlots(new, engine, load, self._require_robot_io, partial(engine.move_claim, self))
+        self.policies = PolicySlots(new, engine, load, self._require_robot_io, partial(engine.move_reservation, self))
         self._admission: Mapping[str, object] = {}
         self._observers = SessionObservers()
-        self._reporting: RobotIO | None = None  # also while its rooms are joined
+        self._event_source: RobotIO | None = None  # also while its rooms are joined
         self._transport = transport
         self._engine = engine
         self._load = load
         self._settings = settings
-        self._tell_others = tell
+        self._publish = publish
         self._made = made
         self._leases = Leases() if leases is None else leases
         self._active_since = self.created_at
-        self._settled = asyncio.Event()
-        self._ending = asyncio.Event()
+        self._ready_or_failed = asyncio.Event()
+        self._close_requested = asyncio.Event()
         self._error: ServiceError | None = None
         self._task = asyncio.create_task(self._run(), name=f"session {new.session_id}")
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has no rooms, no policy and no task any more."""
+    def is_closed(self) -> bool:
+        """Whether its rooms, its policies and its task are gone."""
         return self._task.done()
 
     def attach(self, observer: SessionObserver) -> Callable[[], None]:
-        """Let somebody observe it, before its rooms are joined and after; what is returned detaches the observer."""
+        """Attach an observer, before its rooms are joined or later; call what is returned to detach it."""
         return self._observers.attach(observer)
 
-    def _about(self) -> About:
+    def _view(self) -> SessionView:
         extra: dict[str, object] = dict(self._admission)
-        for figures in self.figures:
-            extra |= figures()
-        return About(
+        for get_stats in self.stats_sources:
+            extra |= get_stats()
+        return SessionView(
             new=self.new,
             stage=self.stage,
             reason=self.reason,
             latch=self.latch,
-            is_over=self.is_over,
+            is_closed=self.is_closed,
             progress=self.progress,
             age=time.monotonic() - self.created_at,
             rooms=self.rooms,
             policies=self.policies,
-            figures=extra,
+            extra_stats=extra,
         )
 
     # What may be asked of it.
 
     async def ready(self) -> None:
-        """Wait until it is ready or has failed. Giving up waiting does not end the session.
+        """Wait until it is ready or has failed. Cancelling this does not end the session.
 
         Raises:
             ServiceError: why it failed.
         """
-        await self._settled.wait()
+        await self._ready_or_failed.wait()
         if self._error is not None:
             raise self._error
 
     def start(self) -> None:
         """Let it move the robot."""
-        self._set_going(Move.START)
+        self._start_moving(Move.START)
 
     def restart(self) -> None:
         """Stop and start in one: plans, holds and failures of before are forgotten."""
-        self._set_going(Move.RESTART)
+        self._start_moving(Move.RESTART)
 
     def stop(self) -> None:
         """Stop the robot where it is."""
-        self._current().check(Move.STOP)
+        self._current_lifecycle().check(Move.STOP)
         self.stops += 1
         self._halt()
         self._move(Move.STOP)
 
     async def adjust(self, changes: Mapping[str, object]) -> None:
-        """Join chunks, or ask for them, in another way, or do something else, from the next chunk on.
+        """Change how chunks are joined or asked for, or the instruction, from the next chunk on.
 
         Args:
             changes: fields of what was asked for: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
@@ -185,20 +191,20 @@ class Session(BaseSession):
         robot_io = self._require_robot_io()
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
-            await read_ahead(robot_io.runner.loaded, new.language_instruction)
+            await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
             robot_io = self._require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
         new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
         self._settings.check(new)
-        _, asked = fit(robot_io.runner.loaded.requirements, new, self._settings)
-        robot_io.adjust(config := self._admitted(robot_io.runner.loaded, asked))
+        _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
+        robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
         robot_io.instruct(new.language_instruction)
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
-    async def tell(self, instruction: str) -> None:
-        """Do something else from the next chunk on, as whoever controls the robot says.
+    async def instruct(self, instruction: str) -> None:
+        """Change the instruction from the next chunk on, as whoever controls the robot says.
 
         Raises:
             InvalidRequest: the policy cannot read it; nothing has changed.
@@ -206,42 +212,42 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        await read_ahead(self._require_robot_io().runner.loaded, instruction)
+        await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
         self._require_robot_io().instruct(instruction)
         self.new = replace(self.new, language_instruction=instruction)
 
-    def joining(self) -> dict[str, object]:
-        """How it joins chunks and when it asks for them; JSON-ready."""
-        return joining_of(self._require_robot_io())
+    def describe_overlap(self) -> dict[str, object]:
+        """Return how it joins chunks and when it asks for them; JSON-ready."""
+        return describe_overlap(self._require_robot_io())
 
     def emergency_stop(self, reason: str) -> None:
-        """Stop the robot where it is, until somebody resets."""
-        self._current().check(Move.EMERGENCY_STOP)
+        """Stop the robot where it is, and latch that until somebody resets it."""
+        self._current_lifecycle().check(Move.EMERGENCY_STOP)
         if self.robot_io is not None:
             self.robot_io.emergency_stop()
-        self._follow(ControlEvent(Move.EMERGENCY_STOP, reason))
+        self._apply_event(ControlEvent(Move.EMERGENCY_STOP, reason))
 
     def reset(self) -> None:
-        """Take the latch of an emergency stop off; nothing moves by it."""
-        self._current().move(Move.RESET)
+        """Reset the latch of an emergency stop; nothing moves by it."""
+        self._current_lifecycle().move(Move.RESET)
         self._announce_latch()
 
     def _announce_latch(self) -> None:
-        """Whoever is in the room of the commands learns of the latch, and who comes while it lasts."""
+        """Announce the latch in the room of the commands, also to those who join while it lasts."""
         if self.robot_io is not None:
             self.robot_io.announce_latch(self.latch)
 
-    def begin_end(self) -> None:
-        """Stop the robot and begin to leave; ``end`` waits for it."""
-        self._current().move(Move.DELETE)
+    def begin_close(self) -> None:
+        """Stop the robot and begin to leave the rooms; ``wait_closed`` waits for it."""
+        self._current_lifecycle().move(Move.DELETE)
         self._halt()
-        self._ending.set()
-        if not self._settled.is_set():
+        self._close_requested.set()
+        if not self._ready_or_failed.is_set():
             self._error = UnknownSession(f"session {self.id!r} was deleted while it was initializing")
             self._task.cancel()
 
-    async def end(self) -> bool:
-        """Wait until rooms and policy are given back; False when a link hung and was abandoned."""
+    async def wait_closed(self) -> bool:
+        """Wait until rooms and policies are released; False when a link hung and was abandoned."""
         _, hanging = await asyncio.wait([self._task], timeout=self._settings.close_within)
         if hanging:
             self._task.cancel()
@@ -250,8 +256,8 @@ class Session(BaseSession):
             logger.error("session %s: its link does not let go; it is abandoned", self.id)
         return not hanging
 
-    def _set_going(self, move: Move) -> None:
-        self._current().check(move)
+    def _start_moving(self, move: Move) -> None:
+        self._current_lifecycle().check(move)
         self._move(move)
         self._active_since = time.monotonic()
         assert self.robot_io is not None, "the table lets only loaded sessions start"
@@ -264,17 +270,17 @@ class Session(BaseSession):
         if self.robot_io is not None:
             self.robot_io.halt()
 
-    def _current(self) -> Lifecycle:
-        """Its lifecycle after all that happened to the robot so far: nobody sees or moves an older stage."""
-        if self._reporting is not None:
-            for event in self._reporting.take_events():
-                self._follow(event)
+    def _current_lifecycle(self) -> Lifecycle:
+        """Return its lifecycle after all events of the robot so far: nobody sees or moves an older stage."""
+        if self._event_source is not None:
+            for event in self._event_source.take_events():
+                self._apply_event(event)
         return self._lifecycle
 
-    def _follow(self, event: ControlEvent) -> None:
-        """Go where an event leads to, for which the robot was stopped already if it had to be."""
+    def _apply_event(self, event: ControlEvent) -> None:
+        """Make the move of an event, for which the robot was stopped already if it had to be."""
         move, reason = event
-        if not self._lifecycle.can(move):
+        if not self._lifecycle.is_allowed(move):
             return
         if move is Move.EMERGENCY_STOP:
             self.stops += 1
@@ -288,18 +294,18 @@ class Session(BaseSession):
         else:
             logger.warning("session %s is %s: %s", self.id, stage, reason)
 
-    async def _follow_events(self, robot_io: RobotIO) -> None:
+    async def _apply_events(self, robot_io: RobotIO) -> None:
         while True:
             await robot_io.wait_for_events()
-            self._current()
+            self._current_lifecycle()
 
     def _require_robot_io(self) -> RobotIO:
-        """Its live parts, for somebody who wants to change what it runs.
+        """Return its live parts, for a caller that changes what it runs.
 
         Raises:
             MoveRefused: it runs no policy.
         """
-        if self.robot_io is None or self.is_over or not self._current().is_loaded:
+        if self.robot_io is None or self.is_closed or not self._current_lifecycle().is_loaded:
             raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy")
         return self.robot_io
 
@@ -309,29 +315,29 @@ class Session(BaseSession):
         # Not the request that made it: that one is answered soon, and this goes on for long.
         bind_log_context(session=self.id, request=None)
         try:
-            await self._live()
+            await self._load_and_control()
         except ServiceError as error:
             self._fail(error)
         except Exception as error:
             logger.exception("session %s failed", self.id)
             self._fail(PolicyFailed(f"session {self.id!r} failed ({type(error).__name__}); the server's log says more"))
         finally:
-            self._current().is_loaded = False
+            self._current_lifecycle().is_loaded = False
             self.rooms = None
-            self._settled.set()
+            self._ready_or_failed.set()
 
-    async def _live(self) -> None:
+    async def _load_and_control(self) -> None:
         new = self.new
         room = rooms_of(self.id, new.camera_names, new.workspace_id).joint_output
         robot = find_robot(new.transport_server_url, new.workspace_id or "", room)
         try:
             self._leases.take(robot, self)
-            loaded = await self.policies.begin(self.progress.tell)
-            table, asked = fit(loaded.requirements, new, self._settings)
-            await read_ahead(loaded, new.language_instruction)
-            config = self._admitted(loaded, asked)
-            limits = limits_of(table, loaded.requirements, new, self._settings)
-            async with self._shadow(loaded, table) as shadow:
+            loaded = await self.policies.load_first(self.progress.report)
+            table, asked = configure_control(loaded.requirements, new, self._settings)
+            await prepare_instruction(loaded, new.language_instruction)
+            config = self._reserve_rate(loaded, asked)
+            limits = make_limits(table, loaded.requirements, new, self._settings)
+            async with self._load_shadow(loaded, table) as shadow:
                 buffer = ObservationBuffer(
                     new.camera_names,
                     table,
@@ -353,9 +359,9 @@ class Session(BaseSession):
                     observers=self._observers,
                     is_dry=new.dry_run,
                 )
-                self._reporting = robot_io
+                self._event_source = robot_io
                 del loaded  # another one may take over, and then this one's weights are let go
-                self.progress.tell("joining rooms")
+                self.progress.report("joining rooms")
                 async with self._transport.connect(
                     new.transport_server_url,
                     session_id=self.id,
@@ -372,19 +378,19 @@ class Session(BaseSession):
             self._engine.release(self)
             await self.policies.close()
 
-    def _admitted(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
-        config = admitted(self._engine, self, loaded, asked, degrade=self.new.degrade, seen=self._seen)
-        self._admission = promised(asked, config)
+    def _reserve_rate(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
+        config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=self._frame_sizes)
+        self._admission = describe_rate(asked, config)
         return config
 
-    def _seen(self) -> Sizes | None:
-        """The sizes of the frames that come; None before every camera has shown one."""
+    def _frame_sizes(self) -> FrameSizes | None:
+        """Return the sizes of the frames that come; None before every camera has sent one."""
         if self.robot_io is None:
             return None
         sizes = self.robot_io.buffer.sizes
         return sizes if len(sizes) == len(self.new.camera_names) else None
 
-    def _shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
+    def _load_shadow(self, loaded: LoadedPolicy, table: JointTable) -> AbstractAsyncContextManager[Shadow | None]:
         return load_shadow(
             self.new.shadow_policy_path,
             self.new.shadow_revision,
@@ -392,21 +398,21 @@ class Session(BaseSession):
             table.names,
             engine=self._engine,
             load=self._load,
-            notify=lambda stage: self.progress.tell("loading the shadow policy"),
+            notify=lambda stage: self.progress.report("loading the shadow policy"),
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
         controlling = asyncio.create_task(robot_io.run(link), name=f"control {self.id}")
-        following = asyncio.create_task(self._follow_events(robot_io), name=f"follow {self.id}")
+        following = asyncio.create_task(self._apply_events(robot_io), name=f"follow {self.id}")
         watching = asyncio.create_task(self._watch_input(robot_io), name=f"watch {self.id}")
-        ending = asyncio.create_task(self._ending.wait())
+        ending = asyncio.create_task(self._close_requested.wait())
         self.progress.finish()
-        call_in_thread(self._engine.durations.keep, "durations")
+        call_in_thread(self._engine.durations.save, "durations")
         self._active_since = time.monotonic()
-        self._current().is_loaded = True
-        self._move(Move.LOADED, self._current().reason)
+        self._current_lifecycle().is_loaded = True
+        self._move(Move.LOADED, self._current_lifecycle().reason)
         self._announce_latch()
-        self._settled.set()
+        self._ready_or_failed.set()
         first = [controlling, following, watching, ending, robot_io.broken]
         try:
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -422,38 +428,38 @@ class Session(BaseSession):
                 task.cancel()
             results = await asyncio.gather(*first, return_exceptions=True)
             robot_io.detach()
-            self._current()
+            self._current_lifecycle()
         for result in results:
             if isinstance(result, Exception):
                 raise result
 
     async def _watch_input(self, robot_io: RobotIO) -> None:
-        patience = self._settings.control.input_timeout
+        timeout = self._settings.control.input_timeout
         while True:
             last = max(self._active_since, robot_io.buffer.last_input_at or self._active_since)
-            left = last + patience - time.monotonic()
+            left = last + timeout - time.monotonic()
             if left <= 0:
-                self._expire(f"no frame or joints for {patience:g} s; restart it when they are back")
-            await asyncio.sleep(max(left, patience / 20))
+                self._expire(f"no frame or joints for {timeout:g} s; restart it when they are back")
+            await asyncio.sleep(max(left, timeout / 20))
 
     def _expire(self, reason: str) -> None:
-        if self._current().can(Move.EXPIRED):
-            self._follow(ControlEvent(Move.EXPIRED, reason))
+        if self._current_lifecycle().is_allowed(Move.EXPIRED):
+            self._apply_event(ControlEvent(Move.EXPIRED, reason))
             self._halt()
 
     def _fail(self, error: ServiceError) -> None:
         self._error = self._error or error
-        if self._current().can(Move.FAILED):
+        if self._current_lifecycle().is_allowed(Move.FAILED):
             self._move(Move.FAILED, str(error))
 
     def _move(self, move: Move, reason: str | None = None) -> Stage:
-        """Go where the table says, and tell whoever wants to know."""
+        """Move to the next stage by the table, and publish it."""
         stage = self._lifecycle.move(move, reason)
-        notice = notice_of(self.new, stage, move, reason)
-        if notice is not None:
+        event = make_event(self.new, stage, move, reason)
+        if event is not None:
             try:
-                self._tell_others(*notice)
+                self._publish(*event)
             except Exception:
                 # Whoever stops several robots must reach the others too.
-                logger.exception("session %s: nobody is told of %s", self.id, notice[0])
+                logger.exception("session %s: nobody is told of %s", self.id, event[0])
         return stage

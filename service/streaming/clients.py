@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from service.auth.caller import Caller
 from service.errors import MoveRefused, TooManyRequests
-from service.sessions.store import Listed, Sessions
+from service.sessions.store import AnySession, Sessions
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectTransport
 from service.streaming.websocket import SocketLimits
@@ -47,15 +47,15 @@ class StreamClients:
         self._inferences: dict[tuple[str, str], DirectInference] = {}
         self._socket_owners: list[str | None] = []
 
-    def create_inference(self, session: Listed) -> DirectInference:
+    def create_inference(self, session: AnySession) -> DirectInference:
         """Create the inference of a client that just connected a socket."""
         return self._create_inference(session, self.settings.compile_patience)
 
-    def _create_inference(self, session: Listed, patience: float) -> DirectInference:
+    def _create_inference(self, session: AnySession, patience: float) -> DirectInference:
         sessions = self._sessions()
         return DirectInference(session, self.direct, sessions.engine, sessions.settings.max_frame_pixels, patience)
 
-    def get_inference(self, session: Listed, caller: Caller) -> DirectInference:
+    def get_inference(self, session: AnySession, caller: Caller) -> DirectInference:
         """Return the inference of a caller who acts by single requests: the same one each time."""
         key = (session.id, caller.name)
         known = self._inferences.get(key)
@@ -78,7 +78,7 @@ class StreamClients:
         self._socket_owners.append(owner)
         return lambda: self._socket_owners.remove(owner)
 
-    def find_only_session(self, caller: Caller) -> Listed:
+    def find_only_session(self, caller: Caller) -> AnySession:
         """Return the direct session of a client that can name none.
 
         Raises:

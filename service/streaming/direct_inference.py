@@ -12,11 +12,11 @@ from service.control.guard import Motion
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
 from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
-from service.inference.engine import Engine, InferenceResult, Sizes, in_words
+from service.inference.engine import Engine, FrameSizes, InferenceResult, describe_sizes
 from service.inference.loaded_policy import STATE, check_instruction, select_features, task_input
-from service.sessions.interrupted import Interrupted
+from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import DIRECT
-from service.sessions.store import Listed, Session
+from service.sessions.store import AnySession, Session
 from service.stage import Stage
 from service.streaming import observation
 from service.streaming.direct_transport import DirectLink, DirectTransport
@@ -64,7 +64,7 @@ class DirectInference:
     """
 
     def __init__(
-        self, session: Listed, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float
+        self, session: AnySession, transport: DirectTransport, engine: Engine, max_pixels: int, compile_timeout: float
     ):
         self.session = session
         self._transport = transport
@@ -106,10 +106,10 @@ class DirectInference:
                 f"session {session.id!r} has rooms, and its robot is asked there; make one with "
                 f'"transport_server_url": "{DIRECT}" for this door'
             )
-        if isinstance(session, Interrupted):
-            raise session.refusal()
+        if isinstance(session, InterruptedSession):
+            raise session.make_refusal()
         link = self._transport.links.get(session.id)
-        if session.robot_io is None or session.is_over or link is None:
+        if session.robot_io is None or session.is_closed or link is None:
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
         return link, session.robot_io
 
@@ -259,12 +259,12 @@ class DirectInference:
                 robot_io.observers.notify_frame(camera, image, now)
         robot_io.buffer.put_joints(observed.joints, now)
 
-    async def _compile(self, robot_io: RobotIO, sizes: Sizes) -> None:
+    async def _compile(self, robot_io: RobotIO, sizes: FrameSizes) -> None:
         try:
             async with asyncio.timeout(self._compile_timeout):
                 await self._engine.compile(robot_io.runner.loaded, sizes)
         except TimeoutError:
-            raise Compiling(f"the policy is being compiled for {in_words(sizes)}; ask again") from None
+            raise Compiling(f"the policy is being compiled for {describe_sizes(sizes)}; ask again") from None
 
     def _check_chunk(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
         guard = robot_io.controller.guard
@@ -331,7 +331,7 @@ class DirectInference:
         if prompt is None or not prompt.strip():
             prompt = session.new.language_instruction
         elif prompt != session.new.language_instruction and isinstance(session, Session):
-            await session.tell(prompt)
+            await session.instruct(prompt)
         if (why := check_instruction(robot_io.runner.loaded.requirements, prompt)) is not None:
             raise InvalidRequest(why, ("body", "prompt"))
         return prompt
@@ -375,7 +375,7 @@ def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motio
     return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False)
 
 
-def _count_stops(session: Listed) -> int:
+def _count_stops(session: AnySession) -> int:
     return session.stops if isinstance(session, Session) else 0
 
 

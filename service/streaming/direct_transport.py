@@ -1,4 +1,4 @@
-"""Transport for sessions whose client calls directly."""
+"""Transport of sessions whose clients call this server directly, without rooms."""
 
 import math
 import time

@@ -127,7 +127,7 @@ _KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether the client's key s
 
 @dataclass(frozen=True)
 class _MessageLayout:
-    """What messages of one layout have in common: all but the pixels, and the values of the joints."""
+    """Common part of messages of one layout: all but the pixels, and the values of the joints."""
 
     spec: ObservationSpec
     frames: Sequence[tuple[str, codec.ArrayLocation]]

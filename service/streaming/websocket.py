@@ -146,7 +146,7 @@ class FrameReader:
     """
 
     def __init__(self, max_bytes: int, max_text: int, on_control: Callable[[int, bytes], None]):
-        """It begins with a head.
+        """Create a reader that expects a header.
 
         Args:
             most: bytes of a message.

@@ -34,7 +34,7 @@ class JointValue:
 
 
 class Inbox(Protocol):
-    """Where a link delivers; every method is synchronous, quick, and called on the event loop.
+    """Receiver of what a link delivers; every method is synchronous, quick, and called on the event loop.
 
     ``seen_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
     """
@@ -77,14 +77,14 @@ class LinkUp:
 
 @dataclass(frozen=True)
 class BadInput:
-    """Something came in a joint room that cannot be used: how many values, by reason. Nothing of them is delivered."""
+    """Unusable input of a joint room: how many values, by reason. Nothing of them is delivered."""
 
     reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class RobotLeft:
-    """Who reported the joints is gone from the room, or somebody else does: what was reported is no pose any more.
+    """The robot that reported the joints left the room, or another one does: what was reported is no pose any more.
 
     Attributes:
         is_replaced: commands went to it alone, so that nothing of its motion is for whoever comes next.

@@ -1,4 +1,4 @@
-"""Messages of the RobotHub wire, parsed and written.
+"""Messages of the RobotHub wire: parsing and building.
 
 A joined socket speaks ``Message`` in both directions; the one frame before that is ``Join``. ``timestamp`` is
 ISO-8601 in UTC and written by servers. None is left out on the wire, but for the fields in a class's ``nulls``. What
@@ -88,7 +88,7 @@ LenientText = Annotated[str | None, PlainValidator(lambda value: value if isinst
 
 
 class Role(StrEnum):
-    """What a participant does in a room, for the life of its socket."""
+    """Role of a participant in a room, for the life of its socket."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -176,7 +176,7 @@ class Error:
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """How the robotics service refuses a join: an error that never gets a timestamp (read back as ``Error``)."""
+    """The robotics service's refusal of a join: an error that never gets a timestamp (read back as ``Error``)."""
 
     type: ClassVar[str] = "error"
     message: str = "Cannot join room"

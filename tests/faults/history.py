@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from service.stage import ASKED, MOVES, Move, Stage
+from service.stage import REQUESTABLE, TRANSITIONS, Move, Stage
 from tests.faults.robot import FRAMES, PERIOD, TellingPose
 
 LIMITS = {"Jaw": (0.0, 100.0)}
 USUAL = (-100.0, 100.0)
 HOP = 0.03  # from the server through the rooms to the robot
 SLACK = 1e-3  # of a joint's value
-_HAPPENS = [move for move in Move if move not in ASKED] + [Move.EMERGENCY_STOP]
+_HAPPENS = [move for move in Move if move not in REQUESTABLE] + [Move.EMERGENCY_STOP]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class History:
             if before == after or self._is_broken(since, until):
                 continue
             between = [call for call in self.calls if call.began <= until and call.ended >= since]
-            asked = {move for move in ASKED if any(_asks(call, move) for call in between)}
+            asked = {move for move in REQUESTABLE if any(_asks(call, move) for call in between)}
             if Stage(after) not in _reachable(Stage(before), {*asked, *_HAPPENS}):
                 found.append(f"4: {before} -> {after} although nothing but {sorted(asked)} was asked for")
         return found
@@ -207,7 +207,7 @@ def _reachable(start: Stage, moves: Collection[Move]) -> set[Stage]:
     while edge:
         stage = edge.pop()
         for move in moves:
-            there = MOVES.get((stage, move))
+            there = TRANSITIONS.get((stage, move))
             if there is not None and there not in found:
                 found.add(there)
                 edge.append(there)

@@ -23,8 +23,8 @@ import pytest
 import jaxmodels
 from service.app import create_app
 from service.http.server import listen, serve_app
-from service.inference.policy_sources import requirements_reader
-from service.inference.sandbox import CheckpointSandbox, Places
+from service.inference.policy_sources import make_requirements_reader
+from service.inference.sandbox import CheckpointSandbox, ReadSlots
 from service.settings import Settings
 from service.testing import MemoryTransport, ScriptedPolicy
 from tests.testing.waiting import lives, until
@@ -71,7 +71,9 @@ class Loader:
 async def server(load: Loader, **settings):
     """A server on loopback, what its event loop complains of, and a way to ask it."""
     made = Settings.from_values(load_memory=1 << 28, creates_per_minute=10_000, **settings)
-    app = create_app(made, transport=MemoryTransport(), load=load, read_requirements=requirements_reader(made))
+    app = create_app(
+        made, transport=MemoryTransport(), load=load, read_requirements=make_requirements_reader(made.policies)
+    )
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: complaints.append(about))
     async with (
@@ -246,10 +248,10 @@ async def test_a_session_that_is_deleted_while_its_files_are_read_ends_the_child
             assert (await call("DELETE", "/sessions/arm"))[0] == 200
             assert (await creating)[0] == 404
             await until(lambda: not children() - before)
-            await until(lambda: call.app.ctx.sessions.engine.facts()["loads_left_behind"] == 0)
+            await until(lambda: call.app.ctx.sessions.engine.get_stats()["loads_left_behind"] == 0)
         assert (await call("POST", "/sessions", **body(good)))[0] == 200
         assert call.complaints == []
-        assert call.app.ctx.sessions.engine.facts()["policies_loading"] == 0
+        assert call.app.ctx.sessions.engine.get_stats()["policies_loading"] == 0
 
 
 async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_deleted(tmp_path):
@@ -270,7 +272,7 @@ async def test_nobody_is_told_of_a_load_whose_client_left_and_whose_session_was_
 
 
 async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.inference.sandbox._LOADS", Places(slow=0.2))
+    monkeypatch.setattr("service.inference.sandbox._LOAD_SLOTS", ReadSlots(slow_after=0.2))
     folders = [Path(shutil.copytree(DEMO, tmp_path / f"stuck{number}")) for number in range(5)]
     async with server(Loader()) as call:
         stuck = [asyncio.create_task(call("POST", "/sessions", **body(one, one.name))) for one in folders]
@@ -283,7 +285,7 @@ async def test_more_stuck_folders_than_cores_keep_no_other_load_waiting(tmp_path
 
 
 async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded_beside_it(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.inference.sandbox.ALONE", 0.2)
+    monkeypatch.setattr("service.inference.sandbox.BUILD_ALONE_SECONDS", 0.2)
     slow = Path(shutil.copytree(DEMO, tmp_path / "slow"))
     async with server(load := Loader()) as call:
         creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))
@@ -293,7 +295,7 @@ async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded
         load.gate.set()
         assert (await creating)[0] == 200
     async with server(load := Loader(), load_timeout=0.5) as call:
-        facts = call.app.ctx.sessions.engine.facts
+        facts = call.app.ctx.sessions.engine.get_stats
         status, text = await call("POST", "/sessions", **body(slow))
         assert (status, "load_timeout" in text) == (422, True)
         assert facts()["loads_left_behind"] == 1
@@ -304,9 +306,9 @@ async def test_a_policy_that_is_built_for_ever_is_given_up_and_others_are_loaded
 
 
 async def test_after_too_many_that_are_left_behind_loads_are_refused_and_not_queued(tmp_path, good, monkeypatch):
-    monkeypatch.setattr("service.inference.sandbox.ALONE", 0.1)
+    monkeypatch.setattr("service.inference.sandbox.BUILD_ALONE_SECONDS", 0.1)
     async with server(load := Loader(), load_timeout=60.0) as call:
-        facts = call.app.ctx.sessions.engine.facts
+        facts = call.app.ctx.sessions.engine.get_stats
         for number in range(4):
             slow = Path(shutil.copytree(DEMO, tmp_path / f"slow{number}"))
             creating = asyncio.create_task(call("POST", "/sessions", **body(slow)))

@@ -71,7 +71,7 @@ class Scene:
             pace=QUICK,
         ) as robot:
             robot.send_joints(POSE)
-            robot_io = self.app.ctx.sessions.live("arm").robot_io
+            robot_io = self.app.ctx.sessions.get_live("arm").robot_io
             await until(lambda: robot_io.buffer.is_pose_current)
             self.robot = robot
             yield robot
@@ -181,7 +181,7 @@ async def test_while_it_moves_the_room_lets_the_session_through_and_nothing_out_
         await made.create()
         async with made.with_robot():
             await made.ask("/sessions/arm/start")
-            link = made.app.ctx.sessions.live("arm").robot_io._link
+            link = made.app.ctx.sessions.get_live("arm").robot_io._link
             for value in (340.0, -100.5):  # as if the guard had failed
                 assert link.send([JointValue("Rotation", value), JointValue("Jaw", 9.0)])
             assert link.send([JointValue("Tail", 0.0)])
@@ -199,7 +199,7 @@ async def test_a_fault_of_the_session_itself_moves_nothing_while_it_is_latched()
             await made.ask("/sessions/arm/emergency_stop")
             await until(lambda: robot.latch)
             made.got.clear()
-            link = made.app.ctx.sessions.live("arm").robot_io._link
+            link = made.app.ctx.sessions.get_live("arm").robot_io._link
             link.send([JointValue("Rotation", 12.0)])
             await until(lambda: made.stats["refused_at_room"].get("latched"))
             assert (made.got, robot.refused) == ([], 0), "it did not even come to the robot"
@@ -208,7 +208,7 @@ async def test_a_fault_of_the_session_itself_moves_nothing_while_it_is_latched()
 async def test_nobody_takes_the_seat_while_the_link_is_made_again_or_the_server_was_started_anew(tmp_path) -> None:
     async with scene(tmp_path, keeps_rooms=False) as made:
         await made.create()
-        connection = made.app.ctx.sessions.live("arm").robot_io._link._output
+        connection = made.app.ctx.sessions.get_live("arm").robot_io._link._output
         connection._membership._transport.abort()
         for _ in range(5):
             await over_a_socket(made, "", EVIL, "producer", "joint_update")
@@ -226,7 +226,7 @@ async def test_nobody_takes_the_seat_while_the_link_is_made_again_or_the_server_
         assert heard[0]["data"] == {}
         await made.ask("/debug/sessions/arm/reset")
         await made.ask("/sessions/arm/restart")
-        assert made.app.ctx.sessions.live("arm").robot_io._link._output.participant_id, "the session itself gets in"
+        assert made.app.ctx.sessions.get_live("arm").robot_io._link._output.participant_id, "the session itself gets in"
 
 
 async def test_a_room_without_a_session_and_one_that_somebody_had_before_keep_the_rules_of_the_wire() -> None:
@@ -314,7 +314,7 @@ async def test_on_a_server_of_rooms_alone_a_session_keeps_its_room_and_gives_it_
         assert status == 200, told
         assert await command() == 409
         await made.ask("/sessions/arm/emergency_stop")
-        output = made.app.ctx.sessions.live("arm").robot_io._link._output
+        output = made.app.ctx.sessions.get_live("arm").robot_io._link._output
         output._membership._transport.abort()  # the session is away for a moment
         async with http.ws_connect(f"{rooms}{OUTPUT}/ws") as there:
             await there.send_json({"participant_id": "stranger", "role": "producer"})

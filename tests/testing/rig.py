@@ -160,7 +160,7 @@ class SessionRig:
             load=self.load,
             engine=Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=batch_sizes),
             settings=settings or SessionSettings(),
-            tell=lambda event, about: self.events.append((event, about)),
+            publish=lambda event, about: self.events.append((event, about)),
         )
 
     async def __aenter__(self) -> Self:
@@ -193,7 +193,7 @@ class SessionRig:
 
     @property
     def session(self) -> Session:
-        return self.sessions.live(self.new.session_id)
+        return self.sessions.get_live(self.new.session_id)
 
     @property
     def stats(self) -> dict[str, object]:

@@ -417,7 +417,7 @@ class RoomConnection:
 
     @property
     def participant_id(self) -> str | None:
-        """Our id in the room now; None while we are out of it."""
+        """Our participant id in the room; None while the room is not joined."""
         return None if self._membership is None else self._membership.participant_id
 
     def send(self, message: Message, lifetime: float = math.inf) -> bool:

@@ -23,7 +23,7 @@ def _keep_text(found: Any) -> Any:
 
 @dataclass(frozen=True)
 class Presence:
-    """Who is in a room now, by participant id, as ``room.participants`` of an answer says it."""
+    """Participants of a room now, by participant id, as ``room.participants`` of an answer says it."""
 
     producer: str | None
     consumers: Annotated[frozenset[str], BeforeValidator(_keep_text)]

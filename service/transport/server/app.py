@@ -1,4 +1,4 @@
-"""Transport server as Sanic routes, mounted or alone."""
+"""Transport server as Sanic routes, mounted in an app or alone."""
 
 import asyncio
 import logging

@@ -26,7 +26,7 @@ class Unprocessable(Exception):
 
 
 class VideoEncoding(StrEnum):
-    """How a producer may say its video is encoded."""
+    """Encoding that a producer says its video has."""
 
     JPEG = "jpeg"
     H264 = "h264"
@@ -56,7 +56,7 @@ class _Body(BaseModel):
 
 
 class VideoConfig(_Body):
-    """What a video room says about its stream; shown to clients, not enforced on the media."""
+    """Video settings of a room; shown to clients, not enforced on the media."""
 
     encoding: VideoEncoding | None = VideoEncoding.VP8
     resolution: Mapping[str, int] | None = Field(default={"width": 640, "height": 480}, max_length=8)
@@ -91,7 +91,7 @@ Identifier = Annotated[str, AfterValidator(_check_identifier)]
 
 
 class NewRoom(_Body):
-    """What both services take to make a room; the workspace comes from the path, the one in the body is ignored."""
+    """Body of a new room, for both services; the workspace comes from the path, the one in the body is ignored."""
 
     room_id: Annotated[str, AfterValidator(lambda value: _check_identifier(value) if value else value)] | None = None
     workspace_id: str | None = None

@@ -1,4 +1,4 @@
-"""A participant's WebSocket: room rules, signalling, bounded outbox.
+"""WebSocket of one participant: room rules, signalling, bounded outbox.
 
 A frame is written in the turn of the event loop it is for while the peer keeps up, and queued when it does not. Writing
 waits for nobody, and takes turns among all sockets together, so that a message to a thousand participants keeps no

@@ -16,7 +16,7 @@ import pytest_asyncio
 from jaxmodels.errors import CheckpointError
 from service.auth.caller import Role
 from service.dashboard.live import LiveSettings
-from service.inference.replicas import ALLOWED
+from service.inference.replicas import MAX_FAILURES
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.waiting import until
 
@@ -377,6 +377,6 @@ async def test_devices_are_shown_with_what_they_do_and_one_that_failed_in_red(br
             await until_text(page, "#devices-list", "scripted:0")
             await until_text(page, "#devices-list", "of a device's time is promised")
             await page.wait_for_function("/1: [1-9]/.test(document.querySelector('#devices-list').innerText)")
-            for _ in range(ALLOWED):
+            for _ in range(MAX_FAILURES):
                 server.app.ctx.sessions.engine._devices.health.failed("scripted:0", "it raises XlaRuntimeError")
             await until_text(page, "#devices-list .bad", "left out: it raises XlaRuntimeError")

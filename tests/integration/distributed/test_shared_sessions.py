@@ -437,7 +437,7 @@ async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
     twin = servers.another("a", servers.a.front.url, servers.b)
     await twin.open()
     assert servers.b.own() == {"arm": "interrupted"}
-    await servers.a.front.tell()
+    await servers.a.front.publish()
     await asyncio.gather(*servers.a.front._leaving)
     assert servers.a.own() == {}
     assert "gives up its sessions" in caplog.text
@@ -632,8 +632,8 @@ async def test_what_goes_while_others_are_told_is_told_next(servers: Servers, mo
         found = entry(session)
         if session.id == "leg":  # the first of them is gone before the others are looked at
             monkeypatch.setattr(servers.a.front, "_entry", entry)
-            session.begin_end()
-            sessions._ledger.delete(session)
+            session.begin_close()
+            sessions._journal.delete(session)
         return found
 
     monkeypatch.setattr(servers.a.front, "_entry", slow)

@@ -49,8 +49,8 @@ asyncio.run(main(*map(json.loads, sys.argv[1:])))
         ),
         (
             "control/aggregation.py",
-            '            Weighted("conservative", 0.3),',
-            '            Weighted("careful", 0.1),\n',
+            '            WeightedAggregation("conservative", 0.3),',
+            '            WeightedAggregation("careful", 0.1),\n',
             '{"overlap": "careful"}',
             '{"overlap": "careless"}',
             '"careful"]',

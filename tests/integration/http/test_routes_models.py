@@ -39,7 +39,7 @@ class Server(rig.Server):
 
     @property
     def places(self) -> int:
-        return self.app.ctx.models.forwards._places
+        return self.app.ctx.models.forwards._reserved
 
     async def until_free(self) -> None:
         await until(lambda: not self.places, within=60)

@@ -136,26 +136,26 @@ async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
 
 async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else there is no more room for others when a policy comes that is twice as fast."""
-    learn = LatencyModel.learn
+    learn = LatencyModel.record
 
     def learn_from_rehearsals(costs: LatencyModel, size: int, seconds: float) -> None:
         """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(LatencyModel, "learn", learn_from_rehearsals)
+    monkeypatch.setattr(LatencyModel, "record", learn_from_rehearsals)
     await rig.running()
-    engine, per_second = rig.sessions.engine, rig.sessions.engine.facts()["promised_per_second"]
+    engine, per_second = rig.sessions.engine, rig.sessions.engine.get_stats()["promised_per_second"]
     assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None
-    before = engine.facts()["promised_load"]
+    before = engine.get_stats()["promised_load"]
     assert (await rig.rollout.swap("s", NEXT)).reason is None
-    after = engine.facts()["promised_load"]
+    after = engine.get_stats()["promised_load"]
     assert isinstance(per_second, float)
     assert after == pytest.approx(per_second * 0.01, rel=0.5)
     assert after != before
     await rig.rollout.rollback("s")
-    assert engine.facts()["promised_load"] == before
-    assert engine.facts()["promised_per_second"] == per_second
+    assert engine.get_stats()["promised_load"] == before
+    assert engine.get_stats()["promised_per_second"] == per_second
 
 
 async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(rig: Rig) -> None:
@@ -195,7 +195,7 @@ async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_go
     policy: ScriptedPolicy, rig: Rig
 ) -> None:
     session = await rig.running()
-    rig.sessions.engine.leave(policy.device, "host 1 is gone")
+    rig.sessions.engine.retire_device(policy.device, "host 1 is gone")
     verdict = await rig.prepare(policy)
     assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
     assert session.policies.staged is None
@@ -204,14 +204,14 @@ async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_go
 async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.running()
     engine = rig.sessions.engine
-    monkeypatch.setattr(engine, "facts", lambda facts=engine.facts: {**facts(), "devices": []})
+    monkeypatch.setattr(engine, "get_stats", lambda facts=engine.get_stats: {**facts(), "devices": []})
     verdict = await rig.prepare(ScriptedPolicy(compile_failure=HostsLost("gone")))
     assert (verdict.reason, verdict.text) == ("busy", "no device works: none is there")
 
 
 async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
     await rig.swapped(later := ScriptedPolicy())
-    rig.sessions.engine.leave(later.device, "host 1 is gone")
+    rig.sessions.engine.retire_device(later.device, "host 1 is gone")
     later.failures.extend(HostsLost("host 1 is gone") for _ in range(50))
     verdict = await rig.rollout.probation("s", NEXT)
     assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
@@ -239,12 +239,12 @@ async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytes
     await rig.running()
     engine, tried = rig.sessions.engine, list[float]()
 
-    async def try_out(loaded, observation, real=engine.try_out):
+    async def run_trial(loaded, observation, real=engine.run_trial):
         chunk, _ = await real(loaded, observation)
         tried.append(60.0 if len(tried) in slow else 0.001)
         return chunk, tried[-1]
 
-    monkeypatch.setattr(engine, "try_out", try_out)
+    monkeypatch.setattr(engine, "run_trial", run_trial)
     slow = range(RUNS - 2, RUNS)  # the machine stood still for a moment
     verdict = await rig.prepare(ScriptedPolicy())
     assert verdict.reason is None, verdict.text
@@ -468,7 +468,7 @@ async def test_a_session_that_ends_while_a_policy_is_loaded_leaves_nothing_behin
     await rig.sessions.delete("s")
     gate.set()
     assert (await preparing).reason == "busy"
-    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+    assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
 async def test_what_happens_to_a_session_is_told(rig: Rig) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timed
 
 
 class Onlooker:
-    """A tap that keeps all it is told, or fails."""
+    """An observer that keeps all it is told, or fails."""
 
     def __init__(self, failure: Exception | None = None):
         self.cameras: list[str] = []
@@ -171,12 +171,12 @@ async def test_a_robot_is_commanded_by_one_session_and_given_back_however_that_e
     await ended.ready()
     assert leases.holder(robot) is ended
     for session in (ended, blocker):
-        session.begin_end()
-        assert await session.end()
+        session.begin_close()
+        assert await session.wait_closed()
     assert leases.holder(robot) is None
     rig.policies.clear()
     failed = _session(rig, leases, "one")
     with pytest.raises(Exception, match="nothing at policy"):
         await failed.ready()
-    assert failed.is_over
+    assert failed.is_closed
     assert leases.holder(robot) is None

@@ -14,8 +14,8 @@ from service.control.config import SafetySettings
 from service.control.joints import SO100, Joint, JointTable, create_joint_table
 from service.control.limits import FileLimits, LimitsError, LimitsFile, MotionLimits, create_motion_limits, read_limits
 from service.errors import InvalidRequest
-from service.sessions.compatibility import limits_of
-from service.sessions.policy_slots import differences
+from service.sessions.compatibility import make_limits
+from service.sessions.policy_slots import list_differences
 from service.sessions.request import NewSession, SessionSettings
 from service.setting_types import SettingsError
 from service.settings import load_settings
@@ -80,9 +80,9 @@ def test_the_checkpoints_range_counts_only_where_nobody_else_knows_one_and_with_
 def test_a_policy_that_was_trained_on_other_data_may_take_over() -> None:
     mine = SimpleNamespace(requirements=SO100_REQUIREMENTS)
     theirs = SimpleNamespace(requirements=replace(SO100_REQUIREMENTS, action_range=((0.0,) * 6, (1.0,) * 6)))
-    assert differences(mine, theirs) == []  # type: ignore[arg-type]
+    assert list_differences(mine, theirs) == []  # type: ignore[arg-type]
     theirs.requirements = replace(theirs.requirements, chunk=7)
-    assert differences(mine, theirs) == ["chunk: the session has 20, the new policy needs 7"]  # type: ignore[arg-type]
+    assert list_differences(mine, theirs) == ["chunk: the session has 20, the new policy needs 7"]  # type: ignore[arg-type]
 
 
 def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
@@ -100,7 +100,7 @@ def test_the_tightest_step_counts_and_says_whose_it_is() -> None:
 def test_a_step_of_a_joint_that_is_not_there_or_that_is_none_is_refused(wrong: object) -> None:
     new = NewSession("s", "p", "memory://", max_relative_target=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"max_relative_target|two values") as caught:
-        limits_of(TABLE, SO100_REQUIREMENTS, new, SessionSettings())
+        make_limits(TABLE, SO100_REQUIREMENTS, new, SessionSettings())
     if isinstance(wrong, dict) and "knee" in wrong:
         assert "'elbow', 'knee'" in str(caught.value)
         assert caught.value.loc == ("body", "max_relative_target")

@@ -13,7 +13,7 @@ from service.control.joints import SO100, JointTable
 from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.records import Latch
-from service.sessions.room_authority import Authority
+from service.sessions.room_authority import RoomAuthority
 from service.stage import MOVING, Stage
 from service.stats import Tally
 from service.transport import protocol
@@ -35,7 +35,7 @@ class Double:
     def __init__(self, stage: Stage = Stage.RUNNING, latch: str | None = None):
         table = JointTable(SO100)
         self.id, self.claim, self.stage, self.latch = "arm", OWN, stage, latch
-        self.refused = Tally()
+        self.refused_commands = Tally()
         self.new = SimpleNamespace(workspace_id="w", owner=None, is_direct=False, dry_run=False)
         self.buffer = ObservationBuffer((), table)
         self.measure(dict.fromkeys(NAMES, 10.0))
@@ -51,7 +51,7 @@ class Arena:
 
     def __init__(self, session: Double | None):
         self.session, self.latch = session, None
-        self.table = RoomTable(authority=Authority(lambda: self))  # type: ignore[arg-type]
+        self.table = RoomTable(authority=RoomAuthority(lambda: self))  # type: ignore[arg-type]
         self.table.create(ARM, 0.0, claim=OWN)
         self.table.join("robot", ARM, Join("robot", Role.CONSUMER), 0.0)
         self.heard: list[dict[str, float]] = []
@@ -59,7 +59,7 @@ class Arena:
     def find(self, session_id: str) -> Any:
         return self.session
 
-    def latch_of(self, session_id: str) -> Latch | None:
+    def get_latch(self, session_id: str) -> Latch | None:
         return self.latch
 
     def perform(self, effects: Any) -> list[Any]:
@@ -140,7 +140,7 @@ def test_what_a_session_must_not_send_is_refused_with_its_code_and_counted_and_n
     for values in ({"Rotation": 100.1}, {"Jaw": -0.1}, {"Tail": 1.0}, {"Pitch": float("nan")}, {"Elbow": 1e300}):
         [error] = arena.say("session", {"Wrist_Roll": 3.0} | values)
         assert isinstance(error, protocol.VideoError)
-    assert arena.session.refused.by_reason() == {"not_finite": 1, "position": 3, "unknown_joint": 1}
+    assert arena.session.refused_commands.by_reason() == {"not_finite": 1, "position": 3, "unknown_joint": 1}
     assert arena.heard == []
     assert arena.table.get(ARM).joints == {}
     arena.say("session", {"Rotation": 100.0, "Jaw": 0.0})

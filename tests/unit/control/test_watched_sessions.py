@@ -183,7 +183,7 @@ async def test_an_inference_that_hangs_holds_first_then_is_an_error_of_its_sessi
         # A pause of the machine is a hold between two of these.
         assert 1 <= holds["inference_slow"] <= 1 + holds.get("paused", 0)
         assert "did not return in 3 s" in session.status().error_message
-        assert rig.sessions.engine.facts()["threads_replaced"] == 1
+        assert rig.sessions.engine.get_stats()["threads_replaced"] == 1
         other = await rig.sessions.create(NewSession("other", "other", "memory://", rate=50))
         assert other.stage is Stage.READY
 
@@ -247,7 +247,7 @@ async def test_nobody_who_is_told_of_a_stop_keeps_a_robot_moving(rigged) -> None
                 held.append(session.robot_io.controller.is_running)
                 raise RuntimeError("out of order")
 
-        rig.sessions._tell = tell
+        rig.sessions._publish = tell
         other = await rig.sessions.create(NewSession("other", "policy", "memory://", rate=50))
         assert await rig.sessions.emergency_stop("both") == ["s", "other"]
         assert {session.is_latched, other.is_latched} == {True}

@@ -192,7 +192,7 @@ class Front:
     async def load(self, folder: Path, like: Policy | None = None) -> LoadedPolicy:
         load = RemoteLoader(self.cluster)
         return await self._stack.enter_async_context(
-            self.engine.policy(load, str(folder), None, lambda word: None, like=like)
+            self.engine.open_policy(load, str(folder), None, lambda word: None, like=like)
         )
 
     @property
@@ -220,7 +220,7 @@ async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Hous
             monkeypatch.setattr(cluster._connection, "open", join)
             monkeypatch.setattr(cluster_module.ray, "put", house.put)
             monkeypatch.setattr(cluster_module, "find_pool", lambda options, bounds: Actor(house))
-            engine = Engine(switch_interval=None, are_elsewhere=True)
+            engine = Engine(switch_interval=None, are_remote=True)
             await cluster.open(engine)
             stack.push_async_callback(engine.close)
             stack.push_async_callback(cluster.close)
@@ -325,7 +325,7 @@ async def test_what_nobody_wants_any_more_is_neither_tried_nor_spoken_of(
     house = House(2)
     house.refusals["robojax-2"] = [Refusal("policy", "out of memory")] * 1000
     front = await begin(house)
-    async with front.engine.policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
+    async with front.engine.open_policy(RemoteLoader(front.cluster), str(folder), None, lambda word: None):
         await until(lambda: front.trouble)
     await until(lambda: front.trouble == "")
     loads = house.loads.count("2")
@@ -369,9 +369,9 @@ async def test_whether_an_engine_ended_is_only_said_where_it_is_known(
     house.names.remove("robojax-2")
     house.silence = RayError("so that only the engine itself says it")
     house.unreached["robojax-2"] = error
-    await until(lambda: "2" in front.engine.failed)
+    await until(lambda: "2" in front.engine.failed_devices)
     assert f"device 2 is not used any more: {why} ({type(error).__name__})" in caplog.text
-    assert front.engine.failed == ("2",)
+    assert front.engine.failed_devices == ("2",)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ async def test_what_ray_says_of_a_cluster_that_cannot_be_joined_is_told_without_
     monkeypatch.setattr(ray_connection.ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CannotJoin) as error:
-        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(switch_interval=None, are_elsewhere=True))
+        await Cluster("auto", "front", EngineOptions(), Bounds()).open(Engine(switch_interval=None, are_remote=True))
     assert str(error.value).endswith(told)
     assert "Traceback" not in str(error.value)
 
@@ -461,7 +461,7 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
     now += 1.2 * cluster_module.SILENT
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
-    assert front.engine.failed == (), "the pool answers, and says that it lives"
+    assert front.engine.failed_devices == (), "the pool answers, and says that it lives"
 
     def the_other_one_is_heard_of() -> None:
         nonlocal now
@@ -472,7 +472,7 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
             time.sleep(0.001)
 
     house.silence, house.meanwhile = TimeoutError(), the_other_one_is_heard_of
-    await until(lambda: front.engine.failed == ("2",))
+    await until(lambda: front.engine.failed_devices == ("2",))
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
     assert [one["engine"] for one in front.cluster.facts()["engines"]] == ["1"]

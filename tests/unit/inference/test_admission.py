@@ -6,7 +6,7 @@ import pytest
 
 from jaxmodels import Requirements
 from service.errors import Overloaded
-from service.inference.admission import Reservations, judge
+from service.inference.admission import Reservations, compute_admission
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.sessions.store import NewSession, Sessions
@@ -32,10 +32,10 @@ def served(*, replicas: int = 1, **seconds: float) -> LoadedPolicy:
 
 def test_what_batches_take_decides_how_many_robots_fit() -> None:
     policy = served(b1=0.010, b4=0.020)  # 100 or 200 in a second
-    nine = judge(policy, 10, [10] * 8, 0, limit=0.9)
-    assert (nine.fits, nine.share, nine.per_second) == (True, 0.05, 10)
-    assert judge(policy, 10, [10] * 17, 0, limit=0.9).fits
-    too_many = judge(policy, 10, [10] * 17 + [5], 0, limit=0.9)
+    nine = compute_admission(policy, 10, [10] * 8, 0, limit=0.9)
+    assert (nine.fits, nine.load, nine.per_second) == (True, 0.05, 10)
+    assert compute_admission(policy, 10, [10] * 17, 0, limit=0.9).fits
+    too_many = compute_admission(policy, 10, [10] * 17 + [5], 0, limit=0.9)
     assert not too_many.fits
     assert too_many.per_second == pytest.approx(5)
     assert "5.0 ms here (in batches of 4), 18 other sessions" in too_many.text
@@ -44,22 +44,22 @@ def test_what_batches_take_decides_how_many_robots_fit() -> None:
 
 def test_a_robot_that_is_alone_has_batches_of_one_and_no_more_than_one_at_a_time() -> None:
     policy = served(b1=0.010, b4=0.020)
-    assert judge(policy, 80, [], 0, limit=0.9).fits
-    assert not judge(policy, 95, [], 0, limit=0.9).fits
-    assert not judge(policy, 110, [], 0, limit=9.0).fits
-    assert judge(policy, 110, [], 0, limit=9.0).per_second == pytest.approx(100)
+    assert compute_admission(policy, 80, [], 0, limit=0.9).fits
+    assert not compute_admission(policy, 95, [], 0, limit=0.9).fits
+    assert not compute_admission(policy, 110, [], 0, limit=9.0).fits
+    assert compute_admission(policy, 110, [], 0, limit=9.0).per_second == pytest.approx(100)
 
 
 def test_a_batch_that_takes_longer_than_the_quickest_robot_waits_is_not_reckoned_with() -> None:
     policy = served(b1=0.010, b4=0.020)
-    assert judge(policy, 1, [20] * 3, 0, limit=0.9).share == pytest.approx(0.005)
-    assert judge(policy, 1, [40] * 2 + [1], 0, limit=0.9).share == pytest.approx(0.010)
+    assert compute_admission(policy, 1, [20] * 3, 0, limit=0.9).load == pytest.approx(0.005)
+    assert compute_admission(policy, 1, [40] * 2 + [1], 0, limit=0.9).load == pytest.approx(0.010)
 
 
 def test_other_policies_and_more_devices_count() -> None:
-    assert not judge(served(b1=0.010), 50, [], 0.5, limit=0.9).fits
-    assert judge(served(b1=0.010, replicas=2), 50, [80, 30], 0, limit=0.9).fits
-    assert judge(served(), 1000, [], 0, limit=0.9).fits, "nothing is known of it"
+    assert not compute_admission(served(b1=0.010), 50, [], 0.5, limit=0.9).fits
+    assert compute_admission(served(b1=0.010, replicas=2), 50, [80, 30], 0, limit=0.9).fits
+    assert compute_admission(served(), 1000, [], 0, limit=0.9).fits, "nothing is known of it"
 
 
 LARGE = {"front": (480, 640)}
@@ -83,75 +83,79 @@ def asked_with_both() -> LoadedPolicy:
 
 def test_pictures_of_another_size_are_reckoned_with_what_they_take() -> None:
     large = frozenset(LARGE.items())
-    assert judge(asked_with_both(), 10, [], 0, limit=0.9).share == pytest.approx(0.1)
-    found = judge(asked_with_both(), 10, [10], 0.5, limit=0.9, frames=large)
-    assert (found.fits, found.share) == (False, pytest.approx(0.4))
+    assert compute_admission(asked_with_both(), 10, [], 0, limit=0.9).load == pytest.approx(0.1)
+    found = compute_admission(asked_with_both(), 10, [10], 0.5, limit=0.9, frames=large)
+    assert (found.fits, found.load) == (False, pytest.approx(0.4))
     assert found.per_second == 0
     assert "takes 40.0 ms here (480x640 frames, in batches of 1)" in found.text
-    assert judge(asked_with_both(), 26, [], 0, limit=9.0, frames=large).per_second == pytest.approx(25)
+    assert compute_admission(asked_with_both(), 26, [], 0, limit=9.0, frames=large).per_second == pytest.approx(25)
 
 
 def test_only_robots_with_pictures_of_one_size_share_batches() -> None:
     policy, claims = served(b1=0.010, b2=0.010), Reservations(0.9)
-    policy.replicas[0].costs(frozenset(LARGE.items())).learn(1, 0.040)
-    claims.claim("small", policy, 5, lambda: {"front": (48, 64)})
-    assert claims.admit(policy, 5, seen=lambda: {"front": (48, 64)}).share == pytest.approx(5 * 0.005)
-    alone = claims.admit(policy, 5, seen=lambda: LARGE)
-    assert (alone.share, "0 other sessions" in alone.text) == (pytest.approx(5 * 0.040), True)
-    claims.claim("large", policy, 5, lambda: LARGE)
-    assert claims.share == pytest.approx(5 * 0.010 + 5 * 0.040)
+    policy.replicas[0].latency_model(frozenset(LARGE.items())).record(1, 0.040)
+    claims.reserve("small", policy, 5, lambda: {"front": (48, 64)})
+    assert claims.check_admission(policy, 5, read_sizes=lambda: {"front": (48, 64)}).load == pytest.approx(5 * 0.005)
+    alone = claims.check_admission(policy, 5, read_sizes=lambda: LARGE)
+    assert (alone.load, "0 other sessions" in alone.text) == (pytest.approx(5 * 0.040), True)
+    claims.reserve("large", policy, 5, lambda: LARGE)
+    assert claims.load == pytest.approx(5 * 0.010 + 5 * 0.040)
     assert claims.per_second == 10
 
 
 def test_what_is_promised_follows_the_pictures_that_come() -> None:
     policy, claims, shown = asked_with_both(), Reservations(0.9), dict[str, tuple[int, int]]()
-    claims.claim("robot", policy, 10, lambda: shown or None)
-    assert claims.share == pytest.approx(0.1), "nobody has shown anything else"
+    claims.reserve("robot", policy, 10, lambda: shown or None)
+    assert claims.load == pytest.approx(0.1), "nobody has shown anything else"
     shown |= LARGE
-    assert claims.share == pytest.approx(0.4)
+    assert claims.load == pytest.approx(0.4)
     claims.move("robot", other := asked_with_both())
-    assert claims.share == pytest.approx(0.4), "its robot has the same camera as before"
-    assert not claims.admit(other, 15, seen=lambda: LARGE).fits
-    assert claims.admit(other, 15, seen=lambda: LARGE, who="robot").fits, "what it has counts no more"
+    assert claims.load == pytest.approx(0.4), "its robot has the same camera as before"
+    assert not claims.check_admission(other, 15, read_sizes=lambda: LARGE).fits
+    assert claims.check_admission(other, 15, read_sizes=lambda: LARGE, holder="robot").fits, (
+        "what it has counts no more"
+    )
     claims.release("robot")
-    assert claims.share == 0
+    assert claims.load == 0
 
 
 def test_who_has_shown_no_pictures_yet_is_expected_to_show_the_dearest_of_others() -> None:
     policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (48, 64)}
-    claims.claim("robot", policy, 10, lambda: shown)
-    assert claims.admit(policy, 10, seen=lambda: None).share == pytest.approx(0.1)
+    claims.reserve("robot", policy, 10, lambda: shown)
+    assert claims.check_admission(policy, 10, read_sizes=lambda: None).load == pytest.approx(0.1)
     shown |= LARGE
-    assert claims.admit(policy, 10, seen=lambda: None).share == pytest.approx(0.4)
-    claims.claim("hidden", policy, 10, lambda: None)
-    assert claims.share == pytest.approx(0.8)
+    assert claims.check_admission(policy, 10, read_sizes=lambda: None).load == pytest.approx(0.4)
+    claims.reserve("hidden", policy, 10, lambda: None)
+    assert claims.load == pytest.approx(0.8)
     other = served(b1=0.010)
-    assert claims.admit(other, 5, seen=lambda: None).share == pytest.approx(0.05), "of another policy it says nothing"
+    assert claims.check_admission(other, 5, read_sizes=lambda: None).load == pytest.approx(0.05), (
+        "of another policy it says nothing"
+    )
     shown["front"] = (48, 64)
-    assert claims.share == pytest.approx(0.2), "nobody shows such pictures any more"
+    assert claims.load == pytest.approx(0.2), "nobody shows such pictures any more"
 
 
 def test_pictures_that_are_not_measured_yet_are_expected_to_take_what_the_dearest_do() -> None:
     """Their robot is held until they are compiled for, and then they are measured."""
     policy, claims, shown = asked_with_both(), Reservations(0.9), {"front": (960, 1280)}
-    claims.claim("robot", policy, 10, lambda: shown)
-    assert claims.share == pytest.approx(0.1)
-    claims.claim("other", policy, 1, lambda: LARGE)
-    assert claims.share == pytest.approx(11 * 0.04)
-    policy.replicas[0].costs(frozenset(shown.items())).learn(1, 0.050)
-    assert claims.share == pytest.approx(0.5 + 0.04)
+    claims.reserve("robot", policy, 10, lambda: shown)
+    assert claims.load == pytest.approx(0.1)
+    claims.reserve("other", policy, 1, lambda: LARGE)
+    assert claims.load == pytest.approx(11 * 0.04)
+    policy.replicas[0].latency_model(frozenset(shown.items())).record(1, 0.050)
+    assert claims.load == pytest.approx(0.5 + 0.04)
 
 
 def test_a_policy_that_is_gone_takes_no_time() -> None:
     claims = Reservations(0.9)
-    claims.claim("robot", asked_with_both(), 10, lambda: None)
-    assert (claims.share, claims.per_second) == (0, 10)
+    claims.reserve("robot", asked_with_both(), 10, lambda: None)
+    assert (claims.load, claims.per_second) == (0, 10)
 
 
 def a_house() -> Sessions:
     """One inference takes 50 ms here, so 18 a second are promised; a session asks for 5."""
     loader = ScriptedLoader(lambda: ScriptedPolicy(NEEDS, latency=0.05))
-    return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(switch_interval=None, load=0.9))
+    return Sessions(transport=MemoryTransport(), load=loader, engine=Engine(switch_interval=None, max_load=0.9))
 
 
 async def test_a_session_that_there_is_no_time_for_is_refused_with_the_figure_or_slowed_down() -> None:
@@ -163,33 +167,33 @@ async def test_a_session_that_there_is_no_time_for_is_refused_with_the_figure_or
         with pytest.raises(Overloaded, match=r"asks for 5\.0 .* there is time for 3\.0; send degrade: true"):
             await sessions.create(NewSession("d", "p", "memory://d"))
         assert (await sessions.create(NewSession("e", "p", "memory://e", degrade=True))).stage is Stage.READY
-        stats = sessions.live("e").status().stats
+        stats = sessions.get_live("e").status().stats
         assert (stats["inferences_per_second"], stats["is_degraded"]) == (2.778, True)
         assert stats["action_steps"] == 9
         with pytest.raises(Overloaded, match="not even when all 20 actions"):
             await sessions.create(NewSession("f", "p", "memory://f", degrade=True))
         await sessions.delete("a")
         assert not (await sessions.create(NewSession("g", "p", "memory://g"))).status().stats["is_degraded"]
-        assert sessions.engine.facts()["promised_load"] == pytest.approx(0.05 * (5 * 3 + 25 / 9), abs=1e-3)
+        assert sessions.engine.get_stats()["promised_load"] == pytest.approx(0.05 * (5 * 3 + 25 / 9), abs=1e-3)
         # What it was given counts no more when it asks anew.
         await sessions.delete("b")
         await sessions.adjust("e", {"action_steps": 5})
-        assert not sessions.live("e").status().stats["is_degraded"]
+        assert not sessions.get_live("e").status().stats["is_degraded"]
         with pytest.raises(Overloaded):
             await sessions.adjust("c", {"action_steps": 2})
-        assert sessions.live("c").status().stats["action_steps"] == 5
+        assert sessions.get_live("c").status().stats["action_steps"] == 5
     finally:
         await sessions.close()
     await asyncio.sleep(0)
-    assert sessions.engine.facts()["promised_per_second"] == 0
+    assert sessions.engine.get_stats()["promised_per_second"] == 0
 
 
 async def test_a_session_is_promised_what_its_robots_pictures_take_and_the_next_one_no_less() -> None:
     loader, transport = ScriptedLoader(lambda: Sized(NEEDS, latency=0.025)), MemoryTransport()
-    sessions = Sessions(transport=transport, load=loader, engine=Engine(switch_interval=None, load=0.9))
+    sessions = Sessions(transport=transport, load=loader, engine=Engine(switch_interval=None, max_load=0.9))
 
     def promised() -> object:
-        return sessions.engine.facts()["promised_load"]
+        return sessions.engine.get_stats()["promised_load"]
 
     try:
         await sessions.create(NewSession("a", "p", "memory://a"))

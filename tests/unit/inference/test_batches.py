@@ -12,7 +12,7 @@ import pytest
 
 from jaxmodels.errors import ObservationError
 from service.errors import PolicyFailed
-from service.inference.batching import ALIGNMENT, Stacks, shape_of
+from service.inference.batching import ALIGNMENT, StackingBuffers, stacking_shape
 from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
@@ -64,7 +64,7 @@ class Held(ScriptedPolicy):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with something else leaves no batch aside."""
-    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 10.0)
+    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 10.0)
 
 
 def ignore(stage: str) -> None:
@@ -74,10 +74,10 @@ def ignore(stage: str) -> None:
 @asynccontextmanager
 async def running(policy: ScriptedPolicy, *, stuck_after: float = 20.0) -> AsyncIterator[tuple[Engine, LoadedPolicy]]:
     engine = Engine(stuck_after=stuck_after, switch_interval=None, batch_sizes=(1, 2, 4, 8))
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        await until(lambda: engine.get_stats()["batch_sizes_to_compile"] == 0)
         await engine.compile(served, {"front": (4, 6)})
-        await until(lambda: engine.facts()["batch_sizes_to_compile"] == 0)
+        await until(lambda: engine.get_stats()["batch_sizes_to_compile"] == 0)
         yield engine, served
     await engine.close()
 
@@ -93,7 +93,7 @@ async def all_waiting(
         asking.append(asyncio.create_task(engine.infer(served, seen, caller=asker)))
         if len(asking) == 1:
             await until(lambda: policy.begun == begun + 1)
-    await until(lambda: engine.facts()["inferences_waiting"] == len(asks) - 1)
+    await until(lambda: engine.get_stats()["inferences_waiting"] == len(asks) - 1)
     return asking
 
 
@@ -147,7 +147,7 @@ async def test_a_batch_that_does_not_come_back_is_left_and_only_who_it_is_due_to
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # That a machine stood still for a tenth of `stuck_after` is noticed; less than that makes nobody overdue.
-    monkeypatch.setattr("service.inference.device_worker.OVERDUE", 0.3)
+    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", 0.3)
     policy = Held()
     async with running(policy, stuck_after=2.0) as (engine, served):
         chunks = await together(engine, served, policy, [0, 1, 666, 3])
@@ -171,7 +171,7 @@ async def test_one_asker_has_one_place() -> None:
         first = await all_waiting(engine, served, policy, [(seen(), None)])
         asking = [asyncio.create_task(engine.infer(served, seen(), caller=busy)) for _ in range(4)]
         other = asyncio.create_task(engine.infer(served, seen()))
-        await until(lambda: engine.facts()["inferences_waiting"] == 2)
+        await until(lambda: engine.get_stats()["inferences_waiting"] == 2)
         policy.gate.set()
         await asyncio.gather(*first, other, *asking)
         assert policy.calls == [1, 2, 1, 1, 1]
@@ -181,26 +181,26 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     policy = ScriptedPolicy()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
     engine.has_running_robot = lambda: True
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
         await asyncio.sleep(0.01)
         assert policy.batches == []
-        assert engine.facts()["batch_sizes_to_compile"] == 2
+        assert engine.get_stats()["batch_sizes_to_compile"] == 2
     # One whose programs are there already, because it took over from another, need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
-    async with engine.policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
-        await until(lambda: len(served.replicas[0].can(frozenset(policy.requirements.cameras.items()))) == 3)
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
+        await until(lambda: len(served.replicas[0].batch_sizes(frozenset(policy.requirements.cameras.items()))) == 3)
     await engine.close()
 
 
 async def test_who_asks_without_a_control_loop_is_not_kept_waiting_by_a_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("service.inference.engine.QUIET", 0.2)
-    monkeypatch.setattr("service.inference.policy_cache.PAUSE", 0.01)
+    monkeypatch.setattr("service.inference.engine.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("service.inference.policy_cache.POLL_INTERVAL", 0.01)
     policy = ScriptedPolicy()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     engine.has_running_robot = lambda: True
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await engine.infer(served, seen())
         engine.has_running_robot = lambda: False
         await until(lambda: policy.batches)
@@ -220,14 +220,14 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
 
     policy = Slow()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
-    assert engine.is_at_rest
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore):
-        await until(lambda: not engine.is_at_rest)
+    assert engine.is_batch_compiler_idle
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
+        await until(lambda: not engine.is_batch_compiler_idle)
         engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
         compiled.set()
-        await asyncio.wait_for(engine.rest(), 30)
+        await asyncio.wait_for(engine.wait_for_batch_compiler(), 30)
         assert [size for size, _ in policy.batches] == [2]
-        assert engine.facts()["batch_sizes_to_compile"] == 1
+        assert engine.get_stats()["batch_sizes_to_compile"] == 1
     slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
     seen_at_rest: list[bool] = []
 
@@ -238,9 +238,9 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
         return 0.1
 
     slow.rehearse = rehearse  # type: ignore[method-assign]
-    async with engine.policy(ScriptedLoader(lambda: slow), "other", None, ignore):
-        while engine.facts()["batch_sizes_to_compile"]:
-            seen_at_rest.append(engine.is_at_rest)
+    async with engine.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
+        while engine.get_stats()["batch_sizes_to_compile"]:
+            seen_at_rest.append(engine.is_batch_compiler_idle)
             await asyncio.sleep(0.01)
         assert all(seen_at_rest)
         assert len(seen_at_rest) > 5
@@ -258,7 +258,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     policy = Small()
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
-        assert served.replicas[0].can(frozenset({("front", (4, 6))})) == (1, 2)
+        assert served.replicas[0].batch_sizes(frozenset({("front", (4, 6))})) == (1, 2)
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
@@ -276,15 +276,15 @@ async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_q
         policy = Rehearsed(batches=list(compiled))  # a push changes only weights: what is left is a trial
         engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
         engine.has_running_robot = [lambda: False, lambda: True][is_beside]
-        async with engine.policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
-            await until(lambda engine=engine: not engine.facts()["batch_sizes_to_compile"])
+        async with engine.open_policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
+            await until(lambda engine=engine: not engine.get_stats()["batch_sizes_to_compile"])
             assert [policy.rehearsed.count(size) for size in (1, 2, 4)] == counts
         await engine.close()
 
 
 def test_what_is_left_in_a_batch_is_never_refused() -> None:
-    stacks = Stacks()
-    shape = shape_of(seen())
+    stacks = StackingBuffers()
+    shape = stacking_shape(seen())
     assert shape is not None
     stacks.stack(shape, [seen(0), seen(np.nan)], 4)
     stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
@@ -293,6 +293,6 @@ def test_what_is_left_in_a_batch_is_never_refused() -> None:
 
 
 def test_what_has_no_batch_axis_of_one_is_not_stacked() -> None:
-    assert shape_of({"a": np.zeros((2, 3))}) is None
-    assert shape_of({"a": np.array(1.0)}) is None
-    assert shape_of(seen()) == shape_of(dict(reversed(seen().items())))
+    assert stacking_shape({"a": np.zeros((2, 3))}) is None
+    assert stacking_shape({"a": np.array(1.0)}) is None
+    assert stacking_shape(seen()) == stacking_shape(dict(reversed(seen().items())))

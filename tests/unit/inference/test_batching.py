@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.inference.batching import Batching, Chosen
-from service.inference.latency_model import KEPT, OLD, LatencyModel
+from service.inference.batching import BatchPlan, BatchScheduler
+from service.inference.latency_model import STALE_AFTER, WINDOW, LatencyModel
 from tests.unit.inference.test_costs import costs
 
 SIZES = (1, 2, 4, 8)
@@ -15,7 +15,7 @@ SIZES = (1, 2, 4, 8)
 class Asked:
     due: float
     is_alone: bool = False
-    is_wanted: bool = True
+    is_awaited: bool = True
 
 
 # As on a device that a batch of 8 costs twice what one costs.
@@ -24,21 +24,21 @@ GENTLE = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.020)
 LINEAR = costs(b1=0.010, b2=0.020, b4=0.040, b8=0.080)
 
 
-def line(*dues: float, known: LatencyModel = GENTLE) -> Batching[Asked]:
-    batching: Batching[Asked] = Batching()
+def line(*dues: float, known: LatencyModel = GENTLE) -> BatchScheduler[Asked]:
+    batching: BatchScheduler[Asked] = BatchScheduler()
     for due in dues:
         batching.add("line", Asked(due), known, SIZES)
     return batching
 
 
-def chosen(batching: Batching[Asked], now: float = 0.0) -> Chosen[Asked]:
-    found = batching.choose(now)
+def chosen(batching: BatchScheduler[Asked], now: float = 0.0) -> BatchPlan[Asked]:
+    found = batching.next_batch(now)
     assert found is not None
     return found
 
 
 def test_nobody_waits_and_nothing_runs() -> None:
-    assert Batching[Asked]().choose(0.0) is None
+    assert BatchScheduler[Asked]().next_batch(0.0) is None
 
 
 def test_whoever_is_alone_goes_at_once() -> None:
@@ -87,7 +87,7 @@ def test_a_batch_makes_nobody_in_another_line_late() -> None:
     batching = line(*[0.2] * 8)
     batching.add("other", Asked(0.211), costs(b1=0.195), SIZES)  # has to begin at 0.016, before the others have to
     first, second = chosen(batching), chosen(batching)
-    assert (first.line, second.line) == ("other", "line")
+    assert (first.key, second.key) == ("other", "line")
     batching = line(*[0.1] * 8)
     batching.add("other", Asked(0.117), costs(b1=0.001), SIZES)
     assert len(chosen(batching, 0.095).members) == 8, "they are late already, and it is quick"
@@ -130,15 +130,15 @@ def test_who_may_spoil_a_batch_runs_alone_and_the_others_together() -> None:
 
 def test_who_is_not_wanted_any_more_is_left_out() -> None:
     batching = line(0.2)
-    batching.add("line", Asked(0.1, is_wanted=False), GENTLE, SIZES)
+    batching.add("line", Asked(0.1, is_awaited=False), GENTLE, SIZES)
     assert chosen(batching).members[0].due == 0.2
-    batching.add("line", Asked(0.1, is_wanted=False), GENTLE, SIZES)
-    assert batching.choose(0.0) is None
+    batching.add("line", Asked(0.1, is_awaited=False), GENTLE, SIZES)
+    assert batching.next_batch(0.0) is None
     assert not len(batching)
 
 
 def test_sizes_that_are_not_compiled_yet_are_not_used() -> None:
-    batching: Batching[Asked] = Batching()
+    batching: BatchScheduler[Asked] = BatchScheduler()
     for _ in range(8):
         batching.add("line", Asked(1.0), GENTLE, (1, 2))
     assert chosen(batching).size == 2
@@ -149,8 +149,8 @@ def test_sizes_that_are_not_compiled_yet_are_not_used() -> None:
 def measured_in_a_bad_moment() -> LatencyModel:
     """8 took 60 ms once; since then the device did a lot of batches of 2, 12 ms each."""
     known = costs(b1=0.010, b8=0.060)
-    for _ in range(OLD):
-        known.learn(2, 0.012)
+    for _ in range(STALE_AFTER):
+        known.record(2, 0.012)
     return known
 
 
@@ -158,18 +158,18 @@ def test_a_size_that_was_slow_long_ago_is_tried_again_and_believed_again() -> No
     known = measured_in_a_bad_moment()
     found = chosen(line(*[1.0] * 8, known=known))
     assert found.size == 8
-    known.learn(8, 0.020)
-    assert known.usual(8) == known.slow(8) == 0.020, "what it took in the bad moment counts no more"
+    known.record(8, 0.020)
+    assert known.median(8) == known.p90(8) == 0.020, "what it took in the bad moment counts no more"
     assert chosen(line(*[1.0] * 8, known=known)).size == 8, "400 answers a second; batches of 2 give 167"
 
 
 def test_a_size_that_is_still_slow_is_left_alone_for_as_long_again() -> None:
     known = measured_in_a_bad_moment()
-    known.learn(8, 0.060)
-    for _ in range(OLD - 1):
+    known.record(8, 0.060)
+    for _ in range(STALE_AFTER - 1):
         assert chosen(line(*[1.0] * 8, known=known)).size == 2
-        known.learn(2, 0.012)
-    known.learn(2, 0.012)
+        known.record(2, 0.012)
+    known.record(2, 0.012)
     assert chosen(line(*[1.0] * 8, known=known)).size == 8
 
 
@@ -189,7 +189,7 @@ def run(true: dict[int, float], known: LatencyModel, batches: int, pace: float =
     sizes = []
     for _ in range(batches):
         sizes.append(chosen(line(*[9.0] * 12, known=known)).size)
-        known.learn(sizes[-1], pace * true[sizes[-1]])
+        known.record(sizes[-1], pace * true[sizes[-1]])
     return sizes
 
 
@@ -198,47 +198,49 @@ TRUE = {1: 0.002, 2: 0.003, 4: 0.005, 8: 0.009}
 
 def test_a_moment_in_which_the_device_is_slow_gives_no_size_a_bad_name() -> None:
     known = LatencyModel()
-    for size in [*TRUE] * KEPT:
-        known.learn(size, TRUE[size])
+    for size in [*TRUE] * WINDOW:
+        known.record(size, TRUE[size])
     for pace in (1.5, 1.0, 2.5, 1.0):
-        assert set(run(TRUE, known, OLD - len(TRUE), pace)) == {8}, "the others would take longer, too"
+        assert set(run(TRUE, known, STALE_AFTER - len(TRUE), pace)) == {8}, "the others would take longer, too"
         for size in TRUE:
-            known.learn(size, pace * TRUE[size])
+            known.record(size, pace * TRUE[size])
 
 
 @pytest.mark.parametrize("wrong", [{4: 0.002}, {8: 0.040}, {1: 0.0002}])
 def test_what_is_thought_of_a_size_is_put_right_by_the_others(wrong: dict[int, float]) -> None:
     """Even of one that seems so good that no other runs any more: it could be the device that got slower."""
     known = LatencyModel()
-    for size, seconds in [*(TRUE | wrong).items()] * KEPT:
-        known.learn(size, seconds)
-    run(TRUE, known, 8 * OLD)
-    assert run(TRUE, known, OLD).count(8) >= OLD - len(TRUE), "each of the others is tried once in so many batches"
+    for size, seconds in [*(TRUE | wrong).items()] * WINDOW:
+        known.record(size, seconds)
+    run(TRUE, known, 8 * STALE_AFTER)
+    assert run(TRUE, known, STALE_AFTER).count(8) >= STALE_AFTER - len(TRUE), (
+        "each of the others is tried once in so many batches"
+    )
 
 
 def test_sizes_are_not_old_because_little_was_measured() -> None:
     known = costs(b1=0.010, b2=0.012, b4=0.015, b8=0.090)
-    for _ in range(OLD - 4):
-        known.learn(1, 0.010)
-    assert not any(known.is_old(size) for size in (1, 2, 4, 8, 16))
+    for _ in range(STALE_AFTER - 4):
+        known.record(1, 0.010)
+    assert not any(known.is_stale(size) for size in (1, 2, 4, 8, 16))
 
 
 @given(st.lists(st.tuples(st.floats(-0.1, 0.5), st.sampled_from("ab"), st.booleans()), max_size=20), st.floats(0, 0.1))
 def test_everybody_is_served_once_and_nobody_is_made_late_while_there_is_time_for_all(
     asked: list[tuple[float, str, bool]], now: float
 ) -> None:
-    batching: Batching[Asked] = Batching()
+    batching: BatchScheduler[Asked] = BatchScheduler()
     known = {"a": GENTLE, "b": costs(b1=0.002, b2=0.003, b8=0.009)}
     waiting: list[tuple[str, Asked]] = []
     for due, key, is_alone in asked:
         waiting.append((key, request := Asked(due, is_alone)))
         batching.add(key, request, known[key], SIZES)
     served: list[Asked] = []
-    while (found := batching.choose(now)) is not None:
+    while (found := batching.next_batch(now)) is not None:
         served += found.members
         assert found.size in SIZES
         assert len(found.members) <= found.size
-        end, at_best = now + known[str(found.line)].slow(found.size), now + known[str(found.line)].slow(1)
+        end, at_best = now + known[str(found.key)].p90(found.size), now + known[str(found.key)].p90(1)
         made_late = [member for member in found.members if at_best <= member.due < end]
         assert not made_late or not one_at_a_time(now, waiting, known)
         now, waiting = end, [each for each in waiting if each[1] not in found.members]
@@ -250,24 +252,24 @@ def one_at_a_time(now: float, waiting: list[tuple[str, Asked]], known: dict[str,
     """Whether all who are not late already are in time that way, with half of the largest batch to spare."""
     end = now
     for key, request in sorted(waiting, key=lambda each: each[1].due):
-        end += known[key].slow(1)
-        if request.due >= now + known[key].slow(1) and request.due < end + known[key].slow(8) / 2:
+        end += known[key].p90(1)
+        if request.due >= now + known[key].p90(1) and request.due < end + known[key].p90(8) / 2:
             return False
     return True
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, 0.01), (4, 0.03), (8, 0.06), (2, 0.02), (3, 0.03)])
 def test_a_size_that_nobody_measured_is_guessed_from_the_nearest_with_care(size: int, seconds: float) -> None:
-    assert costs(b1=0.01, b4=0.03).usual(size) == pytest.approx(seconds)
+    assert costs(b1=0.01, b4=0.03).median(size) == pytest.approx(seconds)
 
 
 def test_what_batches_take_is_their_median_and_what_nine_of_ten_do_not_exceed() -> None:
     made = LatencyModel()
-    assert not made.is_known
-    assert made.usual(4) == made.slow(4) == 0
+    assert not made.is_measured
+    assert made.median(4) == made.p90(4) == 0
     for milliseconds in range(1, 12):
-        made.learn(1, milliseconds / 1e3)
-    assert made.milliseconds() == {"1": {"p50": 6.0, "p90": 10.0}}
+        made.record(1, milliseconds / 1e3)
+    assert made.get_stats() == {"1": {"p50": 6.0, "p90": 10.0}}
     for _ in range(32):
-        made.learn(1, 0.5)
-    assert made.usual(1) == 0.5, "what is long over counts no more"
+        made.record(1, 0.5)
+    assert made.median(1) == 0.5, "what is long over counts no more"

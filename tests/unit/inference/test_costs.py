@@ -8,65 +8,65 @@ from statistics import median
 
 import pytest
 
-from service.inference.latency_model import KEPT, OLD, PACE, LatencyModel
+from service.inference.latency_model import PACE_WINDOW, STALE_AFTER, WINDOW, LatencyModel
 
 
 def costs(**seconds: float) -> LatencyModel:
     made = LatencyModel()
     for size, taken in seconds.items():
-        made.learn(int(size[1:]), taken)
+        made.record(int(size[1:]), taken)
     return made
 
 
 def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
     before, after = costs(b1=0.010, b8=0.020), LatencyModel()
-    before.learn(8, 0.030)
-    assert after.take_over(before, 8)
-    assert after.milliseconds() == {"8": {"p50": 25.0, "p90": 30.0}}
-    for _ in range(KEPT):
-        after.learn(8, 0.1)
-    assert (after.usual(8), before.usual(8)) == (0.1, 0.025), "as many samples as ever, and none of another's"
+    before.record(8, 0.030)
+    assert after.copy_from(before, 8)
+    assert after.get_stats() == {"8": {"p50": 25.0, "p90": 30.0}}
+    for _ in range(WINDOW):
+        after.record(8, 0.1)
+    assert (after.median(8), before.median(8)) == (0.1, 0.025), "as many samples as ever, and none of another's"
 
 
 def test_what_never_ran_elsewhere_takes_nothing_away_from_what_is_known_here() -> None:
     after = costs(b1=0.010)
-    assert not after.take_over(costs(b8=0.020), 1)
-    assert after.milliseconds() == {"1": {"p50": 10.0, "p90": 10.0}}
+    assert not after.copy_from(costs(b8=0.020), 1)
+    assert after.get_stats() == {"1": {"p50": 10.0, "p90": 10.0}}
 
 
 def test_what_is_taken_over_counts_as_measured_now() -> None:
     before, after = costs(b8=0.020), costs(b1=0.010)
-    for _ in range(OLD):
-        before.learn(1, 0.010)
-        after.learn(1, 0.010)
-    assert before.is_old(8)
-    assert after.take_over(before, 8)
-    assert not after.is_old(8)
+    for _ in range(STALE_AFTER):
+        before.record(1, 0.010)
+        after.record(1, 0.010)
+    assert before.is_stale(8)
+    assert after.copy_from(before, 8)
+    assert not after.is_stale(8)
 
 
 def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> None:
     known = LatencyModel()
-    for _ in range(KEPT):
+    for _ in range(WINDOW):
         for size, seconds in ((1, 0.010), (8, 0.020)):
-            known.learn(size, seconds)
-    for _ in range(PACE):
-        known.learn(1, 0.030)
-    assert known.expected(8) == (pytest.approx(0.060), pytest.approx(0.060)), "8 did not run since, and it is as slow"
-    assert known.usual(8) == known.slow(8) == 0.020, "what was measured is told as it was"
+            known.record(size, seconds)
+    for _ in range(PACE_WINDOW):
+        known.record(1, 0.030)
+    assert known.predict(8) == (pytest.approx(0.060), pytest.approx(0.060)), "8 did not run since, and it is as slow"
+    assert known.median(8) == known.p90(8) == 0.020, "what was measured is told as it was"
 
 
 def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> None:
     known = costs(b1=0.010, b8=0.020)
-    for _ in range(2 * KEPT):
-        known.learn(1, 0.010)
-        known.learn(8, 0.040)
-    assert known.expected(8).usual / known.expected(1).usual == pytest.approx(4, rel=0.05)
+    for _ in range(2 * WINDOW):
+        known.record(1, 0.010)
+        known.record(8, 0.040)
+    assert known.predict(8).median / known.predict(1).median == pytest.approx(4, rel=0.05)
 
 
 def test_one_batch_that_is_held_up_changes_nothing_that_is_expected() -> None:
     known = costs(b1=0.010, b8=0.020)
-    known.learn(8, 9.0)
-    assert known.expected(1).usual == 0.010
+    known.record(8, 9.0)
+    assert known.predict(1).median == 0.010
 
 
 def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None:
@@ -75,35 +75,35 @@ def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None
     true = {1: 0.001, 4: 0.002, 8: 0.004}
     for _ in range(30_000):
         size = random.choice([1, 1, 1, 4, 8])
-        known.learn(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
+        known.record(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
     for size, seconds in true.items():
-        assert seconds / 3 < known._paced[size].usual < 3 * seconds
-        assert seconds / 2 < known.expected(size).usual < 2 * seconds
+        assert seconds / 3 < known._normalized[size].median < 3 * seconds
+        assert seconds / 2 < known.predict(size).median < 2 * seconds
 
 
 def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
     known = costs(b1=0.0, b8=0.020)
-    for _ in range(PACE):
-        known.learn(1, 0.0001)
-    assert known.expected(8).usual == 0.020
+    for _ in range(PACE_WINDOW):
+        known.record(1, 0.0001)
+    assert known.predict(8).median == 0.020
 
 
 def test_rehearsals_make_nothing_old() -> None:
     known = costs(b1=0.010)
-    for _ in range(OLD):
-        known.learn(8, 0.020)
-    assert known.is_old(1)
-    known.renew()
-    assert not known.is_old(1)
-    assert known.usual(1) == 0.010
+    for _ in range(STALE_AFTER):
+        known.record(8, 0.020)
+    assert known.is_stale(1)
+    known.mark_fresh()
+    assert not known.is_stale(1)
+    assert known.median(1) == 0.010
 
 
 def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
     before, after = costs(b8=0.020), costs(b1=0.010)
-    for seconds in [0.010] * KEPT + [0.030] * PACE:
-        before.learn(1, seconds)
-    after.take_over(before, 8)
-    assert after.expected(8).usual == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
+    for seconds in [0.010] * WINDOW + [0.030] * PACE_WINDOW:
+        before.record(1, seconds)
+    after.copy_from(before, 8)
+    assert after.predict(8).median == pytest.approx(0.060), "the device is slow, and that counts for a push, too"
 
 
 def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +117,15 @@ def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest
 
     def learn_another() -> None:
         is_in_the_middle.wait(30)
-        known.learn(2, 0.002)
+        known.record(2, 0.002)
         other_is_through.set()
 
-    monkeypatch.setattr("service.inference.latency_model.median", interrupted)
+    monkeypatch.setattr("service.inference.latency_model.median_of_sorted", interrupted)
     other = threading.Thread(target=learn_another)
     other.start()
-    known.learn(1, 0.001)
+    known.record(1, 0.001)
     other.join()
-    assert set(known.milliseconds()) == {"1", "2"}
+    assert set(known.get_stats()) == {"1", "2"}
 
 
 @pytest.fixture
@@ -147,9 +147,9 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
         try:
             while not ended.is_set():
                 for one in known:
-                    one.milliseconds()
-                    one.usual(1000)
-                    one.at_most(1000)
+                    one.get_stats()
+                    one.median(1000)
+                    one.upper_bound(1000)
         except BaseException as error:
             failed.append(error)
 
@@ -157,7 +157,7 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
         try:
             for one in known:
                 for size in range(first, 60, 2):
-                    one.learn(size, 0.001 * size)
+                    one.record(size, 0.001 * size)
         except BaseException as error:
             failed.append(error)
 
@@ -172,4 +172,4 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
     for thread in readers:
         thread.join()
     assert failed == []
-    assert all(set(one.milliseconds()) == {str(size) for size in range(1, 60)} for one in known)
+    assert all(set(one.get_stats()) == {str(size) for size in range(1, 60)} for one in known)

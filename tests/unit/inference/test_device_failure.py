@@ -11,7 +11,7 @@ import pytest
 
 from service.errors import PolicyFailed
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.replicas import ALLOWED
+from service.inference.replicas import MAX_FAILURES
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
@@ -26,7 +26,7 @@ DEAD = RuntimeError("device halted: /root/secret")
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a machine stood still for a tenth of `STUCK` is noticed; less than that makes no device late."""
-    monkeypatch.setattr("service.inference.device_worker.OVERDUE", STUCK / 10)
+    monkeypatch.setattr("service.inference.device_worker.MIN_OVERDUE", STUCK / 10)
 
 
 class House:
@@ -52,7 +52,7 @@ class House:
             return policy
 
         self.served = await self._stack.enter_async_context(
-            self.engine.policy(ScriptedLoader(make), path, None, lambda word: None)
+            self.engine.open_policy(ScriptedLoader(make), path, None, lambda word: None)
         )
         return self.served
 
@@ -74,10 +74,10 @@ async def house() -> AsyncIterator[House]:
 
 async def test_what_one_device_does_not_answer_another_one_does_and_the_first_is_soon_left_alone(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
-    for _ in range(ALLOWED + 4):
+    for _ in range(MAX_FAILURES + 4):
         await house.ask()
-    assert (house.acted("a"), house.acted("b")) == (ALLOWED, ALLOWED + 4)
-    facts = house.engine.facts()
+    assert (house.acted("a"), house.acted("b")) == (MAX_FAILURES, MAX_FAILURES + 4)
+    facts = house.engine.get_stats()
     assert facts["devices_failed"] == ["a"]
     assert [device["failed"] for device in facts["devices"]] == ["it raises RuntimeError", None]  # type: ignore[index,union-attr]
     assert "secret" not in str(facts)
@@ -85,7 +85,7 @@ async def test_what_one_device_does_not_answer_another_one_does_and_the_first_is
 
 async def test_nothing_is_compiled_for_a_device_that_is_out(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
-    for _ in range(ALLOWED):
+    for _ in range(MAX_FAILURES):
         await house.ask()
     house.on["a"].compile_failure = DEAD
     await house.engine.compile(house.served, {"front": (8, 8)})
@@ -95,7 +95,7 @@ async def test_nothing_is_compiled_for_a_device_that_is_out(house: House) -> Non
 
 async def test_a_policy_that_comes_later_is_not_put_on_it(house: House) -> None:
     house.on["a"].failures = [DEAD] * 100
-    for _ in range(ALLOWED):
+    for _ in range(MAX_FAILURES):
         await house.ask()
     assert house.engine.first_device == "b"
     later = await house.load("later")
@@ -105,35 +105,35 @@ async def test_a_policy_that_comes_later_is_not_put_on_it(house: House) -> None:
 
 
 async def test_what_fails_everywhere_is_the_policys_fault_and_no_devices(house: House) -> None:
-    for _ in range(ALLOWED + 2):
+    for _ in range(MAX_FAILURES + 2):
         house.on["a"].failures, house.on["b"].failures = [DEAD], [DEAD]
         with pytest.raises(PolicyFailed, match="the policy raised RuntimeError"):
             await house.ask()
     await house.ask()
-    assert house.engine.facts()["devices_failed"] == []
+    assert house.engine.get_stats()["devices_failed"] == []
 
 
 async def test_an_answer_in_between_makes_up_for_failures(house: House) -> None:
-    for _ in range(ALLOWED + 2):
+    for _ in range(MAX_FAILURES + 2):
         house.on["a"].failures = [DEAD]
         for _ in range(4):  # of which each device is asked two, or one and what the other does not answer
             await house.ask()
         assert not house.on["a"].failures
-    assert house.engine.facts()["devices_failed"] == []
+    assert house.engine.get_stats()["devices_failed"] == []
 
 
 async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, pauses: Pauses) -> None:
     gate = threading.Event()
     house.on["a"].failures = [gate] * 100
     try:
-        for _ in range(ALLOWED):
+        for _ in range(MAX_FAILURES):
             began = time.monotonic()
             await house.ask()
             assert pauses.running(began) < STUCK / 2, "long before an inference is stuck"
         before = house.acted("a")
         await house.ask()
         assert house.acted("a") == before
-        assert house.engine.facts()["devices"][0]["failed"] == "it does not answer in time"  # type: ignore[index]
+        assert house.engine.get_stats()["devices"][0]["failed"] == "it does not answer in time"  # type: ignore[index]
     finally:
         house.on["a"].failures = []
         gate.set()
@@ -141,7 +141,7 @@ async def test_a_device_that_hangs_keeps_nobody_waiting_for_long(house: House, p
 
 async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it(house: House) -> None:
     async with asyncio.timeout(30):
-        await until(lambda: not house.engine.facts()["batch_sizes_to_compile"])
+        await until(lambda: not house.engine.get_stats()["batch_sizes_to_compile"])
     gate = threading.Event()
     house.on["a"].failures = [np.zeros((1, 20, 6), np.float32), gate]
     for policy in house.on.values():
@@ -155,8 +155,8 @@ async def test_one_batch_that_hangs_is_one_failure_however_many_robots_are_in_it
     gate.set()
     async with asyncio.timeout(30):
         # The batch that hung comes back, and was one of many.
-        await until(lambda: "8" in house.engine.facts()["devices"][0]["batches"])  # type: ignore[index]
-    assert house.engine.facts()["devices_failed"] == []
+        await until(lambda: "8" in house.engine.get_stats()["devices"][0]["batches"])  # type: ignore[index]
+    assert house.engine.get_stats()["devices_failed"] == []
 
 
 async def test_of_robots_that_ask_at_one_moment_nobody_waits_for_a_device_that_hangs(

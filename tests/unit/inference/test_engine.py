@@ -12,7 +12,7 @@ import pytest
 from jaxmodels.errors import ConfigError, ObservationError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
-from service.inference.engine import Engine, InferenceStuck, in_words
+from service.inference.engine import Engine, InferenceStuck, describe_sizes
 from service.testing import ScriptedLoader, ScriptedPolicy
 from service.threads import Worker, call_in_thread
 from tests.testing.rig import OBSERVATION
@@ -48,7 +48,7 @@ class Compiling(ScriptedPolicy):
 
 async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_went(engine: Engine) -> None:
     policy = ScriptedPolicy(latency=0.01)
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         inference = await engine.infer(served, OBSERVATION)
     assert inference.chunk.shape == (1, 20, 6)
     assert policy.threads == {"device"}
@@ -58,14 +58,14 @@ async def test_an_inference_runs_on_the_device_thread_and_says_where_its_time_we
 
 async def test_a_policy_is_loaded_once_for_all_sessions_and_dropped_after_the_last(engine: Engine) -> None:
     loader = ScriptedLoader()
-    async with engine.policy(loader, "p", None, ignore) as first:
-        async with engine.policy(loader, "p", None, ignore) as second:
+    async with engine.open_policy(loader, "p", None, ignore) as first:
+        async with engine.open_policy(loader, "p", None, ignore) as second:
             assert first is second
-        async with engine.policy(loader, "p", "other", ignore) as third:
+        async with engine.open_policy(loader, "p", "other", ignore) as third:
             assert third is not first
-            assert engine.facts()["policies_loaded"] == 2
-        assert engine.facts()["policies_loaded"] == 1
-    assert engine.facts()["policies_loaded"] == 0
+            assert engine.get_stats()["policies_loaded"] == 2
+        assert engine.get_stats()["policies_loaded"] == 1
+    assert engine.get_stats()["policies_loaded"] == 0
     assert loader.loads == ["p", "p"]
 
 
@@ -74,7 +74,7 @@ async def test_two_sessions_that_wait_for_one_load_share_it_and_both_hear_of_it(
     words: list[tuple[int, str]] = []
 
     async def use(number: int) -> int:
-        async with engine.policy(loader, "p", None, lambda word: words.append((number, word))) as served:
+        async with engine.open_policy(loader, "p", None, lambda word: words.append((number, word))) as served:
             return id(served)
 
     tasks = [asyncio.create_task(use(number)) for number in range(2)]
@@ -91,7 +91,7 @@ async def test_loading_never_blocks_the_loop_and_giving_up_does_not_end_it_for_o
     loader = ScriptedLoader(gate=threading.Event())
 
     async def use() -> None:
-        async with engine.policy(loader, "p", None, ignore):
+        async with engine.open_policy(loader, "p", None, ignore):
             pass
 
     impatient, patient = asyncio.create_task(use()), asyncio.create_task(use())
@@ -102,14 +102,14 @@ async def test_loading_never_blocks_the_loop_and_giving_up_does_not_end_it_for_o
     assert loader.gate is not None
     loader.gate.set()
     await patient
-    assert engine.facts()["policies_loaded"] == 0
+    assert engine.get_stats()["policies_loaded"] == 0
 
 
 async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engine: Engine) -> None:
     loader = ScriptedLoader(gate=threading.Event())
 
     async def use() -> None:
-        async with engine.policy(loader, "p", None, ignore):
+        async with engine.open_policy(loader, "p", None, ignore):
             pass
 
     task = asyncio.create_task(use())
@@ -118,7 +118,7 @@ async def test_a_load_that_everybody_gave_up_on_is_dropped_when_it_is_done(engin
     assert loader.gate is not None
     loader.gate.set()
     dropped = {"policies_loaded": 0, "policies_loading": 0}  # one a moment before the other
-    await until(lambda: engine.facts() | dropped == engine.facts())
+    await until(lambda: engine.get_stats() | dropped == engine.get_stats())
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ async def test_a_load_that_fails_says_why_without_leaking_and_can_be_tried_again
 ) -> None:
     loader = ScriptedLoader(failure=failure)
     with pytest.raises(PolicyError, match=text) as caught:
-        async with engine.policy(loader, "p", None, ignore):
+        async with engine.open_policy(loader, "p", None, ignore):
             pass
     assert "secret" not in str(caught.value)
     loader.failure = None
-    async with engine.policy(loader, "p", None, ignore) as served:
+    async with engine.open_policy(loader, "p", None, ignore) as served:
         assert served.is_compiled({"front": (48, 64)})
 
 
 async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(engine: Engine) -> None:
     policy = Compiling()
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         sizes = {"front": (480, 640)}
         assert not served.is_compiled(sizes)
         policy.begun.clear()
@@ -160,7 +160,7 @@ async def test_other_frame_sizes_are_compiled_for_away_from_the_device_thread(en
 
 async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_asking_again(engine: Engine) -> None:
     policy = Compiling()
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         before, sizes = len(policy.compiled), {"front": (480, 640)}
         policy.gate = threading.Event()
         for _ in range(3):
@@ -175,7 +175,7 @@ async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_as
 
 async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(engine: Engine) -> None:
     policy = Compiling()
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -190,7 +190,7 @@ async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(eng
 
 async def test_a_failing_compile_is_told_to_the_session(engine: Engine) -> None:
     policy = ScriptedPolicy()
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.compile_failure = ObservationError("no such camera")
         with pytest.raises(PolicyFailed, match="cannot be compiled for 4x4 frames: no such camera"):
             await engine.compile(served, {"front": (4, 4)})
@@ -202,7 +202,7 @@ async def test_a_failing_compile_is_told_to_the_session(engine: Engine) -> None:
 @pytest.mark.parametrize("failure", [ValueError("/root/secret"), StopIteration(), TimeoutError()])
 async def test_an_exception_of_the_policy_is_told_by_its_kind_only(engine: Engine, failure: Exception) -> None:
     policy = ScriptedPolicy(failures=[failure])
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="the policy raised") as caught:
             await engine.infer(served, OBSERVATION)
         assert not isinstance(caught.value, InferenceStuck)
@@ -217,15 +217,15 @@ OUT_OF_MEMORY = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70368
 async def test_memory_that_runs_out_is_told_as_that_and_others_go_on(engine: Engine, failure: Exception) -> None:
     policy = ScriptedPolicy(failures=[failure], compile_failure=failure)
     async with (
-        engine.policy(ScriptedLoader(), "other", None, ignore) as other,
-        engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[failure])), "p", None, ignore) as served,
+        engine.open_policy(ScriptedLoader(), "other", None, ignore) as other,
+        engine.open_policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[failure])), "p", None, ignore) as served,
     ):
         with pytest.raises(PolicyFailed, match="out of memory"):
             await engine.infer(served, OBSERVATION)
         assert (await engine.infer(other, OBSERVATION)).chunk.shape == (1, 20, 6)
         assert (await engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
         with pytest.raises(PolicyError, match="out of memory"):
-            async with engine.policy(ScriptedLoader(lambda: policy), "third", None, ignore):
+            async with engine.open_policy(ScriptedLoader(lambda: policy), "third", None, ignore):
                 pass
 
 
@@ -238,7 +238,7 @@ async def test_memory_that_really_runs_out_in_jax_is_the_same() -> None:
 
     jnp.zeros(()).block_until_ready()  # starting JAX takes longer than an inference may
     engine = Engine(stuck_after=60)  # JAX begins in it
-    async with engine.policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(Greedy), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="out of memory"):
             await engine.infer(served, OBSERVATION)
     await engine.close()
@@ -253,7 +253,7 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
         return policy
 
     with pytest.raises(PolicyError) as kept:
-        async with engine.policy(ScriptedLoader(make), "p", None, ignore):
+        async with engine.open_policy(ScriptedLoader(make), "p", None, ignore):
             pass
     caplog.clear()
     gc.collect()
@@ -262,7 +262,7 @@ async def test_an_error_that_is_kept_does_not_keep_the_policy(engine: Engine, ca
 
 
 async def test_a_refused_observation_is_told_with_its_text(engine: Engine) -> None:
-    async with engine.policy(ScriptedLoader(), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(), "p", None, ignore) as served:
         with pytest.raises(PolicyFailed, match="refused its input: observation has"):
             await engine.infer(served, {})
 
@@ -271,8 +271,8 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
     engine, never = Engine(stuck_after=1.0, switch_interval=None), threading.Event()
     stuck, fine = ScriptedPolicy(failures=[never]), ScriptedPolicy()
     async with (
-        engine.policy(ScriptedLoader(lambda: stuck), "stuck", None, ignore) as first,
-        engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
+        engine.open_policy(ScriptedLoader(lambda: stuck), "stuck", None, ignore) as first,
+        engine.open_policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
         hanging = asyncio.create_task(engine.infer(first, OBSERVATION))
         await until(lambda: stuck.acted)
@@ -281,7 +281,7 @@ async def test_a_stuck_inference_is_given_up_and_others_go_on_with_a_new_thread(
             await hanging
         await asyncio.wait_for(other, 30)
         assert fine.threads == {"device-2"}
-        assert engine.facts()["threads_replaced"] == 1
+        assert engine.get_stats()["threads_replaced"] == 1
         # When it comes back after all, its thread ends and its result is nobody's.
         never.set()
         assert (await engine.infer(first, OBSERVATION)).chunk.shape == (1, 20, 6)
@@ -294,8 +294,8 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
     held = threading.Event()
     first_policy, fine = ScriptedPolicy(), ScriptedPolicy()
     async with (
-        engine.policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
-        engine.policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
+        engine.open_policy(ScriptedLoader(lambda: first_policy), "held", None, ignore) as first,
+        engine.open_policy(ScriptedLoader(lambda: fine), "fine", None, ignore) as second,
     ):
         took = (await engine.infer(first, OBSERVATION)).total
         first_policy.failures.append(held)
@@ -304,20 +304,20 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
         # 0.1 s is far longer than usual here, and long before it is given up as stuck.
         await asyncio.wait_for(engine.infer(second, OBSERVATION), 30)
         assert not hanging.done()
-        assert (engine.facts()["threads_replaced"], fine.threads) == (1, {"device-2"})
+        assert (engine.get_stats()["threads_replaced"], fine.threads) == (1, {"device-2"})
         held.set()
         assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
-        assert first.costs.slow(1) <= max(3 * took, 0.1), "and nobody is turned away for it"
+        assert first.latency_model.p90(1) <= max(3 * took, 0.1), "and nobody is turned away for it"
     await engine.close()
 
 
 async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "service.inference.device_worker.OVERDUE", 60.0
+        "service.inference.device_worker.MIN_OVERDUE", 60.0
     )  # nobody goes on in another thread before it ends
     engine, never = Engine(stuck_after=60, switch_interval=None), threading.Event()
     policy = ScriptedPolicy(failures=[never])
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         waiting = [asyncio.create_task(engine.infer(served, OBSERVATION)) for _ in range(3)]
         await asyncio.sleep(0.05)
         await engine.close()
@@ -331,37 +331,37 @@ async def test_when_the_engine_ends_nobody_is_left_waiting(monkeypatch: pytest.M
 
 async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "service.inference.device_worker.OVERDUE", 60.0
+        "service.inference.device_worker.MIN_OVERDUE", 60.0
     )  # what a busy machine makes late is left aside by nobody
     engine, gate = Engine(stuck_after=1.2, switch_interval=None), threading.Event()
     slow, quick = ScriptedPolicy(latency=0.15, failures=[gate]), ScriptedPolicy()
     async with (
-        engine.policy(ScriptedLoader(lambda: slow), "slow", None, ignore) as first,
-        engine.policy(ScriptedLoader(lambda: quick), "quick", None, ignore) as second,
+        engine.open_policy(ScriptedLoader(lambda: slow), "slow", None, ignore) as first,
+        engine.open_policy(ScriptedLoader(lambda: quick), "quick", None, ignore) as second,
     ):
         asking = [asyncio.create_task(engine.infer(first, OBSERVATION))]
         await until(lambda: slow.acted)
         asking += [asyncio.create_task(engine.infer(served, OBSERVATION)) for served in (*[first] * 9, second)]
-        await until(lambda: engine.facts()["inferences_waiting"] == 10)
+        await until(lambda: engine.get_stats()["inferences_waiting"] == 10)
         gate.set()
         _, *slow_ones, quick_one = await asyncio.gather(*asking)
     assert slow_ones[-1].queue > 1.2
     assert all(inference.queue > quick_one.queue for inference in slow_ones), (
         "who is quick may begin before those who take long"
     )
-    assert engine.facts()["threads_replaced"] == 0
+    assert engine.get_stats()["threads_replaced"] == 0
     await engine.close()
 
 
 async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
-    monkeypatch.setattr("service.inference.latency_model.LatencyModel.learn", lambda costs, size, seconds: None)
+    monkeypatch.setattr("service.inference.latency_model.LatencyModel.record", lambda costs, size, seconds: None)
     order: list[str] = []
     both = asyncio.Barrier(2)
     policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}
 
     async def ask(name: str) -> None:
-        async with engine.policy(ScriptedLoader(lambda: policies[name]), name, None, ignore) as served:
+        async with engine.open_policy(ScriptedLoader(lambda: policies[name]), name, None, ignore) as served:
             await both.wait()
             for _ in range(10):
                 await engine.infer(served, OBSERVATION)
@@ -374,7 +374,7 @@ async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypat
 async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine) -> None:
     gate = threading.Event()
     policy = ScriptedPolicy(failures=[gate])
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         first = asyncio.create_task(engine.infer(served, OBSERVATION))
         await until(lambda: policy.acted)
         second = asyncio.create_task(engine.infer(served, OBSERVATION))
@@ -388,29 +388,29 @@ async def test_an_unwanted_request_that_has_not_begun_is_skipped(engine: Engine)
 
 async def test_a_policy_is_tried_out_away_from_the_device_thread(engine: Engine) -> None:
     policy = ScriptedPolicy(step=2.0)
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
-        chunk, seconds = await engine.try_out(served, OBSERVATION)
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+        chunk, seconds = await engine.run_trial(served, OBSERVATION)
         assert chunk[0, 0, 0] == 2
         assert seconds >= 0
         assert policy.threads == {"policy-trial"}
         policy.failures.append(ValueError("its secret"))
         with pytest.raises(PolicyFailed, match="ValueError") as caught:
-            await engine.try_out(served, OBSERVATION)
+            await engine.run_trial(served, OBSERVATION)
         assert "secret" not in str(caught.value)
 
 
 async def test_a_policy_is_tried_out_even_when_robots_never_leave_the_device_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.inference.engine.TRIAL_WAIT", 0.05)
+    monkeypatch.setattr("service.inference.engine.MAX_TRIAL_WAIT", 0.05)
     gate, policy = threading.Event(), ScriptedPolicy()
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.failures.append(gate)
         robot = asyncio.create_task(engine.infer(served, OBSERVATION))
         while not policy.acted:  # noqa: ASYNC110 - it is another thread's
             await asyncio.sleep(0.001)
         async with asyncio.timeout(30):
-            await engine.try_out(served, OBSERVATION)
+            await engine.run_trial(served, OBSERVATION)
         gate.set()
         await robot
 
@@ -424,9 +424,9 @@ async def test_a_revision_that_lies_in_a_folder_is_loaded_from_there_and_like_an
         return first if like is None else second
 
     async with (
-        engine.policy(load, "owner/name", None, ignore) as running,
-        engine.policy(load, "owner/name", "1" * 40, ignore, folder="/files", like=running.policy) as other,
-        engine.policy(load, "owner/name", "1" * 40, ignore) as same,
+        engine.open_policy(load, "owner/name", None, ignore) as running,
+        engine.open_policy(load, "owner/name", "1" * 40, ignore, folder="/files", like=running.policy) as other,
+        engine.open_policy(load, "owner/name", "1" * 40, ignore) as same,
     ):
         assert asked == [("owner/name", None, None), ("/files", None, first)]
         assert same is other
@@ -465,7 +465,9 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
     assert "device" not in {thread.name for thread in set(threading.enumerate()) - before}
     never = threading.Event()
     engine = Engine(stuck_after=60, switch_interval=None)
-    async with engine.policy(ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore) as served:
+    async with engine.open_policy(
+        ScriptedLoader(lambda: ScriptedPolicy(failures=[never])), "p", None, ignore
+    ) as served:
         asking = asyncio.create_task(engine.infer(served, OBSERVATION))
         await asyncio.sleep(0.01)
         given: list[float] = []
@@ -482,8 +484,8 @@ async def test_closing_ends_the_device_thread_and_does_not_wait_for_a_stuck_one(
 
 
 def test_sizes_are_said_in_words() -> None:
-    assert in_words({"a": (480, 640), "b": (480, 640)}) == "480x640 frames"
-    assert in_words({"b": (4, 6), "a": (480, 640)}) == "480x640 frames of 'a', 4x6 frames of 'b'"
+    assert describe_sizes({"a": (480, 640), "b": (480, 640)}) == "480x640 frames"
+    assert describe_sizes({"b": (4, 6), "a": (480, 640)}) == "480x640 frames of 'a', 4x6 frames of 'b'"
 
 
 def teardown_module() -> None:

@@ -18,7 +18,7 @@ from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, T
 from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.model_server import Ask, Forwarded, Models, ServedModel
+from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
 from service.testing import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
@@ -98,7 +98,7 @@ class Rig:
         self.engine = Engine(switch_interval=None)
         self.is_robot_running = False
         settings = ModelSettings.model_validate({"max_forward_bytes": 1 << 16} | limits)
-        self.models = Models(
+        self.models = ModelServer(
             self.engine, settings, answer_deadline=answer_deadline, has_running_robot=lambda: self.is_robot_running
         )
         self.policy = ScriptedPolicy()
@@ -109,18 +109,18 @@ class Rig:
             name, "a/folder", None, lambda path, revision=None, /, *, on_progress=None: self.model
         )
 
-    async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> Forwarded:
+    async def forward(self, value: float = 1.0, size: int = 1, answer: ArrayFormat = JSON) -> ForwardResult:
         body = json.dumps({"inputs": {"x": [[value] * size]}}).encode()
         return await self.raw([body[:5], body[5:]], answer)
 
-    async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> Forwarded:
+    async def raw(self, body: list[bytes], answer: ArrayFormat = JSON) -> ForwardResult:
         with ExitStack() as held:
-            held.enter_context(self.models.forwards.place())
-            return await self.models.forwards.forward(self.models.get("m"), Ask(body, JSON, answer), held)
+            held.enter_context(self.models.forwards.reserve_slot())
+            return await self.models.forwards.forward(self.models.get("m"), ForwardRequest(body, JSON, answer), held)
 
     async def until_free(self) -> None:
         """Nothing is done for any request any more."""
-        await until(lambda: not self.models.forwards._places, within=30.0)
+        await until(lambda: not self.models.forwards._reserved, within=30.0)
 
     async def close(self) -> None:
         await self.models.close()
@@ -150,7 +150,7 @@ async def event(of: threading.Event) -> None:
     assert await asyncio.to_thread(of.wait, 30)
 
 
-def outputs(forwarded: Forwarded) -> Any:
+def outputs(forwarded: ForwardResult) -> Any:
     return json.loads(b"".join(forwarded.pieces))["outputs"]["sample"]["data"]
 
 
@@ -170,7 +170,7 @@ async def test_new_shapes_are_compiled_once_and_the_timings_tell(rig_of):
     assert (await rig.forward(size=3)).timings["compile"] == 500
     assert (await rig.forward(size=3)).timings["compile"] == 0
     assert rig.model.compiles == compiles + 1
-    facts = rig.models.get("m").facts()
+    facts = rig.models.get("m").describe()
     assert (facts["source"], facts["stats"]["compiles"], facts["stats"]["forwards"]) == ("a/folder", 1, 2)
 
 
@@ -188,13 +188,13 @@ async def test_a_pass_waits_for_the_inferences_of_sessions(rig_of):
     waiting = asyncio.create_task(rig.engine.infer(rig.served_policy, OBSERVATION))
     await until(lambda: rig.policy.acted, within=30.0)
     waits = asyncio.Event()
-    until_idle = rig.engine.until_idle
+    until_idle = rig.engine.wait_until_idle
 
     async def wait() -> None:
         waits.set()
         await until_idle()
 
-    rig.engine.until_idle = wait
+    rig.engine.wait_until_idle = wait
     forward = asyncio.create_task(rig.forward())
     await waits.wait()
     await asyncio.sleep(0.1)
@@ -380,7 +380,7 @@ async def test_an_unknown_model_is_told_with_those_that_are_loaded(rig_of):
     rig = await rig_of()
     with pytest.raises(UnknownModel, match=r"no such model; loaded: m "):
         rig.models.get("other")
-    empty = Models(rig.engine)
+    empty = ModelServer(rig.engine)
     with pytest.raises(UnknownModel, match=r"none is loaded \(robojax serve --model name=path"):
         empty.get("m")
     await empty.close()
@@ -398,7 +398,7 @@ async def test_a_model_that_cannot_be_loaded_says_why(failure, text):
         raise failure
 
     engine = Engine(switch_interval=None)
-    models = Models(engine)
+    models = ModelServer(engine)
     with pytest.raises(ModelError, match=text) as caught:
         await models.load("m", "folder", None, load)
     assert "secret" not in str(caught.value)

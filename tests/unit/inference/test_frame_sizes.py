@@ -14,7 +14,7 @@ from jaxmodels import Requirements
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import frames_of
+from service.inference.loaded_policy import frame_sizes_of
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
@@ -50,9 +50,9 @@ def ignore(stage: str) -> None:
 @asynccontextmanager
 async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] = (1,)) -> AsyncIterator[Any]:
     engine = Engine(switch_interval=None, stuck_after=60.0, batch_sizes=batch_sizes)
-    async with engine.policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
+    async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         await engine.compile(served, LARGE)
-        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         yield engine, served
     await engine.close()
 
@@ -60,42 +60,42 @@ async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] =
 @pytest.fixture
 def rehearsed_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What robots ask for is not learnt: a busy machine makes of it what it likes."""
-    learn = LatencyModel.learn
+    learn = LatencyModel.record
 
     def learn_elsewhere(costs: LatencyModel, size: int, seconds: float) -> None:
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(LatencyModel, "learn", learn_elsewhere)
+    monkeypatch.setattr(LatencyModel, "record", learn_elsewhere)
 
 
 def milliseconds(engine: Engine) -> Any:
-    devices: Any = engine.facts()["devices"]
+    devices: Any = engine.get_stats()["devices"]
     return [device["batch_ms"] for device in devices]
 
 
 async def test_each_size_of_pictures_has_its_own_figures() -> None:
     async with asked_with_both(Sized(), (1, 4)) as (engine, served):
-        assert served.costs.milliseconds() == {
+        assert served.latency_model.get_stats() == {
             "1": {"p50": 1.0, "p90": 1.0},
             "4": {"p50": 2.0, "p90": 2.0},
         }, "of what it was trained with"
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
-        assert served.costs.usual(1) == 0.001
-        large = served.replicas[0].costs(LARGE_FRAMES)
-        assert large.usual(4) == 0.4
-        assert large.usual(1) < 0.2, "it took no time at all, as the robots saw"
+        assert served.latency_model.median(1) == 0.001
+        large = served.replicas[0].latency_model(LARGE_FRAMES)
+        assert large.median(4) == 0.4
+        assert large.median(1) < 0.2, "it took no time at all, as the robots saw"
 
 
 async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
-    async with engine.policy(ScriptedLoader(Sized), "p", None, ignore) as served:
-        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+    async with engine.open_policy(ScriptedLoader(Sized), "p", None, ignore) as served:
+        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         own = {"1": {"p50": 1.0, "p90": 1.0}, "4": {"p50": 2.0, "p90": 2.0}}
         assert milliseconds(engine) == [[own]], "as ever"
         await engine.compile(served, LARGE)
-        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         ((found,),) = milliseconds(engine)
         assert found == own | {
             "1 of 480x640 frames": {"p50": 200.0, "p90": 200.0},
@@ -120,7 +120,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
         assert isinstance(worker, InferenceWorker)
 
         def running() -> Batch | None:
-            return next(iter([*worker._left, *filter(None, (worker._current,))]), None)
+            return next(iter([*worker._abandoned_batches, *filter(None, (worker._current,))]), None)
 
         batch = await until(running)
         assert batch is not None
@@ -149,7 +149,7 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
         await until(lambda: order)
         for observation in (SMALL_SEEN, LARGE_SEEN):
             asking.append(asyncio.create_task(engine.infer(served, observation, due=due)))
-        await until(lambda: engine.facts()["inferences_waiting"] == 2)
+        await until(lambda: engine.get_stats()["inferences_waiting"] == 2)
         gate.set()
         await asyncio.gather(*asking)
     assert order == [(480, 640), (480, 640), (48, 64)]
@@ -157,12 +157,12 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
 
 async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        counted = served.replicas[0].costs(LARGE_FRAMES)._samples[1].seconds
+        counted = served.replicas[0].latency_model(LARGE_FRAMES)._samples[1].seconds
         before = len(counted)
         (worker,) = engine._devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
-        assert served.costs.usual(1) == 0.001
+        assert served.latency_model.median(1) == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
@@ -176,5 +176,5 @@ async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_
 def test_a_policy_may_be_blind() -> None:
     blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
     blind.replicas[0].prepare(1, None)
-    assert blind.costs.is_known
-    assert frames_of({"observation.state": np.zeros((1, 6), np.float32)}) == blind.replicas[0].trained
+    assert blind.latency_model.is_measured
+    assert frame_sizes_of({"observation.state": np.zeros((1, 6), np.float32)}) == blind.replicas[0].trained_frames

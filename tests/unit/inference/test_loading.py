@@ -135,7 +135,7 @@ def test_what_is_wrong_with_files_is_told_by_their_name(folder, spoil, words):
     ],
 )
 def test_whatever_becomes_of_the_child_its_parent_lives_and_says_so(folder, program, words):
-    text = told(folder, CheckpointSandbox(1 << 28, patience=60.0 if "sleep" not in program else 0.2, program=program))
+    text = told(folder, CheckpointSandbox(1 << 28, timeout=60.0 if "sleep" not in program else 0.2, program=program))
     assert words in text
     assert "secret" not in text
 

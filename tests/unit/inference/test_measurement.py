@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from jaxmodels import Requirements
-from service.inference.measurement import Speed, judge, measure, observation_of
+from service.inference.measurement import Speed, assess_speed, make_observation, measure_policy
 from service.testing import ScriptedPolicy
 
 
@@ -27,25 +27,25 @@ def speed(p99: float) -> Speed:
     ],
 )
 def test_a_policy_fits_while_its_chunk_outlasts_the_next_answer(p99, rate, fit):
-    verdict = judge(needs(), speed(p99), rate)
+    verdict = assess_speed(needs(), speed(p99), rate)
     assert verdict.fit == fit
     assert verdict.budget == pytest.approx(5 / rate)
     assert verdict.covered == pytest.approx(20 / rate)
 
 
 def test_an_ensembled_policy_has_one_tick():
-    verdict = judge(needs(temporal_ensemble_coeff=0.01), speed(0.1), 20)
+    verdict = assess_speed(needs(temporal_ensemble_coeff=0.01), speed(0.1), 20)
     assert (verdict.budget, verdict.fit) == (0.05, "fits, thinking less often")
 
 
 def test_a_policy_of_single_actions_has_one_tick():
     single = needs(chunk=1, action_steps=1)
-    assert judge(single, speed(0.04), 20).fit == "fits"
-    assert judge(single, speed(0.06), 20).fit == "does not fit"
+    assert assess_speed(single, speed(0.04), 20).fit == "fits"
+    assert assess_speed(single, speed(0.06), 20).fit == "does not fit"
 
 
 def test_an_observation_has_what_the_policy_reads():
-    found = observation_of(needs(cameras={"top": (48, 64)}, state=6, environment_state=3))
+    found = make_observation(needs(cameras={"top": (48, 64)}, state=6, environment_state=3))
     assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
         "observation.images.top": ((1, 48, 64, 3), "uint8"),
         "observation.state": ((1, 6), "float32"),
@@ -56,7 +56,7 @@ def test_an_observation_has_what_the_policy_reads():
 def test_an_inference_is_timed_after_compiling_and_warming_up():
     policy = ScriptedPolicy()
     ticks = itertools.count()
-    found = measure(policy, runs=20, warm_up=4, seconds=1e9, clock=lambda: float(next(ticks)))
+    found = measure_policy(policy, runs=20, warm_up=4, seconds=1e9, clock=lambda: float(next(ticks)))
     assert (policy.acted, len(policy.compiled)) == (24, 1)
     assert (found.p50, found.p99, found.runs, found.compile) == (1.0, 1.0, 20, 1.0)
     assert set(found.stages) == {"to_device", "compute", "to_host"}
@@ -64,4 +64,4 @@ def test_an_inference_is_timed_after_compiling_and_warming_up():
 
 def test_a_slow_policy_is_timed_at_least_five_times():
     ticks = itertools.count(step=10)
-    assert measure(ScriptedPolicy(), runs=100, seconds=1, clock=lambda: float(next(ticks))).runs == 5
+    assert measure_policy(ScriptedPolicy(), runs=100, seconds=1, clock=lambda: float(next(ticks))).runs == 5

@@ -6,7 +6,7 @@ import pytest
 from jaxmodels import PolicyFolder
 from jaxmodels.errors import CheckpointError
 from service.errors import InvalidRequest, PolicyError
-from service.inference.policy_sources import PolicyPlaces, copies_in
+from service.inference.policy_sources import SourceRules, copy_roots
 from service.testing import ScriptedLoader
 from tests.testing.rig import body, started
 
@@ -33,13 +33,13 @@ def refused(places, path):
 
 
 def test_a_folder_inside_of_a_root_is_allowed_also_by_a_link_to_it(roots):
-    places = PolicyPlaces([roots / "root"])
+    places = SourceRules([roots / "root"])
     for path in ("root", "root/act", "in", "root/../root/act", "root/act/"):
         places.check(str(roots / path))
 
 
 def test_everything_else_is_refused_with_one_message_that_tells_nothing_of_the_disk(roots):
-    places = PolicyPlaces([roots / "root"])
+    places = SourceRules([roots / "root"])
     paths = [
         roots / "outside/act",
         roots / "root/out",
@@ -66,12 +66,12 @@ def test_everything_else_is_refused_with_one_message_that_tells_nothing_of_the_d
 
 
 def test_a_root_that_is_not_there_holds_nothing(tmp_path):
-    refused(PolicyPlaces([tmp_path / "later"]), tmp_path)
+    refused(SourceRules([tmp_path / "later"]), tmp_path)
 
 
 def test_repos_of_allowed_owners_are_allowed_and_nothing_that_only_looks_like_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = PolicyPlaces(owners=["LeRobot"])
+    places = SourceRules(owners=["LeRobot"])
     places.check("lerobot/act_aloha")
     for name in (
         "other/act",
@@ -104,25 +104,25 @@ async def test_a_pull_request_to_an_allowed_owner_is_anybodys_and_comes_in_by_no
             wanted = (200, None) if field is None else (422, ["body", field])
             assert (status, field and told["detail"][0]["loc"]) == wanted, (path, told)
     assert len(server.load.loads) == 1
-    PolicyPlaces(is_open=True).check("lerobot/act", revision=revision)
+    SourceRules(is_open=True).check("lerobot/act", revision=revision)
 
 
 def test_an_open_server_takes_everything_until_something_is_configured(tmp_path):
-    PolicyPlaces(is_open=True).check(str(tmp_path))
-    refused(PolicyPlaces(owners=["a"], is_open=True), tmp_path)
-    refused(PolicyPlaces(), tmp_path)
+    SourceRules(is_open=True).check(str(tmp_path))
+    refused(SourceRules(owners=["a"], is_open=True), tmp_path)
+    refused(SourceRules(), tmp_path)
 
 
 def test_pickles_and_code_in_a_folder_are_named_in_the_log_and_left_alone(roots, caplog):
     for name in ("weights.bin", "old.pt", "modeling.py"):
         (roots / "root/act" / name).touch()
     with caplog.at_level(logging.INFO):
-        PolicyPlaces([roots / "root"]).check(str(roots / "root/act"))
+        SourceRules([roots / "root"]).check(str(roots / "root/act"))
     assert "modeling.py, old.pt, weights.bin" in caplog.text
 
 
 def test_loading_asks_again_but_for_updates_which_come_from_copies_that_were_verified(roots):
-    load = PolicyPlaces([roots / "root"]).guarded(ScriptedLoader())
+    load = SourceRules([roots / "root"]).guard_loader(ScriptedLoader())
     policy = load(str(roots / "root/act"))
     load(str(roots / "outside/act"), like=policy)
     with pytest.raises(PolicyError, match="policy_roots"):
@@ -146,10 +146,10 @@ def test_an_update_is_opened_where_the_hubs_cache_links_to_and_nowhere_else(root
     (repo / "snapshots/abc").mkdir(parents=True)
     (roots / "root/act/config.json").rename(repo / "blob")
     (repo / "snapshots/abc/config.json").symlink_to("../../blob")
-    with PolicyFolder(repo / "snapshots/abc", roots=copies_in(repo / "snapshots/abc")) as opened:
+    with PolicyFolder(repo / "snapshots/abc", roots=copy_roots(repo / "snapshots/abc")) as opened:
         assert set(opened.descriptors) == {"config.json"}
     with pytest.raises(CheckpointError, match="leads out"):
-        PolicyFolder(roots / "root/sly", roots=copies_in(roots / "root/sly"))
+        PolicyFolder(roots / "root/sly", roots=copy_roots(roots / "root/sly"))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "odd name.json", "numbers.safetensors", "orbax"])
@@ -157,7 +157,7 @@ def test_whatever_its_name_no_link_of_a_folder_leads_out(roots, name):
     link = roots / "root/act" / name
     link.unlink(missing_ok=True)
     link.symlink_to(roots / "outside/act/config.json")
-    refused(PolicyPlaces([roots / "root"]), roots / "root/act")
+    refused(SourceRules([roots / "root"]), roots / "root/act")
 
 
 async def test_a_server_for_other_machines_loads_nothing_that_was_not_configured(roots):

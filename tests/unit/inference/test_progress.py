@@ -1,7 +1,7 @@
 import pytest
 
 from jaxmodels.hub import Downloading
-from service.inference.progress import KEPT, Durations, Progress
+from service.inference.progress import MAX_SAMPLES, LoadDurations, Progress
 
 
 class Clock:
@@ -17,86 +17,86 @@ def clock() -> Clock:
     return Clock()
 
 
-def prepare(clock: Clock, durations: Durations, policy: str = "act", **seconds: float) -> Progress:
+def prepare(clock: Clock, durations: LoadDurations, policy: str = "act", **seconds: float) -> Progress:
     progress = Progress(policy, durations, clock)
     for word, took in seconds.items():
-        progress.tell(word)
+        progress.report(word)
         clock.now += took
     progress.finish()
     return progress
 
 
 def test_nothing_is_guessed_before_anything_was_measured(clock: Clock) -> None:
-    progress = Progress("act", Durations(), clock)
-    assert progress.left() is None
-    progress.tell("reading")
-    assert (progress.word, progress.left()) == ("reading", None)
+    progress = Progress("act", LoadDurations(), clock)
+    assert progress.estimate_remaining() is None
+    progress.report("reading")
+    assert (progress.stage, progress.estimate_remaining()) == ("reading", None)
 
 
 def test_the_time_left_is_that_of_this_step_and_the_later_ones(clock: Clock) -> None:
-    durations = Durations()
+    durations = LoadDurations()
     prepare(clock, durations, reading=1, compiling=8)
     progress = Progress("act", durations, clock)
-    progress.tell("reading")
+    progress.report("reading")
     clock.now += 0.25
-    assert progress.left() == pytest.approx(8.75)
-    progress.tell("compiling")
-    assert progress.left() == pytest.approx(8)
+    assert progress.estimate_remaining() == pytest.approx(8.75)
+    progress.report("compiling")
+    assert progress.estimate_remaining() == pytest.approx(8)
     clock.now += 20
-    assert progress.left() == 0
+    assert progress.estimate_remaining() == 0
     progress.finish()
-    assert progress.left() is None
+    assert progress.estimate_remaining() is None
 
 
 def test_the_same_policy_counts_more_than_others(clock: Clock) -> None:
-    durations = Durations()
+    durations = LoadDurations()
     prepare(clock, durations, "small", compiling=1)
     prepare(clock, durations, "large", compiling=60)
-    assert durations.usual("small", "compiling") == 1
-    assert durations.usual("other", "compiling") == 30.5
-    assert durations.usual("small", "downloading") is None
+    assert durations.estimate("small", "compiling") == 1
+    assert durations.estimate("other", "compiling") == 30.5
+    assert durations.estimate("small", "downloading") is None
 
 
 def test_one_slow_time_does_not_spoil_the_guess(clock: Clock) -> None:
-    durations = Durations()
+    durations = LoadDurations()
     for took in (100, 2, 2, 2, 2, 2):
         prepare(clock, durations, compiling=took)
-    assert durations.usual("act", "compiling") == 2
-    assert len(durations._seconds["act"]["compiling"]) == KEPT
+    assert durations.estimate("act", "compiling") == 2
+    assert len(durations._seconds["act"]["compiling"]) == MAX_SAMPLES
 
 
 def test_a_download_is_judged_by_its_own_speed(clock: Clock) -> None:
-    progress = Progress("act", Durations(), clock)
-    progress.tell(Downloading(0, 1000))
+    progress = Progress("act", LoadDurations(), clock)
+    progress.report(Downloading(0, 1000))
     assert progress.percent() == 0
     clock.now += 10
-    progress.tell(Downloading(250, 1000))
-    assert progress.word == "downloading"
+    progress.report(Downloading(250, 1000))
+    assert progress.stage == "downloading"
     assert progress.percent() == 25
-    assert progress.left() == pytest.approx(30)
-    progress.tell("reading")
+    assert progress.estimate_remaining() == pytest.approx(30)
+    progress.report("reading")
     assert progress.percent() is None
 
 
 def test_what_was_measured_is_there_after_a_restart(clock: Clock, tmp_path) -> None:
     file = tmp_path / "state" / "durations.json"
-    durations = Durations(file)
+    durations = LoadDurations(file)
     prepare(clock, durations, compiling=5)
-    durations.keep()
-    assert Durations(file).usual("act", "compiling") == 5
+    durations.save()
+    assert LoadDurations(file).estimate("act", "compiling") == 5
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"act": 3}', '{"act": {"compiling": "long"}}', "\x00"])
 def test_a_broken_file_costs_no_more_than_the_guess(tmp_path, content: str, caplog) -> None:
     file = tmp_path / "durations.json"
     file.write_text(content)
-    assert Durations(file).usual("act", "compiling") is None
+    assert LoadDurations(file).estimate("act", "compiling") is None
     assert "measured anew" in caplog.text
 
 
 def test_a_disk_that_cannot_be_written_is_no_error(clock: Clock, tmp_path, caplog) -> None:
     (tmp_path / "state").write_text("a file where the folder should be")
-    durations = Durations(tmp_path / "state" / "durations.json")
+    durations = LoadDurations(tmp_path / "state" / "durations.json")
     prepare(clock, durations, compiling=5)
-    durations.keep()
+    durations.save()
     assert "not remembered" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 
 from jaxmodels.errors import ObservationError
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.latency_model import KEPT
+from service.inference.latency_model import WINDOW
 from service.inference.loaded_policy import Replica
 from service.inference.policy_cache import PolicyCache
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
@@ -73,7 +73,7 @@ def giving(policy: ScriptedPolicy) -> Callable[..., ScriptedPolicy]:
 
 
 def costs_of(replica: Replica) -> list[dict[str, dict[str, float]]]:
-    return [replica.costs(frames).milliseconds() for frames in (TRAINED_FRAMES, LARGE_FRAMES)]
+    return [replica.latency_model(frames).get_stats() for frames in (TRAINED_FRAMES, LARGE_FRAMES)]
 
 
 @dataclass
@@ -85,20 +85,20 @@ class Rig:
     served: LoadedPolicy
 
     async def until_grown(self) -> None:
-        await until(lambda: not self.engine.facts()["batch_sizes_to_compile"])
+        await until(lambda: not self.engine.get_stats()["batch_sizes_to_compile"])
 
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     engine, policy = Engine(switch_interval=None, devices=("a", "a"), batch_sizes=(1, 2)), Shipped(device="a")
-    async with engine.policy(giving(policy), "p", None, ignore) as served:
+    async with engine.open_policy(giving(policy), "p", None, ignore) as served:
         made = Rig(engine, policy, served)
         await engine.compile(served, LARGE)
         await made.until_grown()
         for replica in served.replicas:
-            for _ in range(KEPT):
-                replica.costs(TRAINED_FRAMES).learn(1, 0.001)
-                replica.costs(LARGE_FRAMES).learn(2, 0.004 + replica.worker_id)
+            for _ in range(WINDOW):
+                replica.latency_model(TRAINED_FRAMES).record(1, 0.001)
+                replica.latency_model(LARGE_FRAMES).record(2, 0.004 + replica.worker_id)
         engine.has_running_robot = lambda: True
         yield made
     await engine.close()
@@ -106,13 +106,13 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
-    async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert later.rehearsed == []
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
-        assert served.costs.usual(1) == 0.001
-        assert [replica.costs(LARGE_FRAMES).usual(2) for replica in served.replicas] == [0.004, 1.004], (
+        assert served.latency_model.median(1) == 0.001
+        assert [replica.latency_model(LARGE_FRAMES).median(2) for replica in served.replicas] == [0.004, 1.004], (
             "each its worker's"
         )
         for replica in served.replicas:
@@ -120,72 +120,74 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
             assert isinstance(policy, Shipped)
             assert sorted(policy.tried, key=PROGRAMS.index) == PROGRAMS
             assert policy.rehearsed == []
-            assert (replica.can(TRAINED_FRAMES), replica.can(LARGE_FRAMES)) == ((1, 2), (1, 2)), "for robots at once"
+            assert (replica.batch_sizes(TRAINED_FRAMES), replica.batch_sizes(LARGE_FRAMES)) == ((1, 2), (1, 2)), (
+                "for robots at once"
+            )
         before = costs_of(rig.served.replicas[0])
-        served.replicas[0].costs(TRAINED_FRAMES).learn(1, 1.0)
+        served.replicas[0].latency_model(TRAINED_FRAMES).record(1, 1.0)
         assert costs_of(rig.served.replicas[0]) == before, "from now on each learns what its own take"
 
 
 async def test_robots_with_pictures_of_another_size_are_answered_at_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.0)
-    async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert served.is_compiled(LARGE)
         assert (await rig.engine.infer(served, SEEN)).chunk.shape == (1, 20, 6)
 
 
 async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> None:
     later = rig.policy.pushed(compiled=[], batches=[], latency=0.5)
-    async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         for replica in served.replicas:
-            assert replica.costs(TRAINED_FRAMES).milliseconds() == {"1": {"p50": 500.0, "p90": 500.0}}
+            assert replica.latency_model(TRAINED_FRAMES).get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
             assert isinstance(replica.policy, Shipped)
             assert replica.policy.rehearsed == [(1, TRAINED)] * 3
-            assert replica.prepared == (TRAINED_FRAMES,)
-            assert not replica.costs(LARGE_FRAMES).is_known
+            assert replica.compiled_frames == (TRAINED_FRAMES,)
+            assert not replica.latency_model(LARGE_FRAMES).is_measured
 
 
 async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> None:
     later = rig.policy.pushed(latency=0.5)
-    async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
         assert later.rehearsed == [(1, small)] * 3
-        assert served.replicas[0].costs(frozenset(small.items())).usual(1) == 0.5
+        assert served.replicas[0].latency_model(frozenset(small.items())).median(1) == 0.5
 
 
 async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(rig: Rig) -> None:
     for like in (None, rig.policy.pushed()):
         later = rig.policy.pushed(latency=0.5)
-        async with rig.engine.policy(giving(later), "q", None, ignore, like=like) as served:
-            assert served.costs.usual(1) == 0.5
+        async with rig.engine.open_policy(giving(later), "q", None, ignore, like=like) as served:
+            assert served.latency_model.median(1) == 0.5
 
 
 @pytest.mark.parametrize("cameras", [{"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}])
 async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(cameras: Sizes, rig: Rig) -> None:
     """That it does not fit is said by whoever staged it."""
     later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
-    async with rig.engine.policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert served.costs.usual(1) == 0.5
+    async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
+        assert served.latency_model.median(1) == 0.5
         assert later.rehearsed == [(1, cameras)] * 3
 
 
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
     engine = Engine(switch_interval=None, devices=("a", "b"))
     first = Shipped(device="a", latency=0.010)
-    async with engine.policy(giving(first), "p", None, ignore):
+    async with engine.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
-        async with engine.policy(giving(later), "q", None, ignore, like=first) as served:
-            assert [replica.costs(TRAINED_FRAMES).usual(1) for replica in served.replicas] == [0.010, 0.5]
+        async with engine.open_policy(giving(later), "q", None, ignore, like=first) as served:
+            assert [replica.latency_model(TRAINED_FRAMES).median(1) for replica in served.replicas] == [0.010, 0.5]
     await engine.close()
 
 
 async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere() -> None:
-    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, 0, are_elsewhere=True)
+    store = PolicyCache(lambda policy: (Replica(policy),), lambda served: None, 0, are_remote=True)
     first = Shipped(latency=0.010)
-    async with store.policy(giving(first), "p", None, ignore):
+    async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
-        async with store.policy(giving(later), "q", None, ignore, like=first) as served:
-            assert served.costs.usual(1) == 0.5
+        async with store.open_policy(giving(later), "q", None, ignore, like=first) as served:
+            assert served.latency_model.median(1) == 0.5
 
 
 async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
@@ -196,11 +198,11 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
     def load(path: str, revision: str | None = None, /, **more: object) -> ScriptedPolicy:
         return policies.pop(path)
 
-    running = engine.policy(load, "p", None, ignore)
+    running = engine.open_policy(load, "p", None, ignore)
     first = await running.__aenter__()
     seen = weakref.ref(first.policy)
-    async with engine.policy(load, "q", None, ignore, like=first.policy) as served:
-        assert served.costs.is_known
+    async with engine.open_policy(load, "q", None, ignore, like=first.policy) as served:
+        assert served.latency_model.is_measured
         del first
         await running.__aexit__(None, None, None)
         del running

@@ -155,22 +155,24 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
     load: Any = jaxmodels.load_policy
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     large = frozenset({("front", (48, 64))})
-    async with engine.policy(load, str(policy_folder), None, lambda word: None) as first:
+    async with engine.open_policy(load, str(policy_folder), None, lambda word: None) as first:
         await engine.compile(first, dict(large))
-        await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         engine.has_running_robot = lambda: True
         before, after = first.replicas[0], len(rehearsed)
         folder = str(policy_folder)
-        async with engine.policy(load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy) as second:
-            await until(lambda: not engine.facts()["batch_sizes_to_compile"])
+        async with engine.open_policy(
+            load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy
+        ) as second:
+            await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
             (replica,) = second.replicas
             assert replica.policy is not before.policy
             assert len(rehearsed) == after
-            for frames in (before.trained, large):
-                assert replica.can(frames) == (1, 2)
-                known = replica.costs(frames).milliseconds()
+            for frames in (before.trained_frames, large):
+                assert replica.batch_sizes(frames) == (1, 2)
+                known = replica.latency_model(frames).get_stats()
                 assert set(known) == {"1", "2"}
-                assert known == before.costs(frames).milliseconds()
+                assert known == before.latency_model(frames).get_stats()
             seen = {
                 "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
                 "observation.state": np.array([list(POSE.values())], np.float32),

@@ -16,10 +16,10 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import ACTION, STATE, Feature
 from jaxmodels.weights import blueprint
 from service.errors import InvalidRequest
-from service.inference.batching import Stacks, shape_of
+from service.inference.batching import StackingBuffers, stacking_shape
 from service.inference.engine import Engine
 from service.inference.loaded_policy import task_input
-from service.inference.measurement import observation_of
+from service.inference.measurement import make_observation
 from service.sessions.store import NewSession, Sessions
 from service.testing import MemoryTransport
 
@@ -102,12 +102,12 @@ async def test_the_robot_does_what_it_is_told_and_something_else_when_it_is_told
 def test_robots_with_different_instructions_share_a_batch_and_get_their_own(folder: Path) -> None:
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
-    seen = [observation_of(policy.requirements) | task_input(task) for task in tasks]
-    shapes = {shape_of(one) for one in seen}
+    seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]
+    shapes = {stacking_shape(one) for one in seen}
     assert len(shapes) == 1, "the engine would put them into lines of their own"
     [shape] = shapes
     assert shape is not None
-    together = policy.act(Stacks().stack(shape, seen, 8))
+    together = policy.act(StackingBuffers().stack(shape, seen, 8))
     alone = [policy.act(one)[0] for one in seen]
     np.testing.assert_allclose(together[: len(tasks)], alone, atol=1e-4)
     assert np.abs(alone[0] - alone[1]).max() > 0.01

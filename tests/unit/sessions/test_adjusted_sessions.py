@@ -34,10 +34,10 @@ async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chun
     async with rigged(PATIENT) as rig:
         rig.policy = policy = Listening(replace(LONG, takes_prefix=True), latency=0.05, step=0.02)
         await rig.running(replace(NEW, overlap="replace", action_steps=20, record=True))
-        control = rig.sessions.live("s").robot_io.controller  # type: ignore[union-attr]
+        control = rig.sessions.get_live("s").robot_io.controller  # type: ignore[union-attr]
         assert PREFIX_ACTIONS not in policy.heard[-1][0]
         adjusted = await rig.sessions.adjust("s", {"overlap": "rtc", "action_steps": 15})
-        assert adjusted.joining()["overlap"] == "rtc"
+        assert adjusted.describe_overlap()["overlap"] == "rtc"
         chunks = control.chunks
 
         def is_as_measured() -> bool:
@@ -49,7 +49,7 @@ async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chun
         [delay], [length] = observation[PREFIX_DELAY], observation[PREFIX_LENGTH]
         assert 4 <= delay <= 15 < length
         assert chunk[0, :delay] == pytest.approx(observation[PREFIX_ACTIONS][0, :delay])
-        stats = rig.sessions.live("s").status().stats
+        stats = rig.sessions.get_live("s").status().stats
         assert (stats["overlap"], stats["action_steps"], stats["ask_ahead"]) == ("rtc", 15, None)
         assert stats["latency_actions"]["p50"] > 5  # type: ignore[index]
         assert isinstance(stats["delay_actions"], int)
@@ -59,7 +59,7 @@ async def test_a_policy_that_takes_a_prefix_is_shown_the_plan_from_the_next_chun
 async def test_what_a_policy_cannot_do_is_refused_and_nothing_changes() -> None:
     async with rigged() as rig:
         await rig.running()
-        before, asked = rig.sessions.live("s").joining(), rig.sessions.live("s").new
+        before, asked = rig.sessions.get_live("s").describe_overlap(), rig.sessions.get_live("s").new
         for changes, place in (
             ({"overlap": "rtc"}, "overlap"),
             ({"action_steps": 21}, "action_steps"),
@@ -69,18 +69,22 @@ async def test_what_a_policy_cannot_do_is_refused_and_nothing_changes() -> None:
             with pytest.raises(InvalidRequest) as error:
                 await rig.sessions.adjust("s", changes)
             assert error.value.loc == ("body", place)
-        assert rig.sessions.live("s").joining() == before
-        assert rig.sessions.live("s").new == asked
+        assert rig.sessions.get_live("s").describe_overlap() == before
+        assert rig.sessions.get_live("s").new == asked
 
 
 async def test_a_coefficient_goes_with_its_ensemble() -> None:
     async with rigged() as rig:
         await rig.sessions.create(replace(NEW, temporal_ensemble_coeff=0.2))
-        session = rig.sessions.live("s")
+        session = rig.sessions.get_live("s")
         told = {"overlap": "ensemble", "temporal_ensemble_coeff": 0.2, "ask_ahead": None, "action_steps": 1}
-        assert session.joining() == told
+        assert session.describe_overlap() == told
         await session.adjust({"overlap": "average"})
-        assert session.joining() == told | {"overlap": "average", "temporal_ensemble_coeff": None, "action_steps": 20}
+        assert session.describe_overlap() == told | {
+            "overlap": "average",
+            "temporal_ensemble_coeff": None,
+            "action_steps": 20,
+        }
 
 
 async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: Path) -> None:
@@ -92,8 +96,8 @@ async def test_what_was_adjusted_is_there_after_a_kill_and_a_restart(tmp_path: P
             with pytest.raises(MoveRefused, match="restart it first"):
                 await second.sessions.adjust("arm", {"overlap": "replace"})
             await second.sessions.restart("arm")
-            assert second.sessions.live("arm").new.language_instruction == "wave"
-            assert second.sessions.live("arm").joining() == {
+            assert second.sessions.get_live("arm").new.language_instruction == "wave"
+            assert second.sessions.get_live("arm").describe_overlap() == {
                 "overlap": "conservative",
                 "temporal_ensemble_coeff": None,
                 "ask_ahead": None,

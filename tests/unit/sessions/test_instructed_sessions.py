@@ -10,7 +10,7 @@ from jaxmodels.types import TASK
 from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
 from service.inference.engine import Engine
-from service.inference.loaded_policy import LONGEST, select_features, task_input
+from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, select_features, task_input
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
@@ -62,7 +62,7 @@ async def test_what_the_policy_cannot_read_is_refused_and_the_robot_does_what_it
         before = len(policy.told)
         await until(lambda: len(policy.told) > before + 2)
         assert set(policy.told) == {(RED,)}
-        session = rig.sessions.live("s")
+        session = rig.sessions.get_live("s")
         assert (session.new.language_instruction, session.new.action_steps) == (RED, None)
         assert session.status().stats["errors"] == 0
 
@@ -91,7 +91,7 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
     engine = Engine(switch_interval=None, batch_sizes=(1, 4))
     loader = ScriptedLoader(lambda: policy)
     try:
-        async with engine.policy(loader, "policy", None, lambda word: None) as loaded:
+        async with engine.open_policy(loader, "policy", None, lambda word: None) as loaded:
             loaded.replicas[0].prepare(4, None)
 
             def seen(task: str) -> dict[str, np.ndarray]:
@@ -113,6 +113,6 @@ async def test_robots_with_different_instructions_are_inferred_for_together() ->
 def test_no_instruction_that_the_api_takes_is_cut() -> None:
     for model in (NewSessionRequest, AdjustRequest):
         limits = model.model_json_schema()["properties"]["language_instruction"]["anyOf"][0]
-        assert limits["maxLength"] == LONGEST
-    assert task_input("é" * LONGEST)[TASK].tolist() == ["é" * LONGEST]
+        assert limits["maxLength"] == MAX_INSTRUCTION_LENGTH
+    assert task_input("é" * MAX_INSTRUCTION_LENGTH)[TASK].tolist() == ["é" * MAX_INSTRUCTION_LENGTH]
     assert task_input(None) == {}

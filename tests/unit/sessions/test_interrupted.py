@@ -43,7 +43,7 @@ class Server:
             load=self.load,
             engine=Engine(switch_interval=None),
             settings=session_settings(Settings.from_values(**more)),
-            tell=lambda event, about: self.told.append(event),
+            publish=lambda event, about: self.told.append(event),
             records=records_in(folder),
         )
 
@@ -123,7 +123,7 @@ async def test_what_stopped_by_itself_is_written_down_too(server: Server) -> Non
     session = await server.sessions.create(NEW)
     server.transport.link.deliver_emergency_stop("the robot said so")
     assert session.is_latched
-    await server.sessions._ledger._records.written()
+    await server.sessions._journal._records.flush()
     async with after_a_kill(server) as after:
         assert after.sessions.get("arm").latch == session.latch == "the robot said so (from robot)"
 
@@ -233,9 +233,9 @@ async def test_interrupted_ones_take_no_place_of_those_that_run_but_are_not_kept
 
 async def test_what_a_newer_version_asked_for_is_kept_and_not_guessed(server: Server) -> None:
     await server.sessions.create(NEW)
-    text = server.sessions._ledger._kept["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
-    server.sessions._ledger._records._note("sessions", "arm", (text,))
-    await server.sessions._ledger._records.written()
+    text = server.sessions._journal._writers["arm"].record.as_json().replace('"dry_run"', '"max_torque": 3, "dry_run"')
+    server.sessions._journal._records._note("sessions", "arm", (text,))
+    await server.sessions._journal._records.flush()
     async with after_a_kill(server) as after:
         assert after.stages() == {"arm": "interrupted"}
         with pytest.raises(MoveRefused, match=r"newer robojax, .*\(max_torque\)"):
@@ -283,10 +283,10 @@ async def test_the_emergency_stop_for_all_latches_interrupted_ones(server: Serve
 async def test_the_latch_of_a_session_that_is_gone_can_be_taken_off_by_whom_it_belonged_to(server: Server) -> None:
     await server.sessions.create(replace(NEW, owner="ada"))
     await server.sessions.emergency_stop("smoke")
-    assert not await server.sessions.forget_latch("arm", lambda owner: True)
+    assert not await server.sessions.clear_latch("arm", lambda owner: True)
     await server.sessions.delete("arm")
-    assert not await server.sessions.forget_latch("arm", lambda owner: owner == "bob")
-    assert await server.sessions.forget_latch("arm", lambda owner: owner == "ada")
+    assert not await server.sessions.clear_latch("arm", lambda owner: owner == "bob")
+    assert await server.sessions.clear_latch("arm", lambda owner: owner == "ada")
     async with after_a_kill(server) as after:
         assert (await after.sessions.create(NEW)).latch is None
 
@@ -325,7 +325,7 @@ async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server:
     server.transport.leaving = left = asyncio.Event()
     deleting = asyncio.create_task(server.sessions.delete("arm"))
     await asyncio.sleep(0)
-    await server.sessions._ledger._records.written()
+    await server.sessions._journal._records.flush()
     async with after_a_kill(server) as after:
         assert after.stages() == {}
         assert len(after.transport.existing) == 3

@@ -41,9 +41,9 @@ async def servers() -> AsyncIterator[Servers]:
 
 
 async def test_nothing_is_written_down_of_one_that_nobody_was_promised(servers: Servers) -> None:
-    assert servers.here.record_of("arm") is None
+    assert servers.here.get_record("arm") is None
     await servers.here.create(NEW)
-    record = servers.here.record_of("arm")
+    record = servers.here.get_record("arm")
     assert record is not None
     assert record.is_ready
     assert from_json(record.as_json()) == record
@@ -53,22 +53,22 @@ async def test_one_that_is_given_up_is_held_and_its_rooms_stay(servers: Servers)
     await servers.here.create(NEW)
     await servers.here.start("arm")
     rooms = set(servers.transport.existing)
-    await servers.here.give_up("arm")
+    await servers.here.hand_over("arm")
     assert servers.here.list() == []
     assert servers.transport.links[0].is_closed
     assert servers.transport.existing == rooms != set()
-    assert servers.here.record_of("arm") is None
-    await servers.here.give_up("arm")
+    assert servers.here.get_record("arm") is None
+    await servers.here.hand_over("arm")
 
 
 async def test_one_that_is_taken_in_moves_nothing_before_it_is_restarted_and_then_has_its_rooms(
     servers: Servers,
 ) -> None:
     await servers.here.create(NEW)
-    record = servers.here.record_of("arm")
+    record = servers.here.get_record("arm")
     assert record is not None
-    await servers.here.give_up("arm")
-    session = await servers.there.take_in(record, None)
+    await servers.here.hand_over("arm")
+    session = await servers.there.adopt(record, None)
     assert (str(session.stage), session.new.owner) == ("interrupted", "alice")
     with pytest.raises(MoveRefused):
         await servers.there.start("arm")
@@ -81,10 +81,10 @@ async def test_one_that_is_taken_in_moves_nothing_before_it_is_restarted_and_the
 async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> None:
     await servers.here.create(NEW)
     await servers.here.emergency_stop("a hand")
-    record = servers.here.record_of("arm")
+    record = servers.here.get_record("arm")
     assert record is not None
-    await servers.here.give_up("arm")
-    session = await servers.there.take_in(record, "a hand")
+    await servers.here.hand_over("arm")
+    session = await servers.there.adopt(record, "a hand")
     assert session.latch == "a hand"
     with pytest.raises(MoveRefused):
         await servers.there.restart("arm")
@@ -99,17 +99,17 @@ async def test_the_latch_of_an_emergency_stop_comes_along(servers: Servers) -> N
 async def test_one_whose_id_is_there_is_not_taken_in(servers: Servers) -> None:
     await servers.here.create(NEW)
     await servers.there.create(replace(NEW, owner="bob"))
-    record = servers.here.record_of("arm")
+    record = servers.here.get_record("arm")
     assert record is not None
     with pytest.raises(SessionExists):
-        await servers.there.take_in(record, None)
+        await servers.there.adopt(record, None)
 
 
 async def test_an_interrupted_one_can_be_given_up_too(servers: Servers) -> None:
     await servers.here.create(NEW)
-    record = servers.here.record_of("arm")
+    record = servers.here.get_record("arm")
     assert record is not None
-    await servers.there.take_in(record, None)
-    await servers.there.give_up("arm")
+    await servers.there.adopt(record, None)
+    await servers.there.hand_over("arm")
     assert servers.there.list() == []
     assert servers.transport.existing != set()

@@ -36,7 +36,7 @@ def test_what_is_no_record_is_refused(text: str) -> None:
 async def test_the_file_is_its_owners_and_says_which_schema_it_has(tmp_path: Path) -> None:
     records = records_in(tmp_path)
     records.put(SessionRecord(NEW))
-    await records.written()
+    await records.flush()
     file = tmp_path / "sessions.sqlite3"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with sqlite3.connect(file) as reader:
@@ -58,10 +58,10 @@ async def test_a_row_that_cannot_be_read_is_left_where_it_is(tmp_path: Path, cap
     records = records_in(tmp_path)
     records.put(SessionRecord(NEW))
     records._note("sessions", "broken", ("{",))
-    await records.written()
+    await records.flush()
     await records.close()
     again = records_in(tmp_path)
-    assert [record.new for record in again.found] == [NEW]
+    assert [record.new for record in again.interrupted] == [NEW]
     assert "session broken is not listed" in caplog.text
     await again.close()
 
@@ -79,7 +79,7 @@ async def test_what_many_ask_for_at_once_is_few_transactions(tmp_path: Path) -> 
 
     async def one(number: int) -> None:
         records.put(SessionRecord(NewSession(f"s{number}", "p", "memory://", workspace_id="w")))
-        await records.written()
+        await records.flush()
 
     await asyncio.gather(*(one(number) for number in range(100)))
     assert sum(written) >= 100
@@ -117,13 +117,13 @@ async def test_a_disk_that_takes_nothing_stops_no_stop_and_refuses_creation(tmp_
     await server.sessions.stop("arm")
     await server.sessions.emergency_stop("smoke")
     assert server.stages() == {"arm": "stopped"}
-    assert "lost if the server is killed" in server.sessions.caveat()["warning"]
+    assert "lost if the server is killed" in server.sessions.get_warning()["warning"]
     assert caplog.text.count("is not written down") == 1
     # It is tried again by itself, and nothing of it is lost.
     (tmp_path / "away").rename(file)
-    server.sessions._ledger._records._more.set()
-    await server.sessions._ledger._records.written()
-    assert server.sessions.caveat() == {}
+    server.sessions._journal._records._has_pending.set()
+    await server.sessions._journal._records.flush()
+    assert server.sessions.get_warning() == {}
     async with after_a_kill(server) as after:
         assert after.stages() == {"arm": "interrupted"}
         assert after.sessions.get("arm").latch == "smoke"
@@ -136,23 +136,23 @@ async def test_a_disk_that_does_not_answer_delays_no_stop_and_answers_are_given_
     server = Store(tmp_path)
     await server.sessions.create(NEW)
     await server.sessions.start("arm")
-    monkeypatch.setattr("service.sessions.journal.PATIENCE", 0.05)
+    monkeypatch.setattr("service.sessions.journal.WRITE_TIMEOUT", 0.05)
     answers = asyncio.Event()
-    run = server.sessions._ledger._records._database.run  # type: ignore[union-attr]
+    run = server.sessions._journal._records._database.run  # type: ignore[union-attr]
 
     async def late(*arguments):
         await answers.wait()
         await run(*arguments)
 
-    server.sessions._ledger._records._database.run = late  # type: ignore[union-attr, method-assign]
+    server.sessions._journal._records._database.run = late  # type: ignore[union-attr, method-assign]
     stopping = asyncio.create_task(server.sessions.stop("arm"))
     await asyncio.sleep(0)
     assert server.stages() == {"arm": "stopped"}
     await stopping
-    assert "has not answered for 0.05 s" in server.sessions.caveat()["warning"]
+    assert "has not answered for 0.05 s" in server.sessions.get_warning()["warning"]
     answers.set()
-    await server.sessions._ledger._records.written()
-    assert server.sessions.caveat() == {}
+    await server.sessions._journal._records.flush()
+    assert server.sessions.get_warning() == {}
     await server.sessions.close()
 
 
@@ -165,7 +165,7 @@ async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_
         await server.sessions.start(f"s{number}")
     await until(lambda: all(len(link.sent) > 2 for link in server.transport.links), within=30)
     never = asyncio.Event()
-    server.sessions._ledger._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
+    server.sessions._journal._records._database.run = lambda *arguments: never.wait()  # type: ignore[union-attr, assignment]
     began, held = time.monotonic(), dict.fromkeys(JOINTS, 5.0)
     ending = asyncio.create_task(server.sessions.close())
     await until(lambda: all(link.sent[-1].values == held for link in server.transport.links), within=30)
@@ -177,10 +177,10 @@ async def test_a_disk_that_does_not_answer_delays_neither_holds_nor_the_end(tmp_
 
 
 async def test_latches_are_not_kept_without_end(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("service.sessions.records.LATCHES", 2)
+    monkeypatch.setattr("service.sessions.records.MAX_LATCHES", 2)
     records = records_in(tmp_path)
     for id in "abc":
-        records.latch(id, Latch("x", None))
+        records.set_latch(id, Latch("x", None))
     assert set(records.latches) == {"b", "c"}
     assert "emergency stop of session a is forgotten" in caplog.text
     await records.close()

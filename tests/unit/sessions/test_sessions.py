@@ -27,7 +27,7 @@ from service.errors import (
     UnknownSession,
 )
 from service.http.config import LimitSettings
-from service.sessions.compatibility import misfits
+from service.sessions.compatibility import find_mismatches
 from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
@@ -99,7 +99,7 @@ async def test_a_started_session_drives_the_robot_with_wire_names(rig: Rig) -> N
 
 async def test_the_status_is_json_with_finite_real_figures(rig: Rig) -> None:
     link = await rig.running()
-    session = rig.sessions.live("s")
+    session = rig.sessions.get_live("s")
     assert session.robot_io is not None
     control = session.robot_io.controller
     # None is under way, which one counts already and the other not yet.
@@ -178,7 +178,7 @@ async def test_a_deleted_session_holds_leaves_its_rooms_and_frees_its_id(rig: Ri
     assert link.is_closed
     assert rig.transport.existing == set()
     assert rig.sessions.list() == []
-    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+    assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
     assert (await rig.sessions.create(NEW)).stage is Stage.READY
 
 
@@ -242,14 +242,14 @@ async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(
     session = rig.sessions.get("s")
     assert session.stage is Stage.ERROR
     assert session.status().error_message is not None
-    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+    assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
 def test_a_client_without_rooms_sends_no_history() -> None:
     looks_back = replace(SO100_REQUIREMENTS, observation_steps=2)
-    assert misfits(looks_back, NEW) == []
+    assert find_mismatches(looks_back, NEW) == []
     assert "looks at 2 observations at once" in " ".join(
-        misfits(looks_back, replace(NEW, transport_server_url="direct"))
+        find_mismatches(looks_back, replace(NEW, transport_server_url="direct"))
     )
 
 
@@ -279,7 +279,7 @@ async def test_rooms_that_cannot_be_made_fail_the_create_and_leave_nothing(rig: 
     with pytest.raises(TransportError, match="nobody answers"):
         await rig.sessions.create(NEW)
     assert rig.sessions.get("s").status().error_message == "nobody answers at memory://"
-    assert rig.sessions.engine.facts()["policies_loaded"] == 0
+    assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
 
 
 async def test_of_many_creates_of_one_id_exactly_one_wins(rig: Rig) -> None:
@@ -330,7 +330,7 @@ async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str)
     assert rig.transport.existing == set()
     if rig.loader.gate is not None:
         rig.loader.gate.set()
-    await until(lambda: rig.sessions.engine.facts()["policies_loading"] == 0)
+    await until(lambda: rig.sessions.engine.get_stats()["policies_loading"] == 0)
 
 
 async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
@@ -395,7 +395,7 @@ async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig
     link = await rig.running()
     rig.robots.pop().cancel()
     sent = len(link.sent)
-    session = rig.sessions.live("s")
+    session = rig.sessions.get_live("s")
     await until(lambda: session.status().stats["hold_code"] == "camera_stale")
     assert "limit 300 ms" in str(session.status().stats["hold"])
     await until(lambda: held(link, -4) == kept(link, 4))
@@ -696,7 +696,7 @@ async def test_a_link_that_breaks_its_word_fails_its_session_only(rig: Rig) -> N
         raise OSError("/root/secret")
 
     link.send = broken  # type: ignore[method-assign]
-    await until(lambda: rig.sessions.get("s").is_over)
+    await until(lambda: rig.sessions.get("s").is_closed)
     status = rig.sessions.get("s").status()
     assert status.status == "error"
     assert "secret" not in str(status.error_message)
@@ -758,7 +758,7 @@ async def test_an_emergency_stop_clears_the_plan_even_while_an_inference_is_on_i
     await until(lambda: rig.policy.acted > acted)
     sent = len(link.sent)
     link.deliver_emergency_stop()
-    control = rig.sessions.live("s").robot_io.controller  # type: ignore[union-attr]
+    control = rig.sessions.get_live("s").robot_io.controller  # type: ignore[union-attr]
     await until(lambda: control.is_idle and not control.scheduler.in_flight)
     assert held(link, sent) == [POSE] * 4
     assert rig.sessions.get("s").queue()["queue_length"] == 0

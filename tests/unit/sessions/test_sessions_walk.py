@@ -224,9 +224,9 @@ class Walk(RuleBasedStateMachine):
     def sight(self, id: str, is_blind: bool) -> None:
         if id not in self.links:
             return
-        session = self.sessions.live(id)
+        session = self.sessions.get_live(id)
         move, reason = (Move.BLINDED, "it sees nothing") if is_blind else (Move.RECOVERED, None)
-        session._follow(ControlEvent(move, reason))
+        session._apply_event(ControlEvent(move, reason))
         seen = {("running", True): "degraded", ("degraded", False): "running"}
         self.stages[id] = seen.get((self.stages[id], is_blind), self.stages[id])
 
@@ -268,7 +268,7 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def what_does_not_go_falls_silent(self) -> None:
         for id, link in self.links.items():
-            robot_io = self.sessions.live(id).robot_io
+            robot_io = self.sessions.get_live(id).robot_io
             assert robot_io is not None
             if self.stages[id] not in GOING and robot_io.controller.is_idle:
                 sent = len(link.sent)

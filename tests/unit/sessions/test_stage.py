@@ -1,7 +1,7 @@
 import pytest
 
 from service.errors import MoveRefused
-from service.stage import ASKED, MOVES, Lifecycle, Move, Stage
+from service.stage import REQUESTABLE, TRANSITIONS, Lifecycle, Move, Stage
 
 
 def at(stage: Stage, *, is_loaded: bool = True) -> Lifecycle:
@@ -15,8 +15,8 @@ def at(stage: Stage, *, is_loaded: bool = True) -> Lifecycle:
 @pytest.mark.parametrize("move", Move)
 def test_every_move_goes_where_the_table_says_or_is_refused(stage: Stage, move: Move) -> None:
     life = at(stage)
-    if (stage, move) in MOVES:
-        assert life.move(move) is MOVES[stage, move]
+    if (stage, move) in TRANSITIONS:
+        assert life.move(move) is TRANSITIONS[stage, move]
     else:
         with pytest.raises(MoveRefused):
             life.move(move)
@@ -26,7 +26,7 @@ def test_every_move_goes_where_the_table_says_or_is_refused(stage: Stage, move: 
 @pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.DELETED])
 def test_anything_can_be_deleted_and_nothing_leads_back(stage: Stage) -> None:
     assert at(stage).move(Move.DELETE) is Stage.DELETED
-    assert {to for (where, _), to in MOVES.items() if where is Stage.DELETED} == {Stage.DELETED}
+    assert {to for (where, _), to in TRANSITIONS.items() if where is Stage.DELETED} == {Stage.DELETED}
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -93,6 +93,6 @@ def test_the_words_on_the_wire_are_those_of_the_contract() -> None:
 
 def test_every_stage_is_reachable_and_every_move_is_used() -> None:
     # A session begins in the one, and is found in the other after its process was killed.
-    assert set(Stage) - {Stage.INITIALIZING, Stage.INTERRUPTED} <= set(MOVES.values())
-    assert {move for _, move in MOVES} == set(Move)
-    assert set(ASKED) < set(Move)
+    assert set(Stage) - {Stage.INITIALIZING, Stage.INTERRUPTED} <= set(TRANSITIONS.values())
+    assert {move for _, move in TRANSITIONS} == set(Move)
+    assert set(REQUESTABLE) < set(Move)

@@ -67,7 +67,7 @@ def draw(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def batch(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Chunks, what is said of them (nothing, of every other one), noise, and a uniform number each."""
     chunk_key, noise_key, time_key, drop_key = jax.random.split(key, 4)
-    chunks, kind = draw(chunk_key, 128)
+    chunks, kind = draw(chunk_key, 64)
     kind = jnp.where(jax.random.bernoulli(drop_key, 0.5, kind.shape), NOBODY, kind)
     noise = jax.random.normal(noise_key, chunks.shape, jnp.float32)
     return chunks, words(kind), noise, jax.random.uniform(time_key, kind.shape, jnp.float32)

@@ -58,9 +58,9 @@ def cross_entropy(log_probabilities: jax.Array, tokens: jax.Array, weights: jax.
 def denoising_loss(model: Transformer2DModel, key: jax.Array) -> jax.Array:
     """Masked tokens are to be guessed, the others to be seen for what they are."""
     token_key, time_key, noise_key = jax.random.split(key, 3)
-    tokens = draw(token_key, 128)
-    times = jax.random.randint(time_key, (128,), 0, VQ.num_train_timesteps, jnp.int32)
-    noisy = VQ.add_noise(tokens, times, jax.random.gumbel(noise_key, (128, CLASSES, TOKENS), jnp.float32))
+    tokens = draw(token_key, 64)
+    times = jax.random.randint(time_key, (64,), 0, VQ.num_train_timesteps, jnp.int32)
+    noisy = VQ.add_noise(tokens, times, jax.random.gumbel(noise_key, (64, CLASSES, TOKENS), jnp.float32))
     prediction, is_masked = model(noisy, timestep=times).sample, noisy == VQ.mask
     return cross_entropy(prediction, tokens, is_masked) + 0.2 * cross_entropy(prediction, tokens, ~is_masked)
 
