@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmodels.layers.norm import Buffer, FrozenBatchNorm, GroupNorm
@@ -35,17 +36,49 @@ EXPANSION = 4  # of a bottleneck
 _init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
+def convolve(
+    x: Float[Array, "b h w c"], kernel: Float[Array, "k k c c2"], stride: int = 1, dilation: int = 1
+) -> Float[Array, "b h2 w2 c2"]:
+    """Convolve with a border of zeros that keeps the size, but for the stride, as torchvision's ResNets do.
+
+    XLA's fast convolutions for a CPU are for maps that are larger than the kernel. Others (the last stage over a small
+    image) take a loop that is a hundred times as slow, so that the product is taken over what each pixel looks at.
+    """
+    size = kernel.shape[0]
+    pad = dilation * (size // 2)
+    rows, columns = (-(-side // stride) for side in x.shape[1:3])
+    if min(rows, columns) < size and dilation == 1:
+        x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+        ends = stride * (rows - 1) + 1, stride * (columns - 1) + 1
+        looks = [x[:, i : i + ends[0] : stride, j : j + ends[1] : stride] for i in range(size) for j in range(size)]
+        return jnp.concatenate(looks, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        ((pad, pad), (pad, pad)),
+        rhs_dilation=(dilation, dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+class Convolution(nnx.Conv):
+    """Convolution by `convolve`, without a bias."""
+
+    def __call__(self, inputs: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        (stride, _), (dilation, _) = self.strides, self.kernel_dilation
+        return convolve(inputs, self.kernel[...], stride, dilation)
+
+
 def convolution(
     inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    pad = dilation * (size // 2)
-    return nnx.Conv(
+    return Convolution(
         inputs,
         outputs,
         (size, size),
-        strides=stride,
-        padding=((pad, pad), (pad, pad)),  # "SAME" would pad strided convolutions unlike PyTorch
-        kernel_dilation=dilation,
+        strides=(stride, stride),
+        kernel_dilation=(dilation, dilation),
         use_bias=False,
         kernel_init=_init,
         rngs=rngs,

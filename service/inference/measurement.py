@@ -50,15 +50,16 @@ class Verdict:
 
 def make_observation(requirements: Requirements, seed: int = 0) -> dict[str, np.ndarray]:
     """Make an observation that the policy accepts: noise in the images, zeros elsewhere; batch of 1."""
-    random = np.random.default_rng(seed)
+    random, steps = np.random.default_rng(seed), requirements.observation_steps
+    leading = (1,) if steps == 1 else (1, steps)
     found: dict[str, np.ndarray] = {
-        f"observation.images.{camera}": random.integers(0, 256, (1, height, width, 3), np.uint8)
+        f"observation.images.{camera}": random.integers(0, 256, (*leading, height, width, 3), np.uint8)
         for camera, (height, width) in requirements.cameras.items()
     }
     if requirements.state is not None:
-        found["observation.state"] = np.zeros((1, requirements.state), np.float32)
+        found["observation.state"] = np.zeros((*leading, requirements.state), np.float32)
     if requirements.environment_state is not None:
-        found["observation.environment_state"] = np.zeros((1, requirements.environment_state), np.float32)
+        found["observation.environment_state"] = np.zeros((*leading, requirements.environment_state), np.float32)
     return found | (task_input("go") if requirements.language else {})
 
 

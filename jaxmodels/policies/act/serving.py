@@ -171,16 +171,7 @@ class Serving:
         kernel, bias = self._weights[f"{name}.kernel"], self._weights[f"{name}.bias"]
         if kernel.ndim == 3:  # prepared for Winograd
             return vision.convolve_winograd(x, kernel) + bias
-        pad = dilation * (kernel.shape[0] // 2)
-        out = lax.conv_general_dilated(
-            x,
-            kernel,
-            (stride, stride),
-            ((pad, pad), (pad, pad)),
-            rhs_dilation=(dilation, dilation),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-        return out + bias
+        return vision.convolve(x, kernel, stride, dilation) + bias
 
 
 def act(config: ActConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
