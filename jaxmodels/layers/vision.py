@@ -62,27 +62,15 @@ def convolve(
     )
 
 
-class Convolution(nnx.Conv):
+class Convolution(nnx.Module):
     """Convolution by `convolve`, without a bias."""
 
-    def __call__(self, inputs: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
-        (stride, _), (dilation, _) = self.strides, self.kernel_dilation
-        return convolve(inputs, self.kernel[...], stride, dilation)
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs):
+        self.stride, self.dilation = stride, dilation
+        self.kernel = nnx.Param(_init(rngs.params(), (size, size, inputs, outputs), jnp.float32))
 
-
-def convolution(
-    inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1, *, rngs: nnx.Rngs
-) -> nnx.Conv:
-    return Convolution(
-        inputs,
-        outputs,
-        (size, size),
-        strides=(stride, stride),
-        kernel_dilation=(dilation, dilation),
-        use_bias=False,
-        kernel_init=_init,
-        rngs=rngs,
-    )
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        return convolve(x, self.kernel[...], self.stride, self.dilation)
 
 
 class BlockPlan(NamedTuple):
@@ -138,14 +126,14 @@ class Block(nnx.Module):
         widths = [inputs for inputs, *_ in plan.convolutions[1:]] + [plan.outputs]
         self.convolutions = nnx.List(
             [
-                convolution(inputs, outputs, size, stride, dilation, rngs=rngs)
+                Convolution(inputs, outputs, size, stride, dilation, rngs=rngs)
                 for (inputs, size, stride, dilation), outputs in zip(plan.convolutions, widths, strict=True)
             ]
         )
         self.norms = nnx.List([norm(width) for width in widths])
         self.projects = plan.projects
         if plan.projects:
-            self.skip = convolution(plan.inputs, plan.outputs, 1, plan.stride, rngs=rngs)
+            self.skip = Convolution(plan.inputs, plan.outputs, 1, plan.stride, rngs=rngs)
             self.skip_norm = norm(plan.outputs)
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
@@ -175,7 +163,7 @@ class ResNet(nnx.Module):
     """
 
     def __init__(self, name: str, *, dilate_last: bool = False, norm: Norm = FrozenBatchNorm, rngs: nnx.Rngs):
-        self.stem = convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
+        self.stem = Convolution(3, STAGE_WIDTHS[0], 7, 2, rngs=rngs)
         self.stem_norm = norm(STAGE_WIDTHS[0])
         plans = list(plan_blocks(name, dilate_last))
         self.stages = nnx.List(

@@ -24,7 +24,7 @@ async def main(sent, refused):
         status, told = await server.create(**sent)
         assert status == 200, told
         sessions = server.app.ctx.sessions
-        record = from_json(sessions.record_of("arm").as_json())
+        record = from_json(sessions.get_record("arm").as_json())
         assert {name: getattr(record.new, name) for name in sent} == sent
         assert record.new == sessions.get("arm").new and not record.is_newer
         _, document = await server.call("GET", "/openapi-full.json")
