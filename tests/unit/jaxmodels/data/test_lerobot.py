@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmodels.data import Loader, open_dataset
-from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, STATE, TASKS, level, policy, spans
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
+from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, STATE, TASKS, level, policy, spans
 
 pytestmark = pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
 # Levels of 255. Between two decoders of the same video: how colours are made of luma and chroma is rounded differently.

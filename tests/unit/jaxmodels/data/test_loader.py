@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxmodels.data import Loader, open_dataset, frames as frame_cache
+from jaxmodels.data import Loader, open_dataset
+from jaxmodels.data import frames as frame_cache
 from jaxmodels.errors import DatasetError
 from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, ROWS, STATE, level, policy, write_video
 

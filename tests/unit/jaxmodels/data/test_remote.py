@@ -9,8 +9,8 @@ import pytest
 from jaxmodels import hub
 from jaxmodels.data import open_dataset
 from jaxmodels.errors import HubError
-from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT
 from tests.testing.stub_hub import StubHub
+from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT
 
 
 @pytest.fixture
