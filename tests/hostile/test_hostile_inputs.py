@@ -177,7 +177,7 @@ def filled(where: str, what: str) -> Callable[[int], str]:
 
 
 def read_url(url: str) -> None:
-    session_request._url(url)
+    session_request._validate_url(url)
     address.Address.parse(url)
 
 
