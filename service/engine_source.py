@@ -177,7 +177,7 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
     """
     settings = app.ctx.settings
     policies = settings.policies
-    options = host_options(settings.hosts, policies, settings.cluster.engine)
+    options = host_options(settings.hosts, policies)
     if settings.cluster.engine != "here":
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:

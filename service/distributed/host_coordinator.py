@@ -58,7 +58,7 @@ class HostOptions:
     policy_bytes: int | None = None
 
 
-def host_options(hosts: HostSettings, policies: PolicySettings, engine: str) -> HostOptions | None:
+def host_options(hosts: HostSettings, policies: PolicySettings) -> HostOptions | None:
     """Read the options of a host group from the settings; None where this server is alone.
 
     Raises:
@@ -66,8 +66,6 @@ def host_options(hosts: HostSettings, policies: PolicySettings, engine: str) -> 
     """
     if hosts.hosts_count == 1:
         return None
-    if engine != "here":
-        raise SettingsError(f"hosts_count: found {hosts.hosts_count} with engine {engine}; wanted one of the two")
     host, port = read_address("hosts_address", hosts.hosts_address)
     if host in ANYWHERE and hosts.hosts_coordinator is None:
         raise SettingsError(f"hosts_address: found {hosts.hosts_address}; wanted an address that other hosts reach")

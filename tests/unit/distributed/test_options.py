@@ -25,7 +25,7 @@ def settings(secret: Path, **more: Any) -> Settings:
 
 
 def options_of(settings: Settings) -> HostOptions | None:
-    return host_options(settings.hosts, settings.policies, settings.cluster.engine)
+    return host_options(settings.hosts, settings.policies)
 
 
 def test_one_host_needs_nothing() -> None:
@@ -54,7 +54,6 @@ def test_addresses_may_be_of_the_new_kind() -> None:
         ({"hosts_coordinator": "here"}, "hosts_coordinator: found 'here'"),
         ({"hosts_secret_file": None}, "hosts_secret_file: found none"),
         ({"hosts_secret_file": "/no/such/file"}, "cannot be read"),
-        ({"engine": "ray-auto"}, "wanted one of the two"),
     ],
 )
 def test_what_is_missing_is_said(secret: Path, more: dict[str, Any], said: str) -> None:
