@@ -100,6 +100,8 @@ def _typed(name: str, declared: Any, value: Any) -> Any:
 
 SMALL_CNN = "small_cnn"
 BACKBONES = (*RESNETS, SMALL_CNN)
+# Fields of every LeRobot policy that neither a program nor its weights depend on.
+LEROBOT_INDIFFERENT = ("device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license")
 
 
 class PolicyConfig:

@@ -15,19 +15,13 @@ from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
 from jaxmodels.layers.norm import EPSILON, standardize
 from jaxmodels.layers.vision import RESNETS, SmallCnn, max_pool, plan_blocks
 from jaxmodels.policies.act.config import ActConfig
+from jaxmodels.policies.config import LEROBOT_INDIFFERENT
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
 # Fields that neither a program nor its weights depend on.
 INDIFFERENT = (
-    "device",
-    "use_amp",
-    "use_peft",
-    "push_to_hub",
-    "repo_id",
-    "private",
-    "tags",
-    "license",
+    *LEROBOT_INDIFFERENT,
     "pretrained_path",
     "normalization_mapping",
     "pretrained_backbone_weights",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.policies.config import PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     LAYERS_WRITTEN_OUT,
@@ -54,14 +54,7 @@ class DiffusionConfig(PolicyConfig):
     noise_seed: ClassVar[int] = 0
     # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
-        "device",
-        "use_amp",
-        "use_peft",
-        "push_to_hub",
-        "repo_id",
-        "private",
-        "tags",
-        "license",
+        *LEROBOT_INDIFFERENT,
         "pretrained_",
         "normalization_mapping",
         "drop_n_last_frames",

@@ -15,13 +15,13 @@ def compute_sizes(
     looks, steps = config.frames, config.n_obs_steps
     eye = measure_backbone(config.vision_backbone) if looks else None
     unet, unet_operations, widest = _unet(config)
-    parameters, operations, seen = unet, config.steps * unet_operations, 0
+    parameters, operations, encoding = unet, config.steps * unet_operations, 0
     if eye is not None:
         separate = len(looks) if config.use_separate_rgb_encoder_per_camera else 1
         parameters += separate * _image_encoder(config, eye)
         operations += steps * len(looks) * eye.operations(config.encoder_size)
         together = batch * steps * (1 if config.use_separate_rgb_encoder_per_camera else len(looks))
-        seen = eye.activations(config.encoder_size, together)
+        encoding = eye.activations(config.encoder_size, together)
     arrived = batch * steps * count_resize_numbers(frames or looks, looks)
     return Sizes(
         parameters=parameters,
@@ -29,7 +29,7 @@ def compute_sizes(
         layers=2 * len(config.down_dims) + 2,
         pixels=steps * sum(height * width for height, width in looks),
         tokens=config.horizon,
-        activations=arrived + max(seen, batch * widest),
+        activations=arrived + max(encoding, batch * widest) + _step_tables(config),
         operations=batch * operations,
     )
 
@@ -41,6 +41,13 @@ def _image_encoder(config: DiffusionConfig, eye: Backbone) -> int:
     norms = 2 * channels if config.use_group_norm else 0
     keypoints = count_linear(eye.width, count) + 2 * rows * columns + count_linear(2 * count, 2 * count)
     return eye.parameters - norms + keypoints
+
+
+def _step_tables(config: DiffusionConfig) -> int:
+    """Numbers of what each step of the sampler contributes, for all steps at once, and of its noise."""
+    width, scales = config.diffusion_step_embed_dim, 2 if config.use_film_scale_modulation else 1
+    films = scales * sum(outputs for _, outputs, _ in _blocks(config))
+    return config.steps * (films + 6 * width) + config.noise_steps * config.horizon * config.action.shape[0]
 
 
 def _unet(config: DiffusionConfig) -> tuple[int, int, int]:

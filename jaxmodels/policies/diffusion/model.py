@@ -73,8 +73,8 @@ class TimeConvolution(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t c"]) -> Float[Array, "b t2 d"]:
         size, inputs, outputs = self.kernel.shape
-        seen = shift_time(x, size, self.stride)
-        return seen @ self.kernel[...].reshape(size * inputs, outputs) + self.bias[...]
+        windows = shift_time(x, size, self.stride)
+        return windows @ self.kernel[...].reshape(size * inputs, outputs) + self.bias[...]
 
 
 class Upsample(nnx.Module):
@@ -191,13 +191,13 @@ class UNet(nnx.Module):
         angle = timesteps[:, None].astype(jnp.float32) * frequencies
         waves = jnp.concatenate((jnp.sin(angle), jnp.cos(angle)), axis=-1).astype(condition.dtype)
         steps = jax.nn.mish(self.step_down(jax.nn.mish(self.step_up(waves))))
-        seen, width = jax.nn.mish(condition), self.step_width
+        activated, width = jax.nn.mish(condition), self.step_width
         of_steps, of_condition = [], []
         for block in self.blocks:
             kernel, bias = block.film.kernel[...], block.film.bias
             assert bias is not None
             of_steps.append(steps @ kernel[:width] + bias[...])
-            of_condition.append(seen @ kernel[width:])
+            of_condition.append(activated @ kernel[width:])
         return of_steps, of_condition
 
     def __call__(self, x: Float[Array, "b t a"], films: list[Float[Array, "b _"]]) -> Float[Array, "b t a"]:

@@ -48,5 +48,5 @@ def _predict(
 ) -> Float[Array, "b t a"]:
     """What the U-Net answers to a noisy chunk at the step of ``of_step``."""
     del t  # is in of_step
-    films = [step + seen for step, seen in zip(of_step, of_condition, strict=True)]
+    films = [step + condition for step, condition in zip(of_step, of_condition, strict=True)]
     return unet(x.astype(films[0].dtype), films)

@@ -80,6 +80,13 @@ def test_its_parameters_are_counted_exactly_before_it_is_built(name: str, change
     assert {entry.theirs for entry in POLICY.tensors(plan.shapes)} >= {"diffusion.unet.final_conv.1.weight"}
 
 
+def test_what_a_sampler_of_many_steps_keeps_is_counted_before_it_is_computed() -> None:
+    """For each step the FiLM of every block, and DDPM's noise: a config may ask for any number of steps."""
+    few, many = (POLICY.sizes(read(num_train_timesteps=steps, num_inference_steps=None)) for steps in (100, 100_000))
+    each = 2 * (4 * 32 + 4 * 64) + 6 * 32 + 16 * 6
+    assert many.activations - few.activations == pytest.approx(99_900 * each, rel=0.2)
+
+
 @pytest.fixture(scope="module")
 def policy(golden_folder) -> jaxmodels.Policy:
     return jaxmodels.load_policy(golden_folder("diffusion_env_state_ddim"))
