@@ -10,7 +10,7 @@ import signal
 import time
 from collections import deque
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap, takewhile
 from pathlib import Path
 
 import service.app
@@ -35,10 +35,9 @@ def block(file: Path) -> None:
     if how == "sleep":
         time.sleep(float(seconds))
         return
-    began = time.monotonic()
-    deque(repeat(None, 1_000_000), maxlen=0)
-    rate = 1_000_000 / (time.monotonic() - began)
-    deque(repeat(None, int(rate * float(seconds))), maxlen=0)
+    # By the clock and all in C, where nobody else gets the interpreter's lock: counted loops, as long as a busy machine
+    # had made their first million, once lasted less than a robot's patience.
+    deque(takewhile((time.monotonic() + float(seconds)).__gt__, starmap(time.monotonic, repeat(()))), maxlen=0)
 
 
 if __name__ == "__main__":

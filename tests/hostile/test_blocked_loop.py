@@ -120,7 +120,6 @@ async def test_a_blocked_loop_is_logged_with_its_place_and_counted_while_the_rob
     await arm.until(lambda session: is_moving(session) and "paused" in session["stats"]["holds"])
     after = await _figures(place.server.url)
     assert after["loop_blocked_total"] >= before["loop_blocked_total"] + 1
-    # In C as long as the machine makes it: it counts.
     assert after["loop_blocked_seconds_total"] - before["loop_blocked_seconds_total"] >= 0.5 * BLOCK
     assert arm.session["stats"]["holds"]["paused"] == 1
 
