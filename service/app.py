@@ -171,14 +171,14 @@ def create_app(
         source=source,
         shared=shared,
         transport=TransportByUrl(context.doors.direct, transport or create_rooms_transport(app, destinations)),
-        load=context.places.guard_loader(webhooks.identified(load or source.load)),
+        load=context.places.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
         admit=RequestRules(context.places, destinations).check,
         records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
-    for blueprint in webhooks.blueprints():
+    for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     if load is None and settings.cluster.engine == "here":
         import_jax_early(app)

@@ -77,7 +77,7 @@ def register_lifespan(
                 load=load,
                 engine=engine,
                 settings=of_sessions,
-                publish=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
+                publish=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
                 check_request=shared.wrap_admit(source.wrap_admit(admit)),
                 records=opened.enter_context(records()),
             )
@@ -88,12 +88,12 @@ def register_lifespan(
                 answer_deadline=settings.limits.answer_deadline,
                 has_running_robot=app.ctx.sessions.has_running_robot,
             )
-            await opened.enter_async_context(webhooks.telling())
+            await opened.enter_async_context(webhooks.open_publishing())
             # Closed in the opposite order: no update begins any more while the sessions end.
             opened.push_async_callback(app.ctx.recordings.close)
             opened.push_async_callback(app.ctx.sessions.close)
             opened.push_async_callback(app.ctx.models.close)
-            app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))
+            app.ctx.updates = await opened.enter_async_context(webhooks.open_updates(app.ctx.sessions))
             # The server answers when they are there: one that cannot be loaded stops the start.
             for name, (path, revision) in settings.models.models.items():
                 await app.ctx.models.load(name, path, revision, load_model)

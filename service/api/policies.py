@@ -66,7 +66,7 @@ async def rollback_session_policy(request: Request, session_id: str) -> HTTPResp
 
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or taken back; they are not deployed again by themselves."""
-    return json_response(request.app.ctx.updates.quarantine())
+    return json_response(request.app.ctx.updates.list_quarantine())
 
 
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:

@@ -15,7 +15,7 @@ def ignore(stage: str) -> None:
 
 
 def limited(hub: StubHub, cache: Path, **limits) -> HubSource:
-    return HubSource(hub.url, cache=cache, limits=replace(HubLimits(kept_free=0), **limits))
+    return HubSource(hub.url, cache=cache, limits=replace(HubLimits(min_free_bytes=0), **limits))
 
 
 async def test_heads_are_those_of_branches_tags_commits_and_the_highest_of_a_pattern(
