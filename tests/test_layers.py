@@ -44,7 +44,8 @@ LAYERS = {
     ),
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"
-        " < memory < checkpoints < text < transformer2d data < policies < program < observations < policy < training"
+        " < memory < checkpoints < text < transformer2d vlm data < policies < program < observations < policy"
+        " < training"
     ),
     "robojax": "client < robot < sim < cli",
 }

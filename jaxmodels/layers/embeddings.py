@@ -76,6 +76,20 @@ def time_frequencies(width: int, shift: int) -> Float[np.ndarray, " d2"]:
     return frequency
 
 
+def flow_time_sinusoid(
+    times: Float[np.ndarray, " n"], width: int, min_period: float, max_period: float
+) -> Float[np.ndarray, "n {width}"]:
+    """Embeddings of times in [0, 1]: sines in the first half of the channels, cosines in the second.
+
+    In float64: with a period of 0.004 angles reach 1570, where float32 would cost 1e-4.
+
+    Source: lerobot/policies/common/vla_utils.py, create_sinusoidal_pos_embedding; openpi's posemb_sincos.
+    """
+    period = min_period * (max_period / min_period) ** np.linspace(0.0, 1.0, width // 2)
+    angle = times[:, None].astype(np.float64) * (1.0 / period * 2 * np.pi)
+    return np.concatenate((np.sin(angle), np.cos(angle)), axis=-1).astype(np.float32)
+
+
 def patch_positions(rows: int, columns: int, base: int, scale: float, width: int) -> Float[Array, "n d"]:
     """Fixed embeddings of a grid of patches, row by row: the column in the first half of the channels, the row in the
     second; each half is sines, then cosines.

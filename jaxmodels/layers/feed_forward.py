@@ -149,6 +149,24 @@ class FeedForward(nnx.Module):
         return lax.map(self._forward, parts).reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)
 
 
+class GatedFeedForward(nnx.Module):
+    """Feed-forward layer without biases whose hidden channels a second projection gates: ``down(f(gate(x)) up(x))``.
+
+    Source: https://arxiv.org/abs/2002.05202. Llama's with ``jax.nn.silu``, Gemma's with `tanh_gelu`.
+    """
+
+    def __init__(self, width: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs):
+        self.activation = activation
+        self.gate = nnx.Linear(width, hidden, use_bias=False, kernel_metadata=_UP, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, kernel_metadata=_UP, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, use_bias=False, kernel_metadata=_DOWN, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        gate, up = self.gate(x), self.up(x)
+        # In float32, as in `FeedForward`.
+        return self.down((self.activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype))
+
+
 # Logical axes, for those who spread a model over devices (jaxmodels/devices.py).
 _UP, _UP_BIAS = {"axes": ("embed", "mlp")}, {"axes": ("mlp",)}
 _DOWN, _DOWN_BIAS = {"axes": ("mlp", "embed")}, {"axes": ("embed",)}

@@ -1,5 +1,7 @@
 """Normalization layers with PyTorch's constants and order of operations."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -22,6 +24,12 @@ def standardize(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     return centred * lax.rsqrt(jnp.square(centred).mean(axis=-1, keepdims=True) + epsilon)
+
+
+def divide_by_rms(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
+    """Divide each row by its root mean square, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
 
 
 class LayerNorm(nnx.Module):
@@ -52,6 +60,59 @@ class LayerNorm(nnx.Module):
         if self.scale is not None and self.bias is not None:
             normal = normal * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return normal if self.keeps_float32 else normal.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the width of each token, in float32: ``x / rms(x) * (offset + scale)``.
+
+    Source: https://arxiv.org/abs/1910.07467; Gemma's offset: transformers/models/gemma/modeling_gemma.py.
+
+    Args:
+        epsilon: added to the mean square.
+        offset: 0 as in Llama, 1 as in Gemma, whose files hold ``scale - 1``.
+    """
+
+    def __init__(self, width: int, *, epsilon: float = EPSILON, offset: float = 0.0):
+        self.epsilon = epsilon
+        self.offset = offset
+        self.scale = nnx.Param(jnp.full(width, 1.0 - offset), axes=("embed",))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        scale = self.offset + self.scale[...].astype(jnp.float32)
+        return (divide_by_rms(x, self.epsilon) * scale).astype(x.dtype)
+
+
+class Modulation(NamedTuple):
+    """What a condition makes of an adaptive norm and of the block behind it, each (..., d) float32.
+
+    Attributes:
+        scale: the norm's output is multiplied by 1 + scale.
+        shift: and this is added.
+        gate: of the block's output, before it is added to the residual.
+    """
+
+    scale: Float[Array, "... d"]
+    shift: Float[Array, "... d"]
+    gate: Float[Array, "... d"]
+
+
+class AdaptiveRMSNorm(nnx.Module):
+    """Root-mean-square normalisation that a condition scales and shifts, in float32; it also gives a gate.
+
+    Source: adaRMS of pi0.5, lerobot/policies/pi_gemma.py.
+    """
+
+    def __init__(self, width: int, condition: int, *, epsilon: float = EPSILON, rngs: nnx.Rngs):
+        self.epsilon = epsilon
+        self.dense = nnx.Linear(condition, 3 * width, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
+
+    def modulate(self, condition: Float[Array, "... c"]) -> Modulation:
+        """The modulation of a condition: for a sampler, of all its steps at once."""
+        return Modulation(*jnp.split(self.dense(condition).astype(jnp.float32), 3, axis=-1))
+
+    def __call__(self, x: Float[Array, "b n d"], modulation: Modulation) -> Float[Array, "b n d"]:
+        """``modulation``: (d,), or (b, 1, d) for one of each member."""
+        return (divide_by_rms(x, self.epsilon) * (1 + modulation.scale) + modulation.shift).astype(x.dtype)
 
 
 class GroupNorm(nnx.Module):

@@ -1,0 +1,142 @@
+"""Grouped-query attention with rotary positions, over keys and values that may come from a cache; and its masks.
+
+Sources: https://arxiv.org/abs/2305.13245 (grouped queries), https://arxiv.org/abs/2104.09864 (rotary positions).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmodels.layers.attention_kernels import compute_exponents
+
+ROTARY_BASE = 10_000.0
+# Of scores that are left out. Not -inf: rows of padding that see nothing must not become NaN.
+LOWEST = float(np.finfo(np.float32).min)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles of rotary positions, (b, n, 1, k / 2) float32 each."""
+
+    cos: Float[Array, "b n 1 k2"]
+    sin: Float[Array, "b n 1 k2"]
+
+
+class KeyValues(NamedTuple):
+    """Keys (rotated already) and values of some tokens."""
+
+    key: Float[Array, "b m kv k"]
+    value: Float[Array, "b m kv k"]
+
+
+def compute_rotation(positions: Int[Array, "b n"], head_width: int, base: float = ROTARY_BASE) -> Rotation:
+    """Angles of each position, in float32: pair i of channels turns by ``position / base^(2 i / head_width)``."""
+    exponent = np.arange(head_width // 2, dtype=np.float32) * np.float32(2.0 / head_width)
+    timescale = np.power(np.float32(base), exponent)
+    angle = (positions[..., None].astype(jnp.float32) / timescale)[:, :, None]
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(x: Float[Array, "b n h k"], rotation: Rotation) -> Float[Array, "b n h k"]:
+    """Turn each pair of channels, one of the first half and one of the second, by its angle; in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rotation
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def count_positions(is_valid: Bool[Array, "b n"]) -> Int[Array, "b n"]:
+    """Position of each token among the valid ones; a masked one has that of the last valid one before it, or -1."""
+    return jnp.cumsum(is_valid, axis=1, dtype=jnp.int32) - 1
+
+
+def mask_blocks(is_valid: Bool[Array, "b n"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b n n"]:
+    """Which keys (last axis) each query may see: valid ones, of its own block or of one before it.
+
+    Args:
+        starts: where a new block starts. All false: everybody sees everybody; all true: causal.
+    """
+    block = np.cumsum(starts)
+    return jnp.asarray(block[None, :] <= block[:, None]) & is_valid[:, None, :] & is_valid[:, :, None]
+
+
+def mask_after_prefix(prefix: Bool[Array, "b m"], starts: Bool[np.ndarray, " n"]) -> Bool[Array, "b n m_n"]:
+    """What tokens behind a prefix may see: every valid token of it, and of their own as in `mask_blocks`."""
+    batch, count = prefix.shape[0], len(starts)
+    own = mask_blocks(jnp.ones((batch, count), bool), starts)
+    before = jnp.broadcast_to(prefix[:, None], (batch, count, prefix.shape[1]))
+    return jnp.concatenate((before, own), axis=-1)
+
+
+def append(cache: KeyValues, own: KeyValues) -> KeyValues:
+    """Keys and values of the cache, then the own ones."""
+    return KeyValues(jnp.concatenate((cache.key, own.key), axis=1), jnp.concatenate((cache.value, own.value), axis=1))
+
+
+def attend_grouped(
+    query: Float[Array, "b n h k"], seen: KeyValues, mask: Bool[Array, "b #n m"] | None = None
+) -> Float[Array, "b n h k"]:
+    """Softmax attention, in float32; query head h looks at head ``h // (h_total / kv)`` of keys and values.
+
+    Args:
+        mask: which keys a query sees; None for all. A query that sees none gets the mean of all values.
+    """
+    batch, length, heads, width = query.shape
+    groups = heads // seen.key.shape[2]
+    # All queries of one key head under each other: few large products instead of many small ones.
+    queries = rearrange(query, "b n (kv g) k -> b kv (n g) k", g=groups)
+    scores = jnp.einsum("bvqk,bmvk->bvqm", queries, seen.key, preferred_element_type=jnp.float32) * width**-0.5
+    if mask is not None:
+        each = jnp.broadcast_to(mask, (batch, length, mask.shape[2]))
+        scores = jnp.where(jnp.repeat(each, groups, axis=1)[:, None], scores, LOWEST)
+    powers, total = compute_exponents(scores)
+    mixed = jnp.einsum(
+        "bvqm,bmvk->bvqk", powers.astype(seen.value.dtype), seen.value, preferred_element_type=jnp.float32
+    )
+    return rearrange((mixed / total).astype(query.dtype), "b kv (n g) k -> b n (kv g) k", g=groups)
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Grouped-query attention without biases, in parts: a caller decides what is kept and what is seen.
+
+    Args:
+        width: of the tokens that queries are made of, and of what comes out.
+        heads: of queries.
+        kv_heads: of keys and values, a divisor of `heads`.
+        context_width: of the tokens that keys and values are made of; `width` when None.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_width: int,
+        *,
+        context_width: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        context = context_width or width
+        self.heads, self.kv_heads = heads, kv_heads
+        self.query = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
+        self.key = nnx.Linear(context, kv_heads * head_width, use_bias=False, rngs=rngs)
+        self.value = nnx.Linear(context, kv_heads * head_width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(heads * head_width, width, use_bias=False, rngs=rngs)
+
+    def project_query(self, x: Float[Array, "b n d"], rotation: Rotation) -> Float[Array, "b n h k"]:
+        return rotate(rearrange(self.query(x), "b n (h k) -> b n h k", h=self.heads), rotation)
+
+    def project_keys(self, x: Float[Array, "b m c"], rotation: Rotation) -> KeyValues:
+        """Keys, rotated, and values of tokens."""
+        split = "b m (kv k) -> b m kv k"
+        key = rearrange(self.key(x), split, kv=self.kv_heads)
+        return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
+
+    def mix(
+        self, query: Float[Array, "b n h k"], seen: KeyValues, mask: Bool[Array, "b #n m"] | None = None
+    ) -> Float[Array, "b n d"]:
+        """Attention and the projection back."""
+        return self.out(rearrange(attend_grouped(query, seen, mask), "b n h k -> b n (h k)"))

@@ -1,0 +1,1 @@
+"""Towers of vision-language models: images and words to tokens, and layers over both."""

@@ -1,0 +1,121 @@
+"""Layers of a language model (Llama, Gemma) over tokens of images, words and actions, with keys and values to keep."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.layers.feed_forward import GatedFeedForward
+from jaxmodels.layers.grouped_attention import GroupedQueryAttention, KeyValues, Rotation, append
+from jaxmodels.layers.norm import EPSILON, RMSNorm
+from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """Sizes of a stack of layers.
+
+    Attributes:
+        width: d, of the tokens.
+        hidden: channels of the feed-forward layers.
+        heads, kv_heads: of queries, and of keys and values.
+        head_width: channels of a head.
+        epsilon: of the norms.
+    """
+
+    width: Annotated[int, Range(1, WIDTH)]
+    hidden: Annotated[int, Range(1, WIDTH)]
+    layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)]
+    heads: Annotated[int, Range(1, HEADS)]
+    kv_heads: Annotated[int, Range(1, HEADS)]
+    head_width: Annotated[int, Range(2, WIDTH)]
+    epsilon: Annotated[float, Range(0, 1, above=True, below=True)] = EPSILON
+
+    def count_layer(self, context_width: int | None = None) -> int:
+        """Parameters of one `DecoderLayer`."""
+        inner, keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        attention = 2 * self.width * inner + 2 * (context_width or self.width) * keys
+        return attention + 3 * self.width * self.hidden + 2 * self.width
+
+
+class DecoderLayer(nnx.Module):
+    """Grouped-query attention and a gated feed-forward layer, each behind a root-mean-square norm; no biases.
+
+    Args:
+        activation: of the gate.
+        offset: of the norms' scales, see `RMSNorm`.
+        context_width: of what keys and values are made of, where these are not the layer's own tokens.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        *,
+        activation: Callable[[Array], Array] = jax.nn.silu,
+        offset: float = 0.0,
+        context_width: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.attention_norm = RMSNorm(sizes.width, epsilon=sizes.epsilon, offset=offset)
+        self.attention = GroupedQueryAttention(
+            sizes.width, sizes.heads, sizes.kv_heads, sizes.head_width, context_width=context_width, rngs=rngs
+        )
+        self.feed_forward_norm = RMSNorm(sizes.width, epsilon=sizes.epsilon, offset=offset)
+        self.feed_forward = GatedFeedForward(sizes.width, sizes.hidden, activation, rngs=rngs)
+
+    def compute_key_values(self, x: Float[Array, "b n d"], rotation: Rotation) -> KeyValues:
+        """Keys and values of tokens: all that is needed of the last layer of a prefix."""
+        return self.attention.project_keys(self.attention_norm(x), rotation)
+
+    def __call__(
+        self, x: Float[Array, "b n d"], rotation: Rotation, mask: Bool[Array, "b n m"], cache: KeyValues | None = None
+    ) -> tuple[Float[Array, "b n d"], KeyValues]:
+        """Tokens that look at those of a cache and at each other; also their own keys and values.
+
+        Args:
+            mask: which keys each token sees: of the cache, if there is one, then their own.
+        """
+        normal = self.attention_norm(x)
+        own = self.attention.project_keys(normal, rotation)
+        seen = own if cache is None else append(cache, own)
+        x = x + self.attention.mix(self.attention.project_query(normal, rotation), seen, mask)
+        return self.forward(x), own
+
+    def cross_attend(
+        self, x: Float[Array, "b n d"], rotation: Rotation, seen: KeyValues, mask: Bool[Array, "b #n m"]
+    ) -> Float[Array, "b n d"]:
+        """Tokens that look at others only (cross-attention)."""
+        query = self.attention.project_query(self.attention_norm(x), rotation)
+        return self.forward(x + self.attention.mix(query, seen, mask))
+
+    def forward(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """The feed-forward layer and its residual."""
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+_PARTS = {
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+
+
+def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
+    """Where transformers keeps a weight of a `DecoderLayer`.
+
+    Args:
+        inside: the weight's name in the layer.
+        ours, theirs: what comes before it here and there, e.g. ``expert.0.`` and ``lm_expert.layers.0.``.
+    """
+    part, _, kind = inside.rpartition(".")
+    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), LINEAR if kind == "kernel" else SAME)

@@ -1,0 +1,143 @@
+"""SigLIP's vision tower: images to one token for each patch.
+
+Sources: https://arxiv.org/abs/2303.15343; transformers/models/siglip and models/smolvlm (positions of small images).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxmodels.checkpoints.tensor_layouts import CONVOLUTION, LINEAR, SAME, Tensor
+from jaxmodels.layers.attention import Attention
+from jaxmodels.layers.feed_forward import Activation, FeedForward, tanh_gelu
+from jaxmodels.layers.norm import LayerNorm
+from jaxmodels.memory import count_attention, count_feed_forward, count_layer_norm
+from jaxmodels.ranges import HEADS, LAYERS_WRITTEN_OUT, WIDTH, Range
+
+CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """Sizes of a vision tower.
+
+    Attributes:
+        width: d, of the tokens.
+        hidden: channels of the feed-forward layers.
+        image_size: side in pixels of the images whose patches have a position each.
+        patch_size: side of a patch in pixels.
+        epsilon: of the norms.
+    """
+
+    width: Annotated[int, Range(1, WIDTH)]
+    hidden: Annotated[int, Range(1, WIDTH)]
+    layers: Annotated[int, Range(1, LAYERS_WRITTEN_OUT)]
+    heads: Annotated[int, Range(1, HEADS)]
+    image_size: Annotated[int, Range(1, 8192)]
+    patch_size: Annotated[int, Range(1, 1024)]
+    epsilon: Annotated[float, Range(0, 1, above=True, below=True)] = 1e-6
+
+    @property
+    def side(self) -> int:
+        """Positions along each side."""
+        return self.image_size // self.patch_size
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the patches of an image; pixels that fill no patch are not looked at."""
+        return height // self.patch_size, width // self.patch_size
+
+    def count_parameters(self) -> int:
+        patches = self.patch_size**2 * CHANNELS * self.width + self.width + self.side**2 * self.width
+        layer = count_attention(self.width) + count_feed_forward(self.width, self.hidden)
+        return patches + self.layers * (layer + 2 * count_layer_norm(self.width)) + count_layer_norm(self.width)
+
+
+class VisionLayer(nnx.Module):
+    """Layer of the tower: attention among all patches, then a feed-forward layer, each behind its norm."""
+
+    def __init__(self, sizes: VisionSizes, *, rngs: nnx.Rngs):
+        self.attention_norm = LayerNorm(sizes.width, epsilon=sizes.epsilon)
+        self.attention = Attention(sizes.width, sizes.heads, rngs=rngs)
+        self.feed_forward_norm = LayerNorm(sizes.width, epsilon=sizes.epsilon)
+        self.feed_forward = FeedForward(sizes.width, sizes.hidden, Activation(tanh_gelu, 1), rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        normal = self.attention_norm(x)
+        x = x + self.attention(normal, normal, normal)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class VisionTower(nnx.Module):
+    """Images to one token for each patch, row by row."""
+
+    def __init__(self, sizes: VisionSizes, *, rngs: nnx.Rngs):
+        self.sizes = sizes
+        size = sizes.patch_size
+        init = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(init(rngs.params(), (size, size, CHANNELS, sizes.width), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(sizes.width))
+        self.positions = nnx.Param(
+            nnx.initializers.normal(sizes.width**-0.5)(rngs.params(), (sizes.side**2, sizes.width), jnp.float32)
+        )
+        self.layers = nnx.List([VisionLayer(sizes, rngs=rngs) for _ in range(sizes.layers)])
+        self.norm = LayerNorm(sizes.width, epsilon=sizes.epsilon)
+
+    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
+        """``images``: pixels in [-1, 1]."""
+        sizes, kernel = self.sizes, self.kernel[...]
+        rows, columns = sizes.grid(*images.shape[1:3])
+        size = sizes.patch_size
+        pixels = images[:, : rows * size, : columns * size].astype(kernel.dtype)
+        patches = rearrange(pixels, "b (r p) (s q) c -> b (r s) (p q c)", p=size, q=size)
+        x = patches @ kernel.reshape(-1, sizes.width) + self.bias[...]
+        x = x + self.positions[...][assign_positions(rows, columns, sizes.side)]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def assign_positions(rows: int, columns: int, side: int) -> Int[np.ndarray, " n"]:
+    """Which position each patch has: those of a smaller grid are spread over all."""
+    row, column = (np.arange(count) * side // count for count in (rows, columns))
+    return (row[:, None] * side + column).reshape(-1)
+
+
+_PARTS = {
+    "attention_norm": "layer_norm1",
+    "feed_forward_norm": "layer_norm2",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.out_proj",
+    "feed_forward.up": "mlp.fc1",
+    "feed_forward.down": "mlp.fc2",
+}
+
+
+def vision_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
+    """Where transformers keeps a weight of the tower.
+
+    Args:
+        inside: the weight's name in a `VisionTower`.
+        ours, theirs: what comes before it here, and before ``embeddings`` and ``encoder`` there, each with its dot.
+    """
+    name = (f"{ours}{inside}",)
+    match inside:
+        case "kernel":
+            return Tensor(f"{theirs}embeddings.patch_embedding.weight", name, CONVOLUTION)
+        case "bias":
+            return Tensor(f"{theirs}embeddings.patch_embedding.bias", name, SAME)
+        case "positions":
+            return Tensor(f"{theirs}embeddings.position_embedding.weight", name, SAME)
+    part, _, kind = inside.rpartition(".")
+    place = "post_layernorm"
+    if part != "norm":
+        _, layer, part = part.split(".", 2)
+        place = f"encoder.layers.{layer}.{_PARTS[part]}"
+    layout = LINEAR if kind == "kernel" else SAME
+    return Tensor(f"{theirs}{place}.{'bias' if kind == 'bias' else 'weight'}", name, layout)
