@@ -24,7 +24,7 @@ CREATE TABLE IF NOT EXISTS quarantine (
 )
 
 # Stages in which a robot may act by a commit that has not proved itself.
-UNPROVED = ("swapping", "probation")
+UNPROVEN_STAGES = ("swapping", "probation")
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Record:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     at: float = field(default_factory=time.time)
 
-    def begin(self, stage: str) -> None:
+    def begin_stage(self, stage: str) -> None:
         """End the present stage and begin another; the same name again is the same stage."""
         if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
             return
@@ -91,7 +91,7 @@ class Record:
         """Return all fields, JSON-ready; times are seconds."""
         return asdict(self)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe it in one line for the log."""
         took = ", ".join(f"{stage.name} {stage.seconds:.2f}s" for stage in self.stages if stage.seconds is not None)
         because = f" ({self.reason}: {self.text})" if self.reason else f" ({self.text})" if self.text else ""
@@ -100,9 +100,9 @@ class Record:
         return f"deployment {self.id}: {cause} -> {what} -> {took or 'nothing done'} -> {self.result}{because}"
 
 
-def from_json(told: dict[str, Any]) -> Record:
+def from_json(document: dict[str, Any]) -> Record:
     """Parse a record that ``as_json`` gave."""
-    return Record(**{**told, "stages": [Stage(**stage) for stage in told["stages"]]})
+    return Record(**{**document, "stages": [Stage(**stage) for stage in document["stages"]]})
 
 
 class Records:
@@ -126,7 +126,7 @@ class Records:
         self._remember(record)
         await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
 
-    def save_now(self, record: Record) -> None:
+    def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         self._remember(record)
         self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
@@ -154,12 +154,12 @@ def _load_records(connection: sqlite3.Connection, kept: int) -> Sequence[Record]
             record.result, record.reason = "failed", "interrupted"
             record.text = f"the process ended before the deployment did{where}"
             _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
-            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVED:
-                _isolate(connection, record)
+            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVEN_STAGES:
+                _quarantine_commit(connection, record)
     return records
 
 
-def _isolate(connection: sqlite3.Connection, record: Record) -> None:
+def _quarantine_commit(connection: sqlite3.Connection, record: Record) -> None:
     """Quarantine what a robot ran when the process was killed: it may have caused that, or was being rolled back."""
     text = f"the server was killed while {', '.join(record.sessions)} tried it"
     connection.execute(
@@ -273,14 +273,14 @@ class Journal:
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
-    def save_now(self, record: Record) -> None:
+    def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         try:
-            self.records.save_now(record)
+            self.records.save_blocking(record)
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
-    async def isolate(self, record: Record) -> None:
+    async def quarantine_commit(self, record: Record) -> None:
         """Put a record's commit into quarantine."""
         if record.sha is None:
             return
@@ -292,7 +292,7 @@ class Journal:
     async def finish(self, record: Record) -> None:
         """Write a record that has ended, and publish it."""
         level = logging.INFO if record.result in ("swapped", "staged", "noop", "superseded") else logging.WARNING
-        logger.log(level, "%s", record.in_words())
+        logger.log(level, "%s", record.describe())
         await self.save(record)
         event = EVENTS.get(record.result or "")
         if event is None or self._on_event is None:
