@@ -141,7 +141,7 @@ class Deployment:
         sessions: Sequence[tuple[str, bool]],
         folder: Path,
         check: Callable[[], Awaitable[None]],
-        is_wanted: Callable[[str], bool],
+        should_deploy: Callable[[str], bool],
     ) -> None:
         """Deploy to one session after the other; nobody follows one that failed by the commit's fault.
 
@@ -149,11 +149,11 @@ class Deployment:
             sessions: their ids, and whether it is only prepared there.
             check: called when the first is prepared and nothing has changed for a robot yet; may raise
                 `DeploymentEnded`.
-            is_wanted: whether a session is to have it still, when its turn comes.
+            should_deploy: whether a session is to have it still, when its turn comes.
         """
         failures: list[DeploymentEnded] = []
         for session, is_only_staged in sessions:
-            if not is_wanted(session):
+            if not should_deploy(session):
                 continue
             try:
                 await self._roll_out_to(session, is_only_staged, folder, check)
@@ -289,11 +289,11 @@ class DeployReason(Protocol):
         """Choose the sessions that get the commit, in this order; may raise `DeploymentEnded`."""
         ...
 
-    async def check_still_wanted(self, sha: str) -> None:
+    async def check_up_to_date(self, sha: str) -> None:
         """Raise `DeploymentEnded` when what was prepared is not wanted any more."""
         ...
 
-    def is_wanted(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return whether a chosen session should still get the commit."""
         ...
 
@@ -332,7 +332,7 @@ class RefMoved:
             )
         return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
-    async def check_still_wanted(self, sha: str) -> None:
+    async def check_up_to_date(self, sha: str) -> None:
         """Check the head again; when it cannot be known now, what was verified is not worse for that."""
         if self._requeue is None:
             return
@@ -341,7 +341,7 @@ class RefMoved:
             self._requeue()
             raise DeploymentEnded("superseded", "newer", f"{head[:12]} came while it was being prepared")
 
-    def is_wanted(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return whether the session still follows the ref: it may have been made anew."""
         return any(one.session_id == session for one in self._state.list_outdated(self.target, sha))
 
@@ -373,10 +373,10 @@ class DeployRequest:
             check_quarantine(self._quarantine, repo, head)
         return [DeployTarget(self.session, False)]
 
-    async def check_still_wanted(self, sha: str) -> None:
+    async def check_up_to_date(self, sha: str) -> None:
         """Do nothing: whoever asked meant this commit."""
 
-    def is_wanted(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return True: it holds until somebody asks for another commit."""
         return True
 
@@ -476,8 +476,8 @@ class DeploymentQueue:
             await deployment.roll_out(
                 targets,
                 folder,
-                lambda: reason.check_still_wanted(deployment.sha),
-                lambda session: reason.is_wanted(session, deployment.sha),
+                lambda: reason.check_up_to_date(deployment.sha),
+                lambda session: reason.should_deploy(session, deployment.sha),
             )
         finally:
             results = {session: figures.get("result") for session, figures in record.figures.items()}

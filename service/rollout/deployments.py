@@ -65,7 +65,7 @@ class Deployments:
         self._is_ours = self._database is not database
         if not self._is_ours:
             self._database.run_blocking(ensure_tables)
-        self._journal = Journal(self._database, self.settings.kept, on_event)
+        self._journal = Journal(self._database, self.settings.max_records, on_event)
         self.quarantine = self._journal.quarantine
         self._sources = sources
         self._rollout = rollout

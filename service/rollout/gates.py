@@ -138,21 +138,21 @@ class ProbationSettings:
 
     Attributes:
         seconds: how long it has to run before the one before is not gone back to by itself any more.
-        patience: how long a robot that stands still is waited for.
+        still_timeout: how long a robot that stands still is waited for.
         step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
             what the policy before did.
         starvations: how often it may let the queue run dry.
-        standing: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
+        max_still: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
             chunk comes too late does not move again.
         missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
             too, stands still for a moment now and then, and a robot meanwhile.
     """
 
     seconds: float = 30.0
-    patience: float = 60.0
+    still_timeout: float = 60.0
     step: float = 0.15
     starvations: int = 2
-    standing: float = 2.0
+    max_still: float = 2.0
     missed: float = 0.02
 
 
@@ -250,12 +250,12 @@ class Probation:
                     return found
                 if session.stage is Stage.RUNNING and robot_io.controller.is_waiting_for_policy:
                     stood, still_since = stood + since, looked_at
-                    if stood > settings.standing:
+                    if stood > settings.max_still:
                         text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"
-                        return "starved", f"{text}; {settings.standing:g} s are allowed"
+                        return "starved", f"{text}; {settings.max_still:g} s are allowed"
                 elif session.stage is Stage.RUNNING and robot_io.controller.hold is None:
                     ran, still_since = ran + pause, looked_at
-                elif time.monotonic() - still_since > settings.patience:
+                elif time.monotonic() - still_since > settings.still_timeout:
                     # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
                     return None
             return None

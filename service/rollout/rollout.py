@@ -46,14 +46,14 @@ class RolloutSettings:
     Attributes:
         limits: of the gates.
         fade: how long the first actions of the new policy lead over from the old one's plan.
-        patience: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so there
-            is no boundary.
+        swap_timeout: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so
+            there is no boundary.
         probation: what the new one is allowed then.
     """
 
     limits: GateLimits = field(default_factory=GateLimits)
     fade: float = 0.2
-    patience: float = 60.0
+    swap_timeout: float = 60.0
     probation: ProbationSettings = field(default_factory=ProbationSettings)
 
 
@@ -194,7 +194,7 @@ class Rollout:
             before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
-            await session.policies.swap(self._fade_steps(robot_io), self.settings.patience)
+            await session.policies.swap(self._fade_steps(robot_io), self.settings.swap_timeout)
         except ServiceError as error:
             return _verdict_of_error(error)
         self._probations[session_id] = Probation(

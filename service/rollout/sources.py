@@ -364,7 +364,7 @@ class FolderSource:
         self,
         cache: Path,
         *,
-        kept: int = 4,
+        max_copies: int = 4,
         seconds: float = 600.0,
         largest: int = 20 << 30,
         roots: Sequence[Path] | None = None,
@@ -377,7 +377,7 @@ class FolderSource:
             largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
             roots: folders that files have to be in, wherever links lead to; anywhere when None.
         """
-        self.kept = kept
+        self.max_copies = max_copies
         self._cache = Path(cache)
         self._seconds = seconds
         self._largest = largest
@@ -442,7 +442,7 @@ class FolderSource:
 
     def _prune(self, newest: Path) -> None:
         copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]
-        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.kept - 1 :]:
+        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.max_copies - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
         for part in newest.parent.glob(".*"):  # of a process that was killed
             if time.time() - part.stat().st_mtime > self._seconds:

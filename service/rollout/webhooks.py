@@ -175,9 +175,9 @@ class Webhooks:
             RolloutSettings(
                 limits=GateLimits(difference=settings.update_difference, slow=settings.update_slow),
                 fade=settings.update_fade,
-                patience=settings.update_patience,
+                swap_timeout=settings.update_patience,
                 probation=ProbationSettings(
-                    seconds=settings.update_probation, patience=settings.update_patience, step=settings.update_step
+                    seconds=settings.update_probation, still_timeout=settings.update_patience, step=settings.update_step
                 ),
             ),
         )

@@ -82,9 +82,9 @@ def rigged(
     stuck_after: float = 5.0,
 ) -> Rig:
     probation = ProbationSettings(
-        seconds=seconds, patience=patience, step=step, missed=missed, standing=standing, starvations=1_000
+        seconds=seconds, still_timeout=patience, step=step, missed=missed, max_still=standing, starvations=1_000
     )
-    return Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
+    return Rig(RolloutSettings(limits or UNHURRIED, swap_timeout=patience, fade=fade, probation=probation), stuck_after)
 
 
 @pytest.fixture

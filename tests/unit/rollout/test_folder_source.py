@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> FolderSource:
-    return FolderSource(tmp_path / "copies", kept=2)
+    return FolderSource(tmp_path / "copies", max_copies=2)
 
 
 async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, source: FolderSource) -> None:

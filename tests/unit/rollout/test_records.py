@@ -89,7 +89,7 @@ async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"kept": 0}]
+    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"max_records": 0}]
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
