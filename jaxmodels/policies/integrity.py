@@ -99,7 +99,7 @@ def _read_image_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Numbers of the special tokens around images, by name, out of a ``tokenizer.json``."""
     added = tokenizer.get("added_tokens")
     entries = [entry for entry in (added if isinstance(added, list) else []) if isinstance(entry, dict)]
-    tokens = {entry.get("content"): entry.get("id") for entry in entries}
+    tokens: dict[Any, Any] = {str(entry.get("content")): entry.get("id") for entry in entries}
     return {name: tokens[name] for name in IMAGE_TOKENS if isinstance(tokens.get(name), int)}
 
 

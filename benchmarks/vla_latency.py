@@ -1,0 +1,298 @@
+"""How long do SmolVLA and Diffusion Policy take from NumPy frames to NumPy actions, beside LeRobot's own in torch?
+
+    python benchmarks/vla_latency.py --lerobot-python /path/to/venv/bin/python
+
+The peer is any Python 3.12 that can import lerobot 0.6.1 with its extras smolvla and diffusion (see
+benchmarks/vla_latency_peer.py); without it only this package is measured. Both run in processes of their own, never at
+the same time, in alternating rounds, so that whatever else the machine does meets both alike. Batch 1, float32, every
+processor core, random weights in the sizes that people run: SmolVLA's 450 million parameters over two cameras, and
+Diffusion Policy at LeRobot's defaults with 10 steps of DDIM.
+
+Last result, 2 cores: benchmarks/results/vla_latency.json
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measured import RESULTS, machine, write
+from benchmarks.processes import Child, child
+
+HERE = Path(__file__).parent
+CASES = ("smolvla", "diffusion")
+TASK = "pick up the red cube and place it in the box"
+STATE = ACTION = 6
+FRAME = (480, 640)
+CAMERAS = ("camera1", "camera2")
+# SmolVLM2-500M-Video-Instruct, as its config.json has it.
+VLM = {
+    "model_type": "smolvlm",
+    "image_token_id": 49190,
+    "pad_token_id": 2,
+    "scale_factor": 4,
+    "text_config": {
+        "model_type": "llama",
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 960,
+        "intermediate_size": 2560,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 15,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 5,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 49280,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "smolvlm_vision",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 768,
+        "image_size": 512,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-6,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "num_hidden_layers": 12,
+        "patch_size": 16,
+    },
+}
+WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>")
+
+
+def observation(case: str) -> dict[str, Any]:
+    """What a robot with two cameras sends, of one moment or of the two that Diffusion Policy looks at."""
+    rng, time = np.random.default_rng(0), (2,) if case == "diffusion" else ()
+    seen: dict[str, Any] = {
+        f"observation.images.{name}": rng.integers(0, 256, (1, *time, *FRAME, 3), np.uint8) for name in CAMERAS
+    }
+    seen["observation.state"] = rng.standard_normal((1, *time, STATE)).astype(np.float32)
+    return seen | ({"task": [TASK]} if case == "smolvla" else {})
+
+
+def write_policy(folder: Path, case: str) -> None:
+    """A policy of the size that people run with random weights, as LeRobot's files."""
+    from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep, build_normalization
+    from jaxmodels.policies import get_policy_type, lerobot_folder
+    from jaxmodels.policies.lerobot_folder import Checkpoint, model_blueprint
+
+    shapes = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, *FRAME]} for name in CAMERAS}
+    values: dict[str, Any] = {
+        "type": case,
+        "input_features": {"observation.state": {"type": "STATE", "shape": [STATE]}, **shapes},
+        "output_features": {"action": {"type": "ACTION", "shape": [ACTION]}},
+        "device": "cpu",
+        "push_to_hub": False,
+    }
+    steps: tuple[ProcessorStep, ...] = ()
+    if case == "smolvla":
+        values |= {"vlm_model_name": "vlm", "vlm": VLM}
+        tokenize = {
+            "max_length": 48,
+            "task_key": "task",
+            "padding_side": "right",
+            "padding": "longest",
+            "truncation": True,
+            "tokenizer_name": "vlm",
+        }
+        steps = (
+            ProcessorStep("smolvla_new_line_processor", {}, comes_after=False),
+            ProcessorStep("tokenizer_processor", tokenize, comes_after=False),
+        )
+    else:
+        values |= {"noise_scheduler_type": "DDIM", "num_inference_steps": 10, "pretrained_backbone_weights": None}
+    config = get_policy_type(case).config(values)
+    stats = {
+        feature.name: {
+            name: np.full((3, 1, 1) if feature.type == "VISUAL" else feature.shape, value, np.float32)
+            for name, value in (("mean", 0.4), ("std", 0.25), ("min", -1.0), ("max", 1.0))
+        }
+        for feature in (*config.input_features, *config.output_features)
+    }
+    made = build_normalization(config.input_features, config.output_features, config.normalization_mapping, stats)
+    inputs: Normalizer = made.inputs
+    rng = np.random.default_rng(0)
+    weights = {name: _random(rng, name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
+    tokenizer = _write_vlm(folder / "vlm") if case == "smolvla" else None
+    normalization = Normalization(inputs, made.outputs, {}, steps)
+    lerobot_folder.write_checkpoint(folder, Checkpoint(config, weights, normalization, tokenizer=tokenizer))
+
+
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that keep numbers within bounds through all layers."""
+    if name.endswith("grid"):  # the keypoints' coordinates, no weights
+        from jaxmodels.layers.vision import coordinates
+
+        side = int(np.sqrt(shape[0] * FRAME[0] / FRAME[1]))
+        return coordinates(side, shape[0] // side)[..., ::-1].reshape(shape)
+    if len(shape) < 2:
+        return np.full(shape, 1.0 if name.endswith(("scale", "variance")) else 0.0, np.float32)
+    fan = int(np.prod(shape[:-1]))
+    return rng.standard_normal(shape, np.float32) * np.float32(fan**-0.5)
+
+
+def _write_vlm(folder: Path) -> bytes:
+    """Files of the vision-language model beside its weights; a tokenizer of bytes in place of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from jaxmodels.checkpoints.files import write_json
+
+    folder.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*WORDS, "<global-img>", *alphabet])}, []))
+    tokenizer.add_special_tokens([*WORDS, "<global-img>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.save(str(folder / "tokenizer.json"))
+    images = {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "do_image_splitting": True,
+        "size": {"longest_edge": 2048},
+        "max_image_size": {"longest_edge": 512},
+    }
+    write_json(
+        folder / "processor_config.json",
+        {
+            "processor_class": "SmolVLMProcessor",
+            "image_seq_len": 64,
+            "image_processor": images,
+            "video_processor": {**images, "video_processor_type": "SmolVLMVideoProcessor"},
+        },
+        indent=1,
+    )
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "backend": "tokenizers",
+            "bos_token": WORDS[1],
+            "eos_token": WORDS[3],
+            "unk_token": WORDS[0],
+            "pad_token": WORDS[2],
+            "fake_image_token": WORDS[4],
+            "image_token": WORDS[5],
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": WORDS[3],
+            "processor_class": "SmolVLMProcessor",
+            "tokenizer_class": "TokenizersBackend",
+        },
+        indent=1,
+    )
+    return (folder / "tokenizer.json").read_bytes()
+
+
+def load(folder: str, seen: dict[str, Any], noise: np.ndarray) -> Callable[[], np.ndarray]:
+    import jaxmodels
+
+    policy = jaxmodels.load_policy(folder)
+    return lambda: policy.act(seen, noise=noise)
+
+
+def noise_of(case: str) -> np.ndarray:
+    """The noise that both sides make their chunk of."""
+    shape = (1, 50, 32) if case == "smolvla" else (1, 64, ACTION)
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def nothing_loaded() -> np.ndarray:
+    raise SystemExit("the first order must be to load a policy")
+
+
+def serve() -> None:
+    """The measured side: one line of JSON in, one out. The peer speaks the same."""
+    act = nothing_loaded
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "load":
+            start = time.perf_counter()
+            act = load(order["folder"], observation(order["case"]), noise_of(order["case"]))
+            loaded = time.perf_counter()
+            chunk = act()
+            answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
+            answer["chunk"] = chunk[0].tolist()
+        else:
+            seconds = []
+            for _ in range(order["count"]):
+                start = time.perf_counter()
+                act()
+                seconds.append(time.perf_counter() - start)
+            answer = {"seconds": seconds}
+        print(json.dumps(answer), flush=True)
+
+
+def measure(commands: dict[str, list[str]], case: str, rounds: int, count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "policy"
+        folder.mkdir()
+        write_policy(folder, case)
+        results: dict[str, Any] = {}
+        seconds: dict[str, list[float]] = {side: [] for side in commands}
+        chunks = {}
+        # One after the other in each round, and both alive, so that no side ever starts cold.
+        with ExitStack() as stack:
+            sides: dict[str, Child] = {}
+            for side, (python, *command) in commands.items():
+                sides[side] = process = stack.enter_context(child(*command, python=python))
+                results[side] = process.order(do="load", folder=str(folder), case=case)
+                chunks[side] = np.array(results[side].pop("chunk"))
+                process.order(do="measure", count=1)
+            for _ in range(rounds):
+                for side, process in sides.items():
+                    seconds[side] += process.order(do="measure", count=count)["seconds"]
+    ours = chunks["robojax"]
+    for side, values in seconds.items():
+        milliseconds = np.array(values) * 1e3
+        results[side] |= {
+            "p50_ms": round(float(np.percentile(milliseconds, 50)), 2),
+            "min_ms": round(float(milliseconds.min()), 2),
+            "count": len(values),
+            "largest_difference": float(np.abs(chunks[side] - ours).max() / np.abs(ours).max()),
+        }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1")
+    parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--count", type=int, default=2, help="inferences per round and side")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
+    parser.add_argument("--output", type=Path, default=RESULTS / "vla_latency.json")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    commands = {"robojax": [sys.executable, __file__, "--serve"]}
+    if options.lerobot_python:
+        peer = [str(options.lerobot_python), str(HERE / "vla_latency_peer.py")]
+        commands["lerobot eager"] = peer
+        if options.compiled_peer:
+            commands["lerobot torch.compile"] = [*peer, "--compile"]
+    import jax
+
+    result: dict[str, Any] = {"machine": machine() | {"device": str(jax.devices()[0])}, "cases": {}}
+    for case in options.case or CASES:
+        sides = measure(commands, case, options.rounds, options.count)
+        result["cases"][case] = sides
+        for side, figures in sides.items():
+            ratio = sides["robojax"]["p50_ms"] / figures["p50_ms"]
+            print(
+                f"{case:10} {side:22} p50 {figures['p50_ms']:8.1f} ms  min {figures['min_ms']:8.1f} ms  "
+                f"ours takes {ratio:5.2f} of it  difference {figures['largest_difference']:.1e}"
+            )
+    write(options.output, result)
+
+
+if __name__ == "__main__":
+    main()
