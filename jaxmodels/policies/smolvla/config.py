@@ -128,7 +128,7 @@ class SmolVlaConfig(PolicyConfig):
     optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
     optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-10
-    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10
+    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
     scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
     scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
     scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6

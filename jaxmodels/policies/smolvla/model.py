@@ -159,4 +159,6 @@ class SmolVlaModel(nnx.Module):
                 tokens = layer.cross_attend(tokens, alone, seen, encoded.is_valid[:, None])
             else:
                 tokens, _ = layer(tokens, behind, causal, seen)
-        return self.action_out(self.norm(tokens).astype(jnp.float32))
+        # In float32 whatever the weights are, like the integration that follows.
+        kernel, bias = (x[...].astype(jnp.float32) for x in (self.action_out.kernel, self.action_out.bias))
+        return self.norm(tokens).astype(jnp.float32) @ kernel + bias
