@@ -103,9 +103,9 @@ def serve(state: str, log: str, told: Connection) -> None:
 async def rooms_server() -> AsyncIterator[tuple[str, RoomTable]]:
     """A transport server that outlives every other one."""
     app = create_app(Settings(), load=ScriptedLoader())
-    assert app.ctx.table is not None
+    assert app.ctx.room_table is not None
     async with serve_app(app, listen("127.0.0.1", 0)) as url:
-        yield url, app.ctx.table
+        yield url, app.ctx.room_table
 
 
 class Campaign:

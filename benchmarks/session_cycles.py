@@ -49,14 +49,14 @@ def serve(state: str, log: str, told: Connection) -> None:
     async def count(request: Request[Any, Any]) -> HTTPResponse:
         gc.collect()
         process = psutil.Process()
-        assert app.ctx.table is not None
+        assert app.ctx.room_table is not None
         return json_response(
             {
                 "memory_mb": round(process.memory_info().rss / 1e6, 2),
                 "descriptors": process.num_fds(),
                 "threads": process.num_threads(),
                 "tasks": len(asyncio.all_tasks()),
-                "rooms": len(app.ctx.table.rooms),
+                "rooms": len(app.ctx.room_table.rooms),
                 "sessions": len(app.ctx.sessions.list()),
             }
         )

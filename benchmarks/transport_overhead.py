@@ -36,7 +36,7 @@ TARGETS = {1: 1.0, 8: 0.5}
 def serve() -> None:
     """Our server with a policy that computes nothing."""
     from jaxmodels import Requirements
-    from service.api.websockets import openpi_app
+    from service.api.websockets import create_openpi_app
     from service.app import create_app
     from service.http.server import listen, run
     from service.settings import Settings
@@ -62,7 +62,7 @@ def serve() -> None:
         app,
         listen("127.0.0.1", 0),
         lambda url: say(event="serves", url=url, port=port),
-        (openpi_app(app), beside),
+        (create_openpi_app(app), beside),
     )
 
 

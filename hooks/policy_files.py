@@ -17,6 +17,7 @@ POLICY_FILES = (
     "model.safetensors",
     "robojax.json",
     "tokenizer.json",
+    "architecture.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",

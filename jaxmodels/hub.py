@@ -27,7 +27,14 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
-from huggingface_hub import HfApi, constants, hf_hub_download, set_client_factory, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    hf_hub_download,
+    set_client_factory,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of whichever httpx the Hub's client uses
@@ -54,11 +61,14 @@ POLICY_FILES = (
     "model.safetensors",
     "robojax.json",
     "tokenizer.json",
+    "architecture.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
     "policy_postprocessor_step_*.safetensors",
 )
+# Files of models that policies are built on, in folders of the model's name within the policy's.
+MODEL_FILES = ("*/config.json", "*/tokenizer.json")
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
 MAX_ANSWER = 16 << 20
@@ -611,7 +621,15 @@ def _end_threads(threads: Sequence[threading.Thread]) -> None:
         time.sleep(QUIET / 10)
 
 
-__all__ = ["POLICY_FILES", "find_policy"]
+__all__ = ["POLICY_FILES", "find_in_cache", "find_policy"]
+
+
+def find_in_cache(repo: str, name: str) -> Path | None:
+    """A file of a repo's newest commit in the Hub's cache, without asking the Hub; None when it is not there."""
+    if not REPO_ID.fullmatch(repo) or ".." in repo:
+        return None
+    found = try_to_load_from_cache(repo, name, cache_dir=os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
+    return Path(found) if isinstance(found, str) else None
 
 
 def find_policy(

@@ -7,7 +7,7 @@ Source: lerobot/processor/normalize_processor.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,6 +134,23 @@ class Normalizer:
 
 
 @dataclass(frozen=True)
+class ProcessorStep:
+    """A step of LeRobot's processors that neither renames nor normalises.
+
+    Attributes:
+        name: in LeRobot's registry.
+        fields: as the file has them.
+        comes_after: whether the normalizer comes before it; of the post-processor's, the unnormalizer.
+        is_output: whether it is the post-processor's.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    comes_after: bool
+    is_output: bool = False
+
+
+@dataclass(frozen=True)
 class Normalization:
     """The two normalising steps of a policy: of its inputs and of its outputs.
 
@@ -141,11 +158,17 @@ class Normalization:
         inputs: the pre-processor's step; it also normalises actions for training.
         outputs: the post-processor's step.
         renames: observation name from outside to the policy's name for it.
+        steps: further steps of the processors, in order: name and fields, of those that `PolicyConfig` knows.
     """
 
     inputs: Normalizer
     outputs: Normalizer
     renames: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple["ProcessorStep", ...] = ()
+
+    def find_step(self, name: str) -> "ProcessorStep | None":
+        """The first of the further steps that has this name."""
+        return next((step for step in self.steps if step.name == name), None)
 
     def get_outside_name(self, feature: str) -> str:
         """The robot's name of a feature of the policy."""

@@ -13,6 +13,7 @@ from jaxmodels.program import Inputs
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import (
     IMAGES,
+    PADDING_MASK,
     PREFIX_ACTIONS,
     PREFIX_DELAY,
     PREFIX_LENGTH,
@@ -20,6 +21,7 @@ from jaxmodels.types import (
     Observation,
     Prefix,
     camera_name,
+    is_empty_camera,
 )
 
 NAMES = (PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH)
@@ -102,8 +104,11 @@ class Reader:
         self._prefix = (
             (config.chunk_size, config.action.shape[0]) if get_policy_type(config.type).takes_prefix else None
         )
-        text = config.text_encoder
-        self._language = None if text is None else (text.length, text.width)
+        text, length = config.text_encoder, config.prompt_length
+        self._language: tuple[int, ...] | None = None if text is None else (text.length, text.width)
+        if length is not None:
+            self._language = (length,)
+        self._allows_absent: bool = config.allows_absent_cameras
         self._steps: int = config.observation_steps
         self._noise: tuple[int, int] | None = config.noise
         self._noise_steps: int = config.noise_steps
@@ -127,26 +132,80 @@ class Reader:
         Raises:
             ObservationError: a feature, or a noise, is missing, has the wrong shape or dtype, or is not finite.
         """
-        images = tuple(_frames(*self._find(observation, camera), self._steps) for camera in self._cameras)
+        images = self._images(observation)
+        masks = self._masks(observation, images)
         state = self._vector(observation, self._state)
         environment_state = self._vector(observation, self._environment_state)
-        arrays = [array for array in (*images, state, environment_state) if array is not None]
+        arrays = [array for array in (*images, state, environment_state, masks) if array is not None]
         batches = {array.shape[0] for array in arrays}
         if len(batches) != 1:
             sizes = {name: np.shape(observation[name])[:1] for name in observation if name.startswith("observation.")}
             raise ObservationError(f"features have different batch sizes: {sizes}; wanted one for all")
-        frames = tuple((image.shape[-3], image.shape[-2]) for image in images)
+        frames = tuple(None if image is None else (image.shape[-3], image.shape[-2]) for image in images)
         batch = batches.pop()
         noise, step_noise = self._read_noise(batch, noise, step_noise)
         inputs = self._inputs(batch, frames)
         if noise is not None:
             inputs = replace(inputs, noise=self._noise, noise_steps=self._noise_steps)
+        if masks is not None:
+            inputs = replace(inputs, has_masks=True)
         prefix = None
         if self._prefix is None:
             refuse_prefix(observation)
         else:
             prefix = read_prefix(observation, batch, *self._prefix)
-        return Observation(images, state, environment_state, prefix, noise=noise, step_noise=step_noise), inputs
+        arrays = Observation(images, state, environment_state, prefix, noise=noise, step_noise=step_noise)
+        return arrays._replace(image_masks=masks), inputs
+
+    def _images(self, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
+        """Frames of each camera; None where one is left out that may be."""
+        absent = [
+            camera for camera in self._cameras if not any(name in observation for name in self._names[camera.name])
+        ]
+        if absent and self._allows_absent:
+            known = {name for camera in self._cameras for name in self._names[camera.name]}
+            known |= {f"{name}{PADDING_MASK}" for name in known}
+            # A name with a typing error would else be taken for a camera that is not there.
+            if strange := sorted(name for name in observation if name.startswith(IMAGES) and name not in known):
+                raise ObservationError(
+                    f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} no camera of this policy, and "
+                    f"{', '.join(self._names[camera.name][0] for camera in absent)} missing; it has "
+                    f"{', '.join(self._names[camera.name][0] for camera in self._cameras)}"
+                )
+            if len(absent) == len(self._cameras):
+                raise ObservationError(f"no image at all; the policy wants one of {sorted(known)[:64:2]} at least")
+        left_out = absent if self._allows_absent else ()
+        return tuple(
+            None if camera in left_out else _frames(*self._find(observation, camera), self._steps)
+            for camera in self._cameras
+        )
+
+    def _masks(self, observation: Mapping[str, np.ndarray], images: tuple[np.ndarray | None, ...]) -> np.ndarray | None:
+        """Which images count, (b, cameras); None where nobody says."""
+        names = [
+            next(
+                (
+                    f"{name}{PADDING_MASK}"
+                    for name in self._names[camera.name]
+                    if f"{name}{PADDING_MASK}" in observation
+                ),
+                None,
+            )
+            for camera in self._cameras
+        ]
+        if not any(names):
+            return None
+        if not self._allows_absent:
+            raise ObservationError(f"{next(filter(None, names))} is given, but this policy looks at all of its cameras")
+        batch = next(image.shape[0] for image in images if image is not None)
+        masks = np.ones((batch, len(images)), bool)
+        for column, name in enumerate(names):
+            if name is not None:
+                mask = np.asarray(observation[name])
+                if mask.shape != (batch,) or mask.dtype != bool:
+                    raise ObservationError(f"{name} is {mask.dtype}{list(mask.shape)}; wanted bool[{batch}]")
+                masks[:, column] = mask
+        return masks
 
     def _read_noise(self, batch: int, noise: Any, step_noise: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
         if noise is None and step_noise is None:
@@ -169,21 +228,26 @@ class Reader:
             ObservationError: a camera the policy does not have, or one left out.
         """
         names = [camera_name(self._outside(camera.name)) for camera in self._cameras]
+        empty = {camera_name(camera.name) for camera in self._cameras if is_empty_camera(camera.name)}
         if not is_number(batch, BATCH, integer=True):
             raise ObservationError(f"batch is {shorten_value(batch)}; wanted {BATCH.describe('an integer')}")
         if cameras is None:
-            return self._inputs(batch, tuple((camera.shape[1], camera.shape[2]) for camera in self._cameras))
-        if set(cameras) != set(names):
-            raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(names)}")
-        frames = tuple((cameras[name][0], cameras[name][1]) for name in names)
-        if wrong := [name for name, frame in zip(names, frames, strict=True) if not all(map(_is_side, frame))]:
+            cameras = {
+                name: (camera.shape[1], camera.shape[2])
+                for name, camera in zip(names, self._cameras, strict=True)
+                if name not in empty
+            }
+        if not set(names) - empty <= set(cameras) <= set(names):
+            raise ObservationError(f"cameras are {sorted(cameras)}; the policy has {sorted(set(names) - empty)}")
+        frames = tuple((cameras[name][0], cameras[name][1]) if name in cameras else None for name in names)
+        if wrong := [name for name, size in cameras.items() if not all(map(_is_side, size))]:
             sizes = shorten_value([cameras[name] for name in wrong])
             raise ObservationError(
                 f"frames of {', '.join(wrong)} are {sizes}; wanted sides of {SIDE.maximum:g} pixels at most"
             )
         return self._inputs(batch, frames)
 
-    def _inputs(self, batch: int, frames: tuple[tuple[int, int], ...]) -> Inputs:
+    def _inputs(self, batch: int, frames: tuple[tuple[int, int] | None, ...]) -> Inputs:
         return Inputs(
             batch=batch,
             frames=frames,

@@ -1,5 +1,6 @@
 """Policies: loading, requirements, and acting on observations and instructions."""
 
+import logging
 import os
 import tempfile
 import threading
@@ -23,12 +24,16 @@ from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
+from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, read_description
 from jaxmodels.policies.lerobot_folder import Checkpoint
+from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
-from jaxmodels.text import Tokenizer, tokenizer
-from jaxmodels.types import TASK, Language, Observation, Requirements, camera_name
+from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
+from jaxmodels.types import TASK, Language, Observation, Requirements, camera_name, is_empty_camera
+
+logger = logging.getLogger(__name__)
 
 DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot_folder.WEIGHTS)
 
@@ -84,7 +89,11 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
     name = description.get_outside_name
     return Requirements(
         policy_type=config.type,
-        cameras={camera_name(name(camera.name)): camera.shape[1:] for camera in config.cameras},
+        cameras={
+            camera_name(name(camera.name)): camera.shape[1:]
+            for camera in config.cameras
+            if not is_empty_camera(camera.name)
+        },
         state=None if config.state is None else config.state.shape[0],
         environment_state=None if config.environment_state is None else config.environment_state.shape[0],
         action=config.action.shape[0],
@@ -94,7 +103,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         rate=description.sidecar.rate,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=get_policy_type(config.type).takes_prefix,
-        language=config.text_encoder is not None,
+        language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
     )
 
@@ -184,6 +193,46 @@ class Instructions:
                 cache.popitem(last=False)
 
 
+class Prompts:
+    """Cache and tokenizer of instructions that a policy's program embeds itself. Several threads may use it.
+
+    Args:
+        config: says how a prompt is made of an instruction, and of the state where that is part of it.
+        state: normalization of the state.
+        tokenizer: content of the policy's ``tokenizer.json``.
+    """
+
+    def __init__(self, config: Any, state: Affine | None, tokenizer: bytes):
+        self._config = config
+        self._state = state if config.prompt_reads_state else None
+        self._tokenizer = PromptTokenizer(tokenizer, config.prompt_length, config.vocabulary)
+        self._texts: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, texts: Sequence[str], state: np.ndarray | None) -> Language:
+        """Tokens (b, n) and their mask, for one text per member and the raw states (b, s)."""
+        states: list[Any] = [None] * len(texts)
+        if self._state is not None and state is not None:
+            states = list(np.asarray(self._state.normalize(state), np.float32))
+        rows = [
+            self._tokenize(self._config.format_prompt(text, part)) for text, part in zip(texts, states, strict=True)
+        ]
+        return Language(np.stack([ids for ids, _ in rows]), np.stack([mask for _, mask in rows]))
+
+    def _tokenize(self, prompt: str) -> tuple[np.ndarray, np.ndarray]:
+        with self._lock:  # the tokenizer's truncation is switched on and off
+            if prompt not in self._texts:
+                ids, mask, length = self._tokenizer(prompt)
+                if length > len(ids):
+                    logger.warning(
+                        "an instruction has %d tokens and the policy reads %d; its end is cut off", length, len(ids)
+                    )
+                self._texts[prompt] = (ids, mask)
+                if len(self._texts) > MAX_CACHED_TEXTS:
+                    self._texts.popitem(last=False)
+            return self._texts[prompt]
+
+
 class Policy:
     """A loaded policy: observations to chunks of actions. One thread at a time may use it.
 
@@ -215,10 +264,16 @@ class Policy:
             }
             plan, read = self._kind.architecture(config), self._kind.read
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
-            _programs = Programs(act, shapes, scales, config.frames, self._dtype, self._placement, read)
+            sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
+            relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
+            _programs = Programs(act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative)
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None
+        self._prompts: Prompts | None = None
+        if config.prompt_length is not None:
+            assert checkpoint.tokenizer is not None, "read with its checkpoint, or refused"
+            self._prompts = Prompts(config, scales.state, checkpoint.tokenizer)
         if config.text_encoder is not None:
             reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
             self._instructions = Instructions(reads, self._encode, self._placement)
@@ -290,6 +345,8 @@ class Policy:
         arrays, inputs = self._reader.read(observation, noise, step_noise)
         if self._instructions is not None:
             arrays = arrays._replace(language=self._instructions(read_texts(observation, inputs.batch)))
+        if self._prompts is not None:
+            arrays = arrays._replace(language=self._prompts(read_texts(observation, inputs.batch), arrays.state))
         program = self._program(inputs)
         actions, self._timings = self._run(program, arrays)
         return actions
@@ -318,7 +375,7 @@ class Policy:
         if not self._programs.has(inputs):
             config, placement = self._checkpoint.config, self._placement
             sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=placement.platform)
-            frames = ", ".join(f"{height}x{width}" for height, width in inputs.frames)
+            frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
             check_running(sizes, placement, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
         return self._programs.get_program(inputs)
 
@@ -351,7 +408,7 @@ class Policy:
             ObservationError: a camera the policy does not have, or one left out.
         """
         inputs = self._reader.inputs(batch, cameras)
-        if inputs.language is not None:
+        if inputs.language is not None and self._instructions is not None:
             self._programs.get_reader(inputs.language[0])
         self._program(inputs)
 
@@ -365,7 +422,7 @@ class Policy:
             ObservationError: a camera the policy does not have, or one left out.
         """
         inputs = self._reader.inputs(batch, cameras)
-        if inputs.language is not None:
+        if inputs.language is not None and self._instructions is not None:
             length = inputs.language[0]
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
         self._run(self._program(inputs), self._make_zeros(inputs))

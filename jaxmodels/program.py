@@ -32,23 +32,26 @@ class Inputs:
     """Shapes of an observation: all that an executable depends on besides the architecture.
 
     Attributes:
-        frames: (height, width) of each camera's frames as they arrive.
+        frames: (height, width) of each camera's frames as they arrive; None for one that is left out.
         prefix: (t, a) of the plan that is continued, for policies that do.
-        language: (n, d) of what is made of an instruction, for policies that read one.
+        language: (n, d) of what is made of an instruction, for policies that read one; (n,) of its tokens, for those
+            that embed them.
         steps: observations that are looked at together; with one there is no time axis.
         noise: (t, a) of the noise that a chunk is made of, where it is given.
         noise_steps: how many noises are given for the sampler's way; 0 for none.
+        has_masks: whether it is said for each member which of its images count.
     """
 
     batch: int
-    frames: tuple[Size, ...]
+    frames: tuple[Size | None, ...]
     state: int | None
     environment_state: int | None
     prefix: Size | None = None
-    language: Size | None = None
+    language: tuple[int, ...] | None = None
     steps: int = 1
     noise: Size | None = None
     noise_steps: int = 0
+    has_masks: bool = False
 
     def shapes(self, sharding: jax.sharding.Sharding) -> Observation:
         def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -60,7 +63,7 @@ class Inputs:
             sizes = (self.noise_steps, self.batch, *self.noise)
             step_noise = jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=sharding)
         return Observation(
-            images=tuple(shape(*time, *size, 3, dtype=jnp.uint8) for size in self.frames),
+            images=tuple(size and shape(*time, *size, 3, dtype=jnp.uint8) for size in self.frames),
             state=None if self.state is None else shape(*time, self.state),
             environment_state=None if self.environment_state is None else shape(*time, self.environment_state),
             prefix=None
@@ -68,9 +71,13 @@ class Inputs:
             else Prefix(shape(*self.prefix), shape(dtype=jnp.int32), shape(dtype=jnp.int32)),
             language=None
             if self.language is None
-            else Language(shape(*self.language), shape(self.language[0], dtype=jnp.bool_)),
+            else Language(
+                shape(*self.language, dtype=jnp.int32 if len(self.language) == 1 else jnp.float32),
+                shape(self.language[0], dtype=jnp.bool_),
+            ),
             noise=None if self.noise is None else shape(*self.noise),
             step_noise=step_noise,
+            image_masks=shape(len(self.frames), dtype=jnp.bool_) if self.has_masks else None,
         )
 
 
@@ -88,11 +95,11 @@ jax.tree_util.register_dataclass(Scales, data_fields=["images", "state", "enviro
 
 
 def prepare_pixels(
-    frames: UInt8[Array, "b *t h w 3"], size: Size, scale: Affine, dtype: DTypeLike
+    frames: UInt8[Array, "b *t h w 3"], size: Size | None, scale: Affine, dtype: DTypeLike
 ) -> Float[Array, "b *t h2 w2 3"]:
-    """Resize frames to the policy's size, stretched where the aspect differs, and normalise them."""
+    """Resize frames to the policy's size, stretched where the aspect differs, and normalise them; None: no resize."""
     x = frames.astype(jnp.float32) / 255.0
-    if frames.shape[-3:-1] != size:
+    if size is not None and frames.shape[-3:-1] != size:
         x = jax.image.resize(x, (*frames.shape[:-3], *size, 3), "linear")
     return scale.normalize(x).astype(dtype)
 
@@ -105,27 +112,55 @@ def normalize_plan(actions: Float[Array, "b t a"], scale: Affine) -> Float[Array
 
 
 def normalize(
-    observation: Observation, scales: Scales, sizes: tuple[Size, ...], dtype: DTypeLike = jnp.float32
+    observation: Observation,
+    scales: Scales,
+    sizes: tuple[Size | None, ...],
+    dtype: DTypeLike = jnp.float32,
+    relative: tuple[bool, ...] | None = None,
 ) -> Observation:
-    """Convert a raw observation (uint8 frames) to the normalised one that the model takes."""
+    """Convert a raw observation (uint8 frames) to the normalised one that the model takes.
+
+    Args:
+        relative: which numbers of an action are relative to the state.
+    """
 
     def vector(x: Any, scale: Affine | None) -> Any:
         return None if scale is None else scale.normalize(x).astype(dtype)
 
     images = zip(observation.images, sizes, scales.images, strict=True)
     return Observation(
-        images=tuple(prepare_pixels(frames, size, scale, dtype) for frames, size, scale in images),
+        images=tuple(
+            None if frames is None else prepare_pixels(frames, size, scale, dtype) for frames, size, scale in images
+        ),
         state=vector(observation.state, scales.state),
         environment_state=vector(observation.environment_state, scales.environment_state),
-        prefix=None
-        if observation.prefix is None
-        else observation.prefix._replace(actions=normalize_plan(observation.prefix.actions, scales.action)),
-        language=None
-        if observation.language is None
-        else observation.language._replace(tokens=observation.language.tokens.astype(dtype)),
+        prefix=None if observation.prefix is None else _normalize_prefix(observation, scales.action, relative),
+        language=None if observation.language is None else _cast_language(observation.language, dtype),
         noise=observation.noise,
         step_noise=observation.step_noise,
+        image_masks=observation.image_masks,
     )
+
+
+def _cast_language(language: Language, dtype: DTypeLike) -> Language:
+    """Tokens of a text encoder in the policy's precision; those of a tokenizer are integers and stay."""
+    is_encoded = jnp.issubdtype(language.tokens.dtype, jnp.floating)
+    return language._replace(tokens=language.tokens.astype(dtype)) if is_encoded else language
+
+
+def _normalize_prefix(observation: Observation, scale: Affine, relative: tuple[bool, ...] | None) -> Prefix:
+    assert observation.prefix is not None
+    actions = observation.prefix.actions
+    if relative is not None:
+        actions = actions - get_origin(observation.state, relative)
+    return observation.prefix._replace(actions=normalize_plan(actions, scale))
+
+
+def get_origin(state: Float[Array, "b s"], relative: tuple[bool, ...]) -> Float[Array, "b 1 a"]:
+    """What actions are relative to: the raw state where they are relative, 0 where they are not."""
+    width = len(relative)
+    start = jnp.pad(state[:, :width], ((0, 0), (0, max(width - state.shape[1], 0))))
+    return jnp.where(jnp.asarray(relative), start, 0.0)[:, None]
 
 
 class Programs:
@@ -135,8 +170,9 @@ class Programs:
         act: serving weights (by name) and a normalised observation to a normalised chunk.
         weights: shapes of the serving weights by name, in the order in which they come as a tuple.
         scales: anything with the tree of the policy's `Scales`.
-        sizes: (height, width) the model wants per camera.
+        sizes: (height, width) the model wants per camera; None where it takes frames as they arrive.
         read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
+        relative: which numbers of an action are relative to the state; None for none.
     """
 
     def __init__(
@@ -144,10 +180,11 @@ class Programs:
         act: Callable[[Mapping[str, Array], Observation], Array],
         weights: Mapping[str, jax.ShapeDtypeStruct],
         scales: Scales,
-        sizes: tuple[Size, ...],
+        sizes: tuple[Size | None, ...],
         dtype: DTypeLike,
         placement: Placement,
         read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
+        relative: tuple[bool, ...] | None = None,
     ):
         self._act = act
         self._weights = dict(weights)
@@ -156,6 +193,7 @@ class Programs:
         self._dtype = dtype
         self._placement = placement
         self._read = read
+        self._relative = relative
         self._reading: dict[int, jax.stages.Compiled] = {}
         self._compiled: dict[Inputs, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
@@ -199,8 +237,9 @@ class Programs:
         def run(flat: tuple[Array, ...], observation: Observation) -> Array:
             weights = dict(zip(names, flat, strict=False))
             scales = jax.tree.unflatten(tree, flat[len(names) :])
-            chunk = self._act(weights, normalize(observation, scales, self._sizes, self._dtype))
-            return scales.action.unnormalize(chunk.astype(jnp.float32))
+            normalized = normalize(observation, scales, self._sizes, self._dtype, self._relative)
+            chunk = scales.action.unnormalize(self._act(weights, normalized).astype(jnp.float32))
+            return chunk if self._relative is None else chunk + get_origin(observation.state, self._relative)
 
         return self._lower_and_compile(run, inputs.shapes(self._placement.replicated))
 

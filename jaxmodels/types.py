@@ -32,10 +32,10 @@ class Prefix(NamedTuple):
 
 
 class Language(NamedTuple):
-    """Tokens that a text encoder computed from an instruction, and their mask.
+    """Tokens of an instruction and their mask, as a text encoder computed them or as the tokenizer numbers them.
 
     Attributes:
-        tokens: (b, n, d).
+        tokens: (b, n, d) numbers of a text encoder; or (b, n) int32 of the tokenizer, for policies that embed them.
         mask: (b, n) bool, which tokens belong to the text; the others are not to be looked at.
     """
 
@@ -47,13 +47,15 @@ class Observation(NamedTuple):
     """Inputs of a policy in the order of its config; a NamedTuple and so a tree of arrays.
 
     Attributes:
-        images: one array (b, h, w, 3) per camera. uint8 pixels outside a program; inside, floats.
+        images: one array (b, h, w, 3) per camera, None for one that is left out. uint8 pixels outside a program;
+            inside, floats.
         state: (b, s), or None when the policy reads no state.
         environment_state: (b, e), or None.
         prefix: the plan to continue; None for a policy that continues none.
         language: what it is told to do; None for a policy that reads no language.
         noise: (b, t, a) that the chunk is made of; None for a policy's own.
         step_noise: (n, b, t, a) that the sampler adds on its way; likewise.
+        image_masks: (b, cameras) bool, which of the images count; None for all.
 
     Of a policy that looks at several observations (`Requirements.observation_steps`) images and states have a time axis
     behind the batch's, oldest first.
@@ -68,6 +70,7 @@ class Observation(NamedTuple):
     language: Language | None = None
     noise: Any = None
     step_noise: Any = None
+    image_masks: Any = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ ACTION = "action"
 STATE = "observation.state"
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGES = "observation.images."
+# How the name of a feature ends that says which members of a batch have an image of this camera, (b,) bool; for
+# policies that allow for cameras without one. LeRobot's name.
+PADDING_MASK = "_padding_mask"
+EMPTY_CAMERA = f"{IMAGES}empty_camera_"  # LeRobot's name of cameras that a policy was built for and no robot has
 
 TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
 MODES = ("MEAN_STD", "MIN_MAX", "IDENTITY", "QUANTILES", "QUANTILE10")
@@ -192,6 +199,11 @@ def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[s
 def camera_name(feature: str) -> str:
     """Name of a feature's camera: ``observation.images.front`` is ``front``, ``observation.image`` is ``image``."""
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
+
+
+def is_empty_camera(feature: str) -> bool:
+    """Whether a feature is a camera that a policy was built for and no robot has."""
+    return feature.startswith(EMPTY_CAMERA)
 
 
 def parse_features(where: str, value: Any) -> tuple[Feature, ...]:

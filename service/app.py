@@ -16,12 +16,12 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
-from service.api.blueprint import PREFIXES, ROUTES, api, configuration, watch
+from service.api.blueprint import PREFIXES, ROUTES, build_blueprint, build_config, install_middleware
 from service.api.context import App, Context
 from service.api.metrics import Metrics
 from service.api.openapi import full_document, specified_document
-from service.api.pages import live_blueprint
-from service.api.websockets import doors_blueprint
+from service.api.pages import build_live_blueprint
+from service.api.websockets import build_streams_blueprint
 from service.auth.caller import Role
 from service.auth.guard import create_guard
 from service.dashboard.live import Live
@@ -146,8 +146,8 @@ def create_app(
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"
-    app: App = Sanic(name, config=configuration(settings.limits), ctx=context, configure_logging=False)
-    watch(app)
+    app: App = Sanic(name, config=build_config(settings.limits), ctx=context, configure_logging=False)
+    install_middleware(app)
     context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
@@ -155,11 +155,11 @@ def create_app(
     install_errors(app)
     origins = Origins(settings.server.origins)
     for prefix in PREFIXES:
-        app.blueprint(api(prefix, origins))
-        app.blueprint(live_blueprint(prefix, origins))
-        app.blueprint(doors_blueprint(prefix, origins))
-        if context.table is not None:
-            add_transport(app, context.table, rooms, prefix)
+        app.blueprint(build_blueprint(prefix, origins))
+        app.blueprint(build_live_blueprint(prefix, origins))
+        app.blueprint(build_streams_blueprint(prefix, origins))
+        if context.room_table is not None:
+            add_transport(app, context.room_table, rooms, prefix)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
@@ -170,15 +170,15 @@ def create_app(
         app,
         source=source,
         shared=shared,
-        transport=TransportByUrl(context.doors.direct, transport or create_rooms_transport(app, destinations)),
-        load=context.places.guard_loader(webhooks.identified(load or source.load)),
+        transport=TransportByUrl(context.stream_clients.direct, transport or create_rooms_transport(app, destinations)),
+        load=context.source_rules.guard_loader(webhooks.identify_commits(load or source.load)),
         load_model=load_model or make_model_loader(settings.policies),
         webhooks=webhooks,
-        admit=RequestRules(context.places, destinations).check,
+        check_request=RequestRules(context.source_rules, destinations).check,
         records=lambda: _open_records(settings.webhooks.state, is_shared=settings.cluster.database is not None),
     )
     # After the sessions: what is delivered again at the start may be about them.
-    for blueprint in webhooks.blueprints():
+    for blueprint in webhooks.build_blueprints():
         app.blueprint(blueprint)
     if load is None and settings.cluster.engine == "here":
         import_jax_early(app)
@@ -194,14 +194,14 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
     guard = create_guard(
         settings.access, host=server.host, origins=server.origins, state=settings.webhooks.state, rules=UNLISTED_ROUTES
     )
-    places = SourceRules(
+    source_rules = SourceRules(
         policies.policy_roots, policies.policy_owners, is_open=is_loopback(server.host) and not guard.requires_key
     )
     watchdog = LoopWatchdog()
     context = Context(
         settings=settings,
         documents=_build_documents(settings.control.max_rate, limits.max_cameras),
-        page=pages.document_page(),
+        page=pages.build_docs_page(),
         versions=read_versions(),
         metrics=Metrics(
             lambda: context.sessions.list(),
@@ -211,15 +211,15 @@ def _create_context(settings: Settings, rooms: TransportSettings, read: ReadRequ
         ),
         loop_watchdog=watchdog,
         logs=RecentLogs(settings.logging.log_lines),
-        table=table,
+        room_table=table,
         guard=guard,
-        places=places,
-        policy_reader=PolicyReader(places.guard_reader(read)),
+        source_rules=source_rules,
+        policy_reader=PolicyReader(source_rules.guard_reader(read)),
         live=Live(lambda: context.sessions),
         create_limiter=CreateLimiter(
             Rates(limits.creates_per_minute / 60, limits.creates_per_minute), limits.limit_local
         ),
-        doors=StreamClients(lambda: context.sessions),
+        stream_clients=StreamClients(lambda: context.sessions),
     )
     return context
 

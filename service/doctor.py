@@ -136,12 +136,12 @@ def _codecs() -> Iterator[Finding]:
             return False
         return True
 
-    wanted = {"VP8": ("vp8", "libvpx"), "H264": ("h264", "libx264")}
-    lacking = {name for name, (decode, encode) in wanted.items() if not (has(decode, "r") and has(encode, "w"))}
-    found = ", ".join(name if name not in lacking else f"no {name}" for name in wanted)
+    codecs = {"VP8": ("vp8", "libvpx"), "H264": ("h264", "libx264")}
+    missing = {name for name, (decode, encode) in codecs.items() if not (has(decode, "r") and has(encode, "w"))}
+    found = ", ".join(name if name not in missing else f"no {name}" for name in codecs)
     fix = "pip install --force-reinstall av (its wheels carry both)"
     yield Finding(
-        "video codecs", "fail" if "VP8" in lacking else "warn" if lacking else "ok", found, fix if lacking else ""
+        "video codecs", "fail" if "VP8" in missing else "warn" if missing else "ok", found, fix if missing else ""
     )
 
 
@@ -208,13 +208,13 @@ def _caches(policies: PolicySettings) -> Iterator[Finding]:
 def _folder(name: str, folder: Path, fix: str, level: Level) -> Finding:
     # The nearest folder that exists says whether this one could be made, without making it.
     folder = folder.expanduser()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         return Finding(name, level, f"{folder}: {error.strerror}", fix)
-    free = shutil.disk_usage(there).free / _GIGABYTE
+    free = shutil.disk_usage(existing).free / _GIGABYTE
     found = f"{folder}, {free:.1f} GB free"
     if free < 0.2:
         return Finding(name, "fail", found, "free some space: policies and compiled programs need it")
@@ -228,7 +228,7 @@ def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
     output.
     """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | environment,
             capture_output=True,
@@ -238,7 +238,7 @@ def _run(code: str, environment: dict[str, str]) -> tuple[str | None, str]:
         )
     except subprocess.TimeoutExpired:
         return f"no answer in {_PROBE_SECONDS:g} s", ""
-    if done.returncode == 0:
-        return None, done.stdout
-    lines = done.stderr.strip().splitlines()
-    return (lines[-1] if lines else f"exit code {done.returncode}"), ""
+    if completed.returncode == 0:
+        return None, completed.stdout
+    lines = completed.stderr.strip().splitlines()
+    return (lines[-1] if lines else f"exit code {completed.returncode}"), ""

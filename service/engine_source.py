@@ -62,16 +62,16 @@ class OwnEngine:
             # Last of all: robots are held by then, and nobody asks any more.
             await asyncio.to_thread(self._hosts.close)
 
-    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
+    def wrap_check(self, check: CheckRequest) -> CheckRequest:
         """Refuse new sessions after a host is lost: a policy in memory would be ready and never act."""
         if (hosts := self._hosts) is None:
-            return admit
+            return check
 
-        async def admit_together(new: NewSession) -> None:
+        async def check_hosts_first(new: NewSession) -> None:
             hosts.check()
-            await admit(new)
+            await check(new)
 
-        return admit_together
+        return check_hosts_first
 
 
 async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
@@ -99,13 +99,13 @@ async def _join_hosts(hosts: HostCoordinator, policies: PolicySettings) -> tuple
 def _report_lost_hosts(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
     """Take the hosts' device out of the engine when a host is lost."""
     loop = asyncio.get_running_loop()
-    place = engine.first_device or ""
+    device = engine.first_device or ""
 
-    def leave(why: str) -> None:
+    def retire_device(why: str) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(engine.retire_device, place, why)
+            loop.call_soon_threadsafe(engine.retire_device, device, why)
 
-    hosts.told = leave
+    hosts.told = retire_device
     yield
 
 
@@ -138,15 +138,15 @@ class ClusterEngine:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
         engine = await self._bootstrap.open(durations, front_name(self._app))
-        self._app.ctx.engines = self._bootstrap.cluster
+        self._app.ctx.cluster = self._bootstrap.cluster
         try:
             yield engine
         finally:
             await self._bootstrap.close()
 
-    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
+    def wrap_check(self, check: CheckRequest) -> CheckRequest:
         """Return the check unchanged: a cluster may get an engine at any time."""
-        return admit
+        return check
 
 
 class EngineSource(Protocol):
@@ -161,7 +161,7 @@ class EngineSource(Protocol):
         """Open the engine; it is closed when the context ends."""
         ...
 
-    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
+    def wrap_check(self, check: CheckRequest) -> CheckRequest:
         """Return the check of new sessions with this engine's own conditions added to it."""
         ...
 

@@ -45,7 +45,7 @@ def register_lifespan(
     load: LoadPolicy,
     load_model: LoadModel,
     webhooks: Webhooks,
-    admit: CheckRequest,
+    check_request: CheckRequest,
     records: Callable[[], AbstractContextManager[SessionRecords]],
 ) -> None:
     """Register the listeners that open everything when the app starts and close it in the opposite order.
@@ -53,14 +53,14 @@ def register_lifespan(
     Args:
         source: where its engine comes from.
         shared: with which servers it shares its sessions.
-        admit: asked before a session is made.
+        check_request: asked before a session is made.
         records: what is to be known of sessions after this process was killed.
 
     Raises:
         LimitsError: the file of limits cannot be used.
     """
     settings = app.ctx.settings
-    of_sessions = session_settings(settings)
+    session_limits = session_settings(settings)
     opened = AsyncExitStack()
 
     @app.before_server_start
@@ -76,9 +76,9 @@ def register_lifespan(
                 transport=transport,
                 load=load,
                 engine=engine,
-                settings=of_sessions,
-                publish=app.ctx.doors.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.tell)),
-                check_request=shared.wrap_admit(source.wrap_admit(admit)),
+                settings=session_limits,
+                publish=app.ctx.stream_clients.direct.wrap_notify(app.ctx.recordings.wrap_notify(webhooks.publish)),
+                check_request=shared.wrap_check(source.wrap_check(check_request)),
                 records=opened.enter_context(records()),
             )
             await opened.enter_async_context(shared.open(lambda: app.ctx.sessions))
@@ -88,12 +88,12 @@ def register_lifespan(
                 answer_deadline=settings.limits.answer_deadline,
                 has_running_robot=app.ctx.sessions.has_running_robot,
             )
-            await opened.enter_async_context(webhooks.telling())
+            await opened.enter_async_context(webhooks.open_publishing())
             # Closed in the opposite order: no update begins any more while the sessions end.
             opened.push_async_callback(app.ctx.recordings.close)
             opened.push_async_callback(app.ctx.sessions.close)
             opened.push_async_callback(app.ctx.models.close)
-            app.ctx.updates = await opened.enter_async_context(webhooks.updating(app.ctx.sessions))
+            app.ctx.updates = await opened.enter_async_context(webhooks.open_updates(app.ctx.sessions))
             # The server answers when they are there: one that cannot be loaded stops the start.
             for name, (path, revision) in settings.models.models.items():
                 await app.ctx.models.load(name, path, revision, load_model)
@@ -117,7 +117,7 @@ def hold_robots_first(app: App) -> None:
 
 def _create_durations(context: Context) -> LoadDurations:
     folder = state_folder(context.settings.webhooks.state)
-    return LoadDurations(None if folder is None else folder / "durations.json", context.metrics.prepared)
+    return LoadDurations(None if folder is None else folder / "durations.json", context.metrics.record_preparation)
 
 
 def import_jax_early(app: App) -> None:
@@ -125,7 +125,7 @@ def import_jax_early(app: App) -> None:
 
     @app.after_server_start
     async def begin(app: App) -> None:
-        app.ctx.importing = call_in_thread(_import_jax, "import-jax", niceness=5)
+        app.ctx.jax_import = call_in_thread(_import_jax, "import-jax", niceness=5)
 
 
 def _import_jax() -> None:

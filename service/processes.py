@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-GRACE = 6.0  # seconds between asking a child to end and killing it; the server promises five
-LAST_WORDS = 4000  # characters of a child's errors
+TERMINATE_TIMEOUT = 6.0  # seconds between asking a child to end and killing it; the server promises five
+STDERR_TAIL_BYTES = 4000  # characters of a child's errors
 
 
 class ChildDied(Exception):
@@ -36,12 +36,14 @@ class Child:
     def check(self) -> None:
         """Check that the process still runs."""
         if not self.is_alive:
-            raise ChildDied(f"{self.name} ended with code {self._process.returncode}\n{self.last_words()}".rstrip())
+            raise ChildDied(
+                f"{self.name} ended with code {self._process.returncode}\n{self.read_stderr_tail()}".rstrip()
+            )
 
-    def last_words(self) -> str:
+    def read_stderr_tail(self) -> str:
         """Return the end of what it wrote to its standard error."""
         with open(self._errors, errors="replace") as file:
-            return file.read()[-LAST_WORDS:].strip()
+            return file.read()[-STDERR_TAIL_BYTES:].strip()
 
     async def next_line(self) -> str | None:
         """Return the next line of its standard output; None when the process has ended."""
@@ -53,13 +55,13 @@ class Child:
         return line.decode(errors="replace").rstrip("\n")
 
     async def end(self) -> None:
-        """Ask the process to end, and kill it if it does not within ``GRACE`` seconds."""
+        """Ask the process to end, and kill it if it does not within ``TERMINATE_TIMEOUT`` seconds."""
         if not self.is_alive:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), GRACE)
+            await asyncio.wait_for(self._process.wait(), TERMINATE_TIMEOUT)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

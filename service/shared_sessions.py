@@ -37,19 +37,19 @@ class SharedDatabase:
                 f"database: PostgreSQL needs {error.name}, which is not installed; pip install 'robojax[postgres]'"
             ) from error
         self._redirects = Redirects(Origins(app.ctx.settings.server.origins))
-        self._redirects.watch(app)
+        self._redirects.install(app)
 
-    def wrap_admit(self, admit: CheckRequest) -> CheckRequest:
+    def wrap_check(self, check: CheckRequest) -> CheckRequest:
         """Return the check of new sessions with one addition: the session's id is claimed among all servers."""
         if not self.is_configured:
-            return admit
+            return check
 
-        async def admit_and_claim(new: NewSession) -> None:
-            await admit(new)
-            if self._app.ctx.front is not None:
-                await self._app.ctx.front.claim(new)
+        async def check_and_claim(new: NewSession) -> None:
+            await check(new)
+            if self._app.ctx.peer_sessions is not None:
+                await self._app.ctx.peer_sessions.claim(new)
 
-        return admit_and_claim
+        return check_and_claim
 
     def open(self, sessions: Callable[[], Sessions]) -> AbstractAsyncContextManager[None]:
         """Show these sessions to the other servers until the context ends, after their robots are held.
@@ -77,8 +77,8 @@ class SharedDatabase:
                 raise NoDatabase(f"database: {error}") from None
             except DatabaseAway as error:
                 raise NoDatabase(f"database: it has not answered for {FINDING:g} s ({error})") from None
-            context.front = self._redirects.front = front
-            context.others = self._redirects
+            context.peer_sessions = self._redirects.front = front
+            context.other_servers = self._redirects
             yield
         finally:
             await self._redirects.close()

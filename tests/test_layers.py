@@ -265,8 +265,12 @@ FIXED_NAMES = {
     "hooks": {"WebhookNotFound", "ServerNotFound", "kept", "kept_dead", "kept_bytes", "lane"},
     "jaxmodels": {"shapes_kept"},
     "robojax": {"drive_mode", "found"},
+    "service/api": set(),
     "service/auth": set(),
     "service/http": set(),
+    "service/inference": set(),
+    "service/rollout": {"update_patience"},
+    "service/sessions": set(),
     "service/streaming": {"compile_patience", "act_patience"},
 }
 

@@ -42,7 +42,13 @@ KNOWN: Mapping[str, int] = {
     "policy_postprocessor.json": JSON_BYTES,
     "tokenizer.json": TOKENIZER_BYTES,
     "model.safetensors": WEIGHT_BYTES,
+    "architecture.json": JSON_BYTES,
 }
+# Files of a model that a policy is built on, in folders within the policy's that have the model's name
+# (``google/paligemma-3b-pt-224/tokenizer.json``); so deep, and so many of them.
+OF_MODELS = ("config.json", "tokenizer.json")
+MODEL_DEPTH = 3
+MODEL_FILES = 16
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
     stat.S_IFDIR: "a folder",
@@ -347,6 +353,34 @@ class PolicyFolder:
         for name in states[STATE_FILES:]:
             error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
             self.files[name] = MissingFile(name, error)
+        self._open_models(descriptor, "")
+
+    def _open_models(self, descriptor: int, within: str) -> None:
+        """Opens the files of models that the policy is built on, whatever they are called; links are not followed."""
+        with os.scandir(descriptor) as entries:
+            folders = [e.name for e, _ in zip(entries, range(ENTRIES), strict=False) if e.is_dir(follow_symlinks=False)]
+        for name in sorted(set(folders) - {ORBAX}):
+            if name.startswith(".") or not name.isascii():
+                continue
+            inside = f"{within}{name}/"
+            with suppress(OSError):
+                folder = os.open(name, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+                try:
+                    for file in OF_MODELS:
+                        if sum("/" in known for known in self.files) < MODEL_FILES:
+                            self._open_of_model(file, folder, inside)
+                    if inside.count("/") < MODEL_DEPTH:
+                        self._open_models(folder, inside)
+                finally:
+                    os.close(folder)
+
+    def _open_of_model(self, name: str, descriptor: int, within: str) -> None:
+        with suppress(FileNotFoundError):
+            os.stat(name, dir_fd=descriptor)
+            try:
+                self.files[f"{within}{name}"] = self._open(name, descriptor)
+            except CheckpointError as error:
+                self.files[f"{within}{name}"] = MissingFile(f"{within}{name}", error)
 
     def _open(self, name: str, within: int) -> OpenFile:
         limit = KNOWN.get(name, STATE_BYTES)

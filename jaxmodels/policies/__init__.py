@@ -28,6 +28,8 @@ class PolicyType:
         read: (config as `architecture` gives it, serving weights, tokens (b, n) int32, mask (b, n) bool) to the
             `Language` that `act` finds in its observation; None for a kind of policy that reads no language. Whether a
             policy of the kind does says the `text_encoder` of its config, which every config has, or None.
+        unused: tensors that files may have and that acting does not need, and their shapes, from a config.
+        tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
         small: fields of the config that make a policy which a CPU trains in minutes, and their values.
     """
 
@@ -40,8 +42,19 @@ class PolicyType:
     sizes: Callable[..., Sizes]
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
+    unused: Callable[[Any], Mapping[str, tuple[int, ...]]] | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)
 
+
+# Types that are built on another model: under which name a config's reader finds the sizes of that model among the
+# fields of ``config.json``, and the file that has them, where it is in the policy's folder.
+VLM_NAME = "VLM"
+ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
+    "smolvla": ("vlm", f"{VLM_NAME}/config.json"),
+    "pi0": ("architecture", "architecture.json"),
+    "pi05": ("architecture", "architecture.json"),
+}
 
 # Served from checkpoints of LeRobot, and not trained here yet.
 SERVED_ONLY = frozenset({"diffusion"})

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
@@ -116,6 +118,15 @@ class PolicyConfig:
     output_features: tuple[Feature, ...]
     normalization_mapping: tuple[tuple[str, str], ...]
 
+    # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
+    processor_steps: ClassVar[frozenset[str]] = frozenset()
+    # Whether frames go into the program's `act` at the size in which they arrive; others are stretched to `frames`.
+    resizes_frames: ClassVar[bool] = False
+    # Whether a camera may be left out of an observation.
+    allows_absent_cameras: ClassVar[bool] = False
+    # Whether the numbers of the state are part of what is made of an instruction (`format_prompt`).
+    prompt_reads_state: ClassVar[bool] = False
+
     @property
     def cameras(self) -> tuple[Feature, ...]:
         """Image features in the order of their tokens."""
@@ -148,6 +159,35 @@ class PolicyConfig:
     def noise_steps(self) -> int:
         """How many more such noises the sampler adds on its way."""
         return 0
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Tokens of an instruction that the program embeds itself; None where it reads none, or encoded ones."""
+        return None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the program knows, where it has a `prompt_length`."""
+        return 0
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """Name of the model whose tokenizer is meant, where the processors do not say."""
+        return None
+
+    def format_prompt(self, task: str, state: np.ndarray | None) -> str:
+        """The text that is tokenized for an instruction; `state` (s,) is normalised, given if it is part of it."""
+        del state
+        return task
+
+    def dump_architecture(self) -> Mapping[str, Any]:
+        """Contents of the JSON files with sizes of models that the policy is built on, by their names in its folder."""
+        return {}
+
+    @property
+    def relative_action_mask(self) -> tuple[bool, ...] | None:
+        """Which numbers of an action are relative to the raw state; None for none."""
+        return None
 
     def wrong_features(self) -> list[str]:
         """Errors of features that no policy type supports; each type adds its own."""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
 from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
-from jaxmodels.policies import lerobot_processors
+from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 
 PIECE = 16 << 20  # bytes that are in memory at a time
@@ -63,14 +63,30 @@ def verify_files(folder: Folder) -> dict[str, int]:
 def read_description(folder: Folder) -> dict[str, Any]:
     """Read a folder without its weights, as JSON: ``config``, ``sidecar`` (or None) and ``renames``.
 
+    The config has the sizes of the model that the policy is built on, where they are in a file of their own.
+
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    values = read_config(folder)
     is_modern = any((folder / name).exists() for name in PROCESSORS)
     renames = dict(read_processors(folder).renames) if is_modern else {}
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
     return {"config": values, "sidecar": sidecar, "renames": renames}
+
+
+def read_config(folder: Folder) -> dict[str, Any]:
+    """Read ``config.json`` with what other files add to it, as the policy's type reads it.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    field, pattern = ARCHITECTURE_FILES.get(str(values.get("type")), ("", ""))
+    name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
+    if name and (folder / name).exists():
+        values[field] = read_json(folder / name)
+    return values
 
 
 def check_weights(folder: Folder, *, has_orbax: bool) -> None:

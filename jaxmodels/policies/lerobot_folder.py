@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.files import NEVER_USED, find_floats, read_json, write_json, write_safetensors
+from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json, write_json, write_safetensors
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Source
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
-from jaxmodels.errors import CheckpointError
+from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.memory import Sizes
 from jaxmodels.normalization import Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
-from jaxmodels.policies.integrity import describe_missing_weights, read_description
+from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.text.encoder import TextConfig
@@ -47,6 +47,7 @@ class PolicyConfig(Protocol):
     @property
     def text_encoder(self) -> TextConfig | None: ...
     def to_json(self) -> dict[str, Any]: ...
+    def dump_architecture(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,9 @@ class Checkpoint:
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SIDECAR = "robojax.json"
+# Of the sidecar: the version of LeRobot whose reading of the same files is meant, where versions differ.
+LEROBOT, LEROBOT_VERSIONS = "lerobot", ("0.4", "0.6")
+READ_BY_VERSION = frozenset({"pi0", "pi05"})
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +154,26 @@ def build_description(small: Mapping[str, Any]) -> Description:
         CheckpointError: so has the sidecar.
     """
     values = small["config"]
-    config: Any = get_policy_type(values.get("type")).config(values)
+    config: Any = read_config_values(values, small["sidecar"])
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
+
+
+def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | None) -> Any:
+    """The config out of ``config.json``, with what ``robojax.json`` says of it: which LeRobot the files are meant for.
+
+    Raises:
+        ConfigError: unknown fields, or values that make no sense.
+    """
+    version = (sidecar or {}).get(LEROBOT)
+    values = dict(values)
+    if version is not None:
+        if version not in LEROBOT_VERSIONS:
+            raise ConfigError(
+                f"{SIDECAR}: {LEROBOT} is {shorten_value(version)}; wanted one of {', '.join(LEROBOT_VERSIONS)}"
+            )
+        if values.get("type") in READ_BY_VERSION:
+            values[LEROBOT] = version
+    return get_policy_type(values.get("type")).config(values)
 
 
 def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
@@ -177,18 +199,35 @@ def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.ch
 
 
 def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
-    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    values = read_config(folder)
+    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    config = read_config_values(values, sidecar)
     kind = get_policy_type(values.get("type"))
-    config = kind.config(values)
     sizes: Sizes = kind.sizes(config)
-    _check_sizes(folder, sizes, admit)
+    _check_sizes(folder, kind, config, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
     check_normalization(normalization)
+    lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
+    relative = lerobot_processors.get_relative_actions(normalization, config.action.shape[0])
+    if relative != config.relative_action_mask:
+        raise CheckpointError(
+            f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
+            f"{config.relative_action_mask} and {relative}; wanted the files of one training"
+        )
     for step in (normalization.inputs, normalization.outputs):
         if names := step.without_stats():
             logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
-    return Checkpoint(config, weights, normalization, _read_sidecar(folder, config), read_tokenizer(folder))
+    return Checkpoint(
+        config, weights, normalization, _sidecar(sidecar, config), _read_tokenizer(folder, config, normalization)
+    )
+
+
+def _read_tokenizer(folder: PolicyFolder, config: Any, normalization: Normalization) -> bytes | None:
+    if config.prompt_length is None:
+        return read_tokenizer(folder)
+    named = lerobot_processors.get_tokenizer_name(normalization, config.prompt_length) or config.tokenizer_name
+    return read_tokenizer(folder, named)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -210,10 +249,15 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             write_json(draft / SIDECAR, sidecar, indent=2)
         if checkpoint.tokenizer is not None:
             (draft / TOKENIZER).write_bytes(checkpoint.tokenizer)
+        for file, values in checkpoint.config.dump_architecture().items():
+            (draft / file).parent.mkdir(parents=True, exist_ok=True)
+            write_json(draft / file, dict(values), indent=2)
         tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
         write_safetensors(draft / WEIGHTS, tensors)
-        for path in sorted(draft.iterdir(), key=lambda path: path.name == WEIGHTS):
-            os.replace(path, folder / path.name)
+        files = [path for path in draft.rglob("*") if path.is_file()]
+        for path in sorted(files, key=lambda path: path.name == WEIGHTS):
+            (folder / path.relative_to(draft)).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, folder / path.relative_to(draft))
 
 
 @lru_cache(maxsize=8)  # a training writes the same policy again and again
@@ -223,15 +267,32 @@ def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     return blueprint(lambda rngs: kind.model(config, rngs=rngs))
 
 
-def _check_sizes(folder: PolicyFolder, sizes: Sizes, admit: Callable[[Sizes], None]) -> None:
+def _check_sizes(
+    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes], None]
+) -> None:
     """Compares what follows from the config with the header of the weights, and asks whether there is room."""
     sizes.check()
     if (folder / WEIGHTS).exists():
-        stored = find_floats(
-            folder / WEIGHTS, lambda name: not name.endswith(NEVER_USED) and not lerobot_processors.is_buffer(name)
-        )
-        sizes.check_file(sum(math.prod(tensor.shape) for tensor in stored.values()), len(stored), WEIGHTS)
+        tensors, _ = _find_tensors(folder / WEIGHTS, kind, config)
+        sizes.check_file(sum(math.prod(tensor.shape) for tensor in tensors.values()), len(tensors), WEIGHTS)
     admit(sizes)
+
+
+def _find_tensors(path: Source, kind: PolicyType, config: Any) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """The tensors of a file that a policy acts with, and the statistics that older policies keep among them.
+
+    Raises:
+        WeightsMismatch: a tensor that acting does not need is not the one of the config either.
+    """
+    tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
+    buffers = {name: tensors.pop(name) for name in list(tensors) if lerobot_processors.is_buffer(name)}
+    for name, same in kind.tied.items():
+        if name not in tensors and same in tensors:
+            tensors[name] = tensors[same]
+    unused = {} if kind.unused is None else kind.unused(config)
+    found = {name: tensors.pop(name).shape for name in unused if name in tensors}
+    check_fit(found, {name: unused[name] for name in found}, where=path.name)
+    return tensors, buffers
 
 
 def _read_weights(
@@ -246,17 +307,16 @@ def _read_weights(
         else:
             raise CheckpointError(describe_missing_weights(folder))
     else:
-        weights, buffers = _read_tensors(folder / WEIGHTS, kind, plan.shapes)
+        weights, buffers = _read_tensors(folder / WEIGHTS, kind, config, plan.shapes)
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return weights, buffers
 
 
 def _read_tensors(
-    path: Source, kind: PolicyType, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    path: Source, kind: PolicyType, config: Any, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
-    buffers = {name: tensors.pop(name) for name in list(tensors) if lerobot_processors.is_buffer(name)}
+    tensors, buffers = _find_tensors(path, kind, config)
     table = kind.tensors(shapes)
     check_fit(
         {name: tensor.shape for name, tensor in tensors.items()},
@@ -290,10 +350,6 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
             f"or buffers in {WEIGHTS} as LeRobot wrote before 0.4"
         )
     return lerobot_processors.read_buffered_normalization(inputs, outputs, modes, buffers)
-
-
-def _read_sidecar(folder: Folder, config: PolicyConfig) -> Sidecar:
-    return _sidecar(read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None, config)
 
 
 def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:

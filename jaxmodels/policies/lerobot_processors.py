@@ -7,7 +7,8 @@ lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/polici
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jaxmodels.checkpoints.files import read_floats, read_json, write_json, write_safetensors
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.normalization import EPSILON, Normalization, Normalizer
+from jaxmodels.normalization import EPSILON, Normalization, Normalizer, ProcessorStep
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features
 
@@ -24,7 +25,15 @@ PRE = "policy_preprocessor"
 POST = "policy_postprocessor"
 STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
+TOKENIZE = "tokenizer_processor"
+RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
+# Steps of some policy types, which do in their own arithmetic what these steps say (`PolicyConfig.processor_steps`);
+# and on which side of normalising they mean what they mean there.
+ONLY_BEFORE = frozenset({RELATIVE})
+ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
+OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
 
 
 def read_processors(folder: Folder) -> Normalization:
@@ -33,37 +42,117 @@ def read_processors(folder: Folder) -> Normalization:
     Raises:
         CheckpointError: malformed, a step that is not known, or statistics that are missing or unreadable.
     """
-    inputs, renames = _read(folder, PRE, "normalizer_processor")
-    outputs, other = _read(folder, POST, "unnormalizer_processor")
+    inputs, renames, before = _read(folder, PRE, "normalizer_processor")
+    outputs, other, after = _read(folder, POST, "unnormalizer_processor")
     if other:
         raise CheckpointError(f"{POST}.json: renames {sorted(other)}; only observations can be renamed")
-    return Normalization(inputs, outputs, renames)
+    return Normalization(inputs, outputs, renames, (*before, *(replace(step, is_output=True) for step in after)))
+
+
+def check_steps(normalization: Normalization, known: Set[str], policy_type: str) -> None:
+    """Refuse steps that this type of policy does not have, or that come where they would mean something else.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for step in normalization.steps:
+        where = f"{POST if step.is_output else PRE}.json"
+        if step.name not in known:
+            raise CheckpointError(
+                f"{where}: step {step.name!r} is none of a policy of type {policy_type}, whose steps besides "
+                f"normalising are {', '.join(sorted(known)) or 'none'}"
+            )
+        if step.name in ONLY_AFTER | ONLY_BEFORE and step.comes_after != (step.name in ONLY_AFTER):
+            raise CheckpointError(
+                f"{where}: step {step.name!r} comes {'after' if step.comes_after else 'before'} normalising; wanted it "
+                "on the other side, as LeRobot 0.6.1 writes it"
+            )
+
+
+def get_relative_actions(normalization: Normalization, width: int) -> tuple[bool, ...] | None:
+    """Which numbers of an action LeRobot's processors make relative to the state; None for none.
+
+    Raises:
+        CheckpointError: a step makes no sense, or one of the two steps is missing.
+    """
+    before, after = normalization.find_step(RELATIVE), normalization.find_step(ABSOLUTE)
+    enabled = [step is not None and step.fields.get("enabled", False) for step in (before, after)]
+    if enabled not in ([False, False], [True, True]):
+        raise CheckpointError(
+            f"{PRE}.json and {POST}.json: one of {RELATIVE} and {ABSOLUTE} is on; wanted both or none"
+        )
+    if before is None or enabled == [False, False]:
+        return None
+    names, excluded = before.fields.get("action_names"), before.fields.get("exclude_joints") or []
+    for value in (names or [], excluded):
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise CheckpointError(f"{PRE}.json: {RELATIVE} has {shorten_value(value)}; wanted lists of names")
+    parts = [part.lower() for part in excluded if part]
+    named = [not any(part in name.lower() for part in parts) for name in (names or [])[:width]]
+    return (*named, *[True] * (width - len(named)))
+
+
+def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
+    """Name of the model whose tokenizer LeRobot's processors take; None where they take none.
+
+    Args:
+        length: tokens of an instruction that the policy's config says.
+
+    Raises:
+        CheckpointError: the step asks for something else than is done here.
+    """
+    step = normalization.find_step(TOKENIZE)
+    if step is None:
+        return None
+    expected = {"max_length": length, "task_key": "task", "padding_side": "right", "truncation": True}
+    if wrong := [
+        f"{name} {shorten_value(step.fields[name])}"
+        for name in expected
+        if step.fields.get(name, expected[name]) != expected[name]
+    ]:
+        raise CheckpointError(f"{PRE}.json: {TOKENIZE} has {', '.join(wrong)}; wanted {shorten_value(expected)}")
+    name = step.fields.get("tokenizer_name")
+    if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
+        raise CheckpointError(f"{PRE}.json: tokenizer_name is {shorten_value(name)}; wanted one like 'owner/model'")
+    return name
 
 
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
     """Write a policy's two processor files as LeRobot does."""
+    steps = normalization.steps
+    prepared = [_dump_step(step) for step in steps if not step.is_output and not step.comes_after]
+    told = [_dump_step(step) for step in steps if not step.is_output and step.comes_after]
+    ends = [_dump_step(step) for step in steps if step.is_output]
     move = {"registry_name": "device_processor", "config": {"device": device or "cpu", "float_dtype": None}}
     before = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": dict(normalization.renames)}},
         {"registry_name": "to_batch_processor", "config": {}},
+        *prepared,
         move,
-        _write_step(folder, PRE, 3, "normalizer_processor", normalization.inputs),
+        _write_step(folder, PRE, 3 + len(prepared), "normalizer_processor", normalization.inputs),
+        *told,
     ]
     after = [
         _write_step(folder, POST, 0, "unnormalizer_processor", normalization.outputs),
+        *ends,
         {**move, "config": {"device": "cpu", "float_dtype": None}},
     ]
     write_json(folder / f"{PRE}.json", {"name": PRE, "steps": before}, indent=2)
     write_json(folder / f"{POST}.json", {"name": POST, "steps": after}, indent=2)
 
 
-def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, str]]:
+def _dump_step(step: ProcessorStep) -> dict[str, Any]:
+    return {"registry_name": step.name, "config": dict(step.fields)}
+
+
+def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, str], list[ProcessorStep]]:
     where = f"{name}.json"
     steps = read_json(folder / where).get("steps")
     if not isinstance(steps, list):
         raise CheckpointError(f"{where}: has no list of steps")
     normalizers: list[Normalizer] = []
     renames: dict[str, str] = {}
+    others: list[ProcessorStep] = []
     for step in steps:
         if not isinstance(step, Mapping) or not isinstance(step.get("config", {}), Mapping):
             raise CheckpointError(f"{where}: a step is no object with a name and a config")
@@ -72,15 +161,17 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
             normalizers.append(_read_step(folder, where, step, config))
         elif step_kind == "rename_observations_processor" and not normalizers:
             renames |= _read_renames(where, config, renames)
+        elif step_kind in OF_TYPES:
+            others.append(ProcessorStep(step_kind, dict(config), comes_after=bool(normalizers)))
         elif step_kind not in MOVING or config.get("float_dtype") not in (None, "float32"):
             actual = step_kind or step.get("class")
             raise CheckpointError(
                 f"{where}: step {actual!r} with {sorted(config)} is not known here; "
-                f"wanted renaming and then one {kind}, as LeRobot 0.4.4 writes for ACT"
+                f"wanted renaming and one {kind}, as LeRobot 0.4.4 writes for ACT, or {', '.join(sorted(OF_TYPES))}"
             )
     if not normalizers:
         raise CheckpointError(f"{where}: has no step {kind}")
-    return normalizers[0], renames
+    return normalizers[0], renames, others
 
 
 def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,6 @@ whose weights come from elsewhere and stay as they are.
 """
 
 from jaxmodels.text.encoder import TextConfig, TextEncoder, text_encoder
-from jaxmodels.text.tokenizers import Tokenizer, tokenizer
+from jaxmodels.text.tokenizers import PromptTokenizer, Tokenizer, tokenizer
 
-__all__ = ["TextConfig", "TextEncoder", "Tokenizer", "text_encoder", "tokenizer"]
+__all__ = ["PromptTokenizer", "TextConfig", "TextEncoder", "Tokenizer", "text_encoder", "tokenizer"]

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from jaxmodels.checkpoints.folder import TOKENIZER_BYTES as LIMIT
 from jaxmodels.checkpoints.folder import Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.hub import find_in_cache
 from jaxmodels.text.encoder import BYTES, CLIP, TextConfig
 
 FILE = "tokenizer.json"
@@ -33,7 +34,10 @@ class VocabularyTokenizer:
                 "encoder's weights are from"
             )
         self.length = config.length
-        self._read = _reader(file, config)
+        self._read = _reader(file, config.vocabulary, f"a text encoder of kind {config.kind!r}")
+        self._read.enable_truncation(config.length)
+        if not self._read.encode("").ids:
+            raise CheckpointError(f"{FILE}: begins and ends no text with a token of its own; wanted CLIP's")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]]:
         ids = np.zeros((len(texts), self.length), np.int32)
@@ -46,13 +50,52 @@ class VocabularyTokenizer:
         return ids, mask
 
 
-def _reader(file: bytes, config: TextConfig) -> Any:
+class PromptTokenizer:
+    """Tokenizer of a language model's ``tokenizer.json``; shorter prompts are filled up on the right, longer ones cut.
+
+    Args:
+        length: tokens that the policy reads.
+        vocabulary: tokens that it knows.
+
+    Raises:
+        CheckpointError: the file is malformed, or has more tokens than the policy knows.
+        ConfigError: the package that reads it is not installed.
+    """
+
+    def __init__(self, file: bytes, length: int, vocabulary: int):
+        self.length = length
+        self._read = _reader(file, vocabulary, "this policy")
+        self._read.no_truncation()
+
+    def __call__(self, text: str) -> tuple[Int[np.ndarray, " n"], Bool[np.ndarray, " n"], int]:
+        """Tokens of a prompt, which of them are part of it, and how many it has with those that were cut."""
+        tokens = self._encode(text)
+        used = tokens
+        if len(tokens) > self.length:
+            used = self._cut(text)
+        ids, mask = np.zeros(self.length, np.int32), np.zeros(self.length, bool)
+        ids[: len(used)], mask[: len(used)] = used, True
+        return ids, mask, len(tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        # A lone surrogate is no text for the package, which is written in Rust.
+        return list(self._read.encode(text.encode("utf-8", "replace").decode()).ids)
+
+    def _cut(self, text: str) -> list[int]:
+        """As LeRobot cuts: tokens that begin or end every text stay."""
+        self._read.enable_truncation(self.length)
+        try:
+            return self._encode(text)
+        finally:
+            self._read.no_truncation()
+
+
+def _reader(file: bytes, vocabulary: int, what: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"a text encoder of kind {config.kind!r} reads {FILE} with the package tokenizers, which is not "
-            "installed; pip install 'robojax[language]'"
+            f"{what} reads {FILE} with the package tokenizers, which is not installed; pip install 'robojax[language]'"
         ) from error
     try:
         reader = Tokenizer.from_str(file.decode())
@@ -61,15 +104,11 @@ def _reader(file: bytes, config: TextConfig) -> Any:
             f"{FILE}: cannot be read ({error}); wanted what transformers' save_pretrained wrote"
         ) from (error)
     largest = max(reader.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest >= config.vocabulary:
+    if largest >= vocabulary:
         raise CheckpointError(
-            f"{FILE}: has a token {largest}, and the text encoder a vocabulary of {config.vocabulary}; they are not of "
-            "one model"
+            f"{FILE}: has a token {largest}, and {what} a vocabulary of {vocabulary}; they are not of one model"
         )
-    reader.enable_truncation(config.length)
     reader.no_padding()
-    if not reader.encode("").ids:
-        raise CheckpointError(f"{FILE}: begins and ends no text with a token of its own; wanted CLIP's")
     return reader
 
 
@@ -128,13 +167,27 @@ class ByteTokenizer:
 TOKENIZER = "tokenizer.json"
 
 
-def read_tokenizer(folder: Folder) -> bytes | None:
+def read_tokenizer(folder: Folder, name: str | None = None) -> bytes | None:
     """Contents of a folder's ``tokenizer.json``; None without one.
 
+    Args:
+        name: of the model that it is of. It is then looked for in the folder of that name within the policy's, in the
+            policy's folder, and among what the Hub's cache has of that name; nothing is fetched.
+
     Raises:
-        CheckpointError: it cannot be read, or is longer than any tokenizer.
+        CheckpointError: it cannot be read, or is longer than any tokenizer; or one that is named is nowhere.
     """
-    path = folder / TOKENIZER
+    path: Any = folder / TOKENIZER
+    if name is not None:
+        within = folder / f"{name}/{TOKENIZER}"
+        cached = find_in_cache(name, TOKENIZER)
+        path = next((found for found in (within, path, cached) if found is not None and found.exists()), None)
+        if path is None:
+            raise CheckpointError(
+                f"{folder.name}: no {TOKENIZER} of {name!r}, which instructions are read with: neither in the policy's "
+                "folder nor in the Hub's cache, and nothing is fetched while a policy is loaded. Copy it to "
+                f"{name}/{TOKENIZER} in the folder, or run: hf download {name} {TOKENIZER}"
+            )
     if not path.exists():
         return None
     try:

@@ -44,7 +44,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     refuse_without_keys(listener.getsockname()[0], settings, "serve")
     # Most of what takes long to import is not needed to refuse.
     with pause_garbage_collection():
-        from service.api.websockets import openpi_app
+        from service.api.websockets import create_openpi_app
         from service.app import create_app
         from service.errors import FrontNameTaken, ModelError, NoDatabase, NoDevice, NoEngine
         from service.rollout.webhooks import StartFailed
@@ -55,7 +55,7 @@ def serve(config: Path | None, help_all: bool, **flags: Any) -> None:
     except SettingsError as error:
         listener.close()
         fail(Code.USAGE, "the settings cannot be used", str(error), "`robojax serve --help-all` lists all")
-    beside = None if openpi is None else (openpi_app(app), openpi)
+    beside = None if openpi is None else (create_openpi_app(app), openpi)
     also = "" if openpi is None else f"; openpi clients: port {openpi.getsockname()[1]}"
     try:
         run(

@@ -181,7 +181,7 @@ class Demo:
                     if is_over:
                         listening.result()
                         if failure is not None:
-                            raise DemoFailed(f"{failure}\n{arm.last_words()}".rstrip())
+                            raise DemoFailed(f"{failure}\n{arm.read_stderr_tail()}".rstrip())
                         if episodes == 0 or score.done < episodes:
                             arm.check()
                             raise DemoFailed("the arm ended before its episodes were over")
@@ -279,7 +279,9 @@ async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) ->
                     pass  # not listening yet
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise DemoFailed(f"the server did not answer at {url} in {STARTING:.0f} s\n{server.last_words()}") from None
+        raise DemoFailed(
+            f"the server did not answer at {url} in {STARTING:.0f} s\n{server.read_stderr_tail()}"
+        ) from None
 
 
 def find_free_port() -> int:

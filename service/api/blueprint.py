@@ -21,7 +21,7 @@ from service.logging import bind_log_context
 log = logging.getLogger(__name__)
 
 PREFIXES = ("", "/api")
-SPARE = 16  # connections kept for emergency stops
+SPARE_CONNECTIONS = 16  # connections kept for emergency stops
 ROUTES: tuple[Route, ...] = (
     *operations.HEALTH_ROUTES,
     *sessions.SESSION_ROUTES,
@@ -42,7 +42,7 @@ ROUTES: tuple[Route, ...] = (
 )
 
 
-def configuration(limits: LimitSettings) -> Config:
+def build_config(limits: LimitSettings) -> Config:
     """Build Sanic's own settings."""
     # Without a prefix it reads nothing from the environment: ROBOJAX_* is the one way to configure.
     config = Config(env_prefix="")
@@ -53,7 +53,7 @@ def configuration(limits: LimitSettings) -> Config:
         REQUEST_TIMEOUT=limits.request_deadline,
         REQUEST_DEADLINE=limits.request_deadline,
         CONNECTIONS=Connections(
-            ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE)
+            ConnectionLimits(limits.max_connections, limits.max_all_connections, limits.limit_local, SPARE_CONNECTIONS)
         ),
         KEEP_ALIVE_TIMEOUT=15,
         GRACEFUL_SHUTDOWN_TIMEOUT=3,
@@ -66,7 +66,7 @@ def configuration(limits: LimitSettings) -> Config:
     return config
 
 
-def api(prefix: str, origins: Origins) -> Blueprint:
+def build_blueprint(prefix: str, origins: Origins) -> Blueprint:
     """Build the blueprint of all routes under a prefix."""
     blueprint = Blueprint(f"api{prefix.replace('/', '-')}")
     methods: dict[str, list[str]] = {}
@@ -107,7 +107,7 @@ def api(prefix: str, origins: Origins) -> Blueprint:
     return blueprint
 
 
-def watch(app: App) -> None:
+def install_middleware(app: App) -> None:
     """Give every request an id and its own time limit, and count it."""
 
     @app.on_request
@@ -127,14 +127,14 @@ def watch(app: App) -> None:
     async def end(request: Request, response: HTTPResponse) -> None:
         response.headers["x-request-id"] = request_id(request)
         add_security_headers(response)
-        route = _template(request.route.path) if request.route else "unknown"
+        route = _path_template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
-        app.ctx.metrics.answered(request.method if request.route else "any", route, response.status, seconds)
+        app.ctx.metrics.count_answer(request.method if request.route else "any", route, response.status, seconds)
         # Who changed something stays on record; looks are many.
         level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
         log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
 
 
-def _template(path: str) -> str:
+def _path_template(path: str) -> str:
     """Convert ``sessions/<session_id:str>`` to the documents' form."""
     return "/" + re.sub(r"<(\w+)[^>]*>", r"{\1}", path).strip("/")

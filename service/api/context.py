@@ -115,7 +115,7 @@ class Route:
         return inspect.getdoc(self.handler) or ""
 
     @property
-    def parts(self) -> list[str]:
+    def path_parameters(self) -> list[str]:
         """Names of the path's variable parts."""
         return re.findall(r"{(\w+)}", self.path)
 
@@ -141,18 +141,19 @@ class Context:
         documents: served file name to its bytes.
         page: the documentation's HTML and its Content-Security-Policy.
         versions: of this and of what matters below it.
-        table: the embedded transport's rooms, or None when it is off.
+        room_table: the embedded transport's rooms, or None when it is off.
         guard: who is let in where.
         create_limiter: how often each caller may make a session.
-        doors: for clients that need no rooms.
+        stream_clients: for clients that need no rooms.
         loop_watchdog: how often the event loop was blocked.
         sessions, models, updates, recordings: there from the server's start to its stop.
-        places: where policies may come from.
+        source_rules: where policies may come from.
         policy_reader: what policies need, before they are loaded.
         live: pages that look on.
-        engines: those of a cluster; None where policies run here.
-        front, others: this server among those that share its database, and those; None for one of its own.
-        importing: done when JAX is imported, which takes seconds; None where nothing needs it.
+        cluster: those of a cluster; None where policies run here.
+        peer_sessions, other_servers: this server among those that share its database, and those; None for one of its
+            own.
+        jax_import: done when JAX is imported, which takes seconds; None where nothing needs it.
         started_at: monotonic.
     """
 
@@ -162,19 +163,19 @@ class Context:
     versions: Mapping[str, str]
     metrics: Metrics
     logs: RecentLogs
-    table: RoomTable | None
+    room_table: RoomTable | None
     guard: Guard
-    places: SourceRules
+    source_rules: SourceRules
     policy_reader: PolicyReader
     live: Live
     create_limiter: CreateLimiter
-    doors: StreamClients
+    stream_clients: StreamClients
     loop_watchdog: LoopWatchdog
     started_at: float = field(default_factory=time.monotonic)
-    importing: asyncio.Future[Any] | None = None
-    engines: "Cluster | None" = None
-    front: "PeerSessions | None" = None
-    others: OtherServers | None = None
+    jax_import: asyncio.Future[Any] | None = None
+    cluster: "Cluster | None" = None
+    peer_sessions: "PeerSessions | None" = None
+    other_servers: OtherServers | None = None
     sessions: Sessions = field(init=False)
     models: ModelServer = field(init=False)
     updates: Updates = field(init=False)
@@ -185,13 +186,13 @@ App: TypeAlias = sanic.Sanic[Config, Context]
 Request: TypeAlias = sanic.Request[App, SimpleNamespace]
 
 
-def sessions_of(request: Request) -> list[AnySession]:
+def list_visible_sessions(request: Request) -> list[AnySession]:
     """Return all sessions that this caller may see, oldest first."""
     caller = caller_of(request)
     return [session for session in request.app.ctx.sessions.list() if caller.sees(session.new.owner)]
 
 
-def session_of(request: Request, session_id: str) -> AnySession:
+def get_visible_session(request: Request, session_id: str) -> AnySession:
     """Return the session of this id.
 
     Raises:

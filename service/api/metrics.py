@@ -88,12 +88,12 @@ class Metrics:
             registry=self._registry,
         )
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+    def count_answer(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one answer."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(method, route).observe(seconds)
 
-    def prepared(self, steps: Mapping[str, float]) -> None:
+    def record_preparation(self, steps: Mapping[str, float]) -> None:
         """Record the preparation of a session; its steps in seconds."""
         for step, seconds in steps.items():
             self._preparing.labels(step.replace(" ", "_")).observe(seconds)
@@ -105,14 +105,14 @@ class Metrics:
         several that want the interpreter keep every tick waiting. Whoever asks meanwhile shares the next one.
         """
         if self._next is None:
-            self._next = asyncio.create_task(self._written(), name="figures")
+            self._next = asyncio.create_task(self._generate_blocking(), name="figures")
         text = await asyncio.shield(self._next)
         if own is None:
             return text
         names = {name.encode() for name in own}
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _only, text, names)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _filter_sessions, text, names)
 
-    async def _written(self) -> bytes:
+    async def _generate_blocking(self) -> bytes:
         await self._is_free.acquire()
         self._next = None  # who asks from here on wants figures that are newer than these
         loop, began = asyncio.get_running_loop(), time.monotonic()
@@ -129,7 +129,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _only(text: bytes, own: Collection[bytes]) -> bytes:
+def _filter_sessions(text: bytes, own: Collection[bytes]) -> bytes:
     found = ((line, _SESSION.search(line)) for line in text.splitlines(keepends=True))
     return b"".join(line for line, session in found if session is None or session[1] in own)
 

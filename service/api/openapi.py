@@ -71,7 +71,7 @@ When the embedded transport is on, this server also has the rooms themselves (`/
 REST, WebSocket and signalling of the RobotHub wire)."""
 
 # Statuses that any route may answer with.
-_ANYWHERE = (400, 403, 408, 413, 500, 503)
+_EVERY_ROUTE = (400, 403, 408, 413, 500, 503)
 _MEANINGS = {
     400: "Not HTTP that can be read",
     401: "A key is wanted, and none was sent that counts",
@@ -131,14 +131,14 @@ def _specified(route: Route) -> Json:
         "description": route.description,
         "operationId": route.operation_id,
     }
-    if route.parts:
-        operation["parameters"] = [_parameter(name) for name in route.parts]
+    if route.path_parameters:
+        operation["parameters"] = [_parameter(name) for name in route.path_parameters]
     if route.specified_body:
         operation["requestBody"] = {"content": _content(_reference(route.specified_body)), "required": True}
     operation["responses"] = {
         "200": {"description": "Successful Response", "content": _content(_schema(route.answer), route.content_type)}
     }
-    if route.parts or route.specified_body:
+    if route.path_parameters or route.specified_body:
         operation["responses"]["422"] = {
             "description": "Validation Error",
             "content": _content(_reference(HTTPValidationError)),
@@ -171,7 +171,7 @@ def _full(route: Route) -> Json:
         operation["security"] = [{"ApiKeyAuth": []}, {"BearerAuth": []}]
         operation["description"] = f"{operation['description']}\n\nRole: {route.role}."
     keys = {401, 429} if route.role is not None else set()
-    for status in sorted({*_ANYWHERE, *keys, *route.errors}):
+    for status in sorted({*_EVERY_ROUTE, *keys, *route.errors}):
         responses[str(status)] = {"$ref": f"#/components/responses/{_response_name(status)}"}
     return operation
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from sanic import HTTPResponse
 
-from service.api.context import Query, Request, Route, session_of, sessions_of
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
 from service.api.metrics import CONTENT_TYPE
 from service.api.schemas import AdoptRequest
 from service.auth.caller import STRANGER, Role, caller_of
@@ -35,12 +35,12 @@ async def emergency_stop(request: Request) -> HTTPResponse:
     sessions = request.app.ctx.sessions
     reason = await read_reason(request)
     stopped = await sessions.emergency_stop(reason)
-    own = {session.id for session in sessions_of(request)}
+    own = {session.id for session in list_visible_sessions(request)}
     log.warning("emergency stop of %d sessions by %s", len(stopped), caller_of(request).name)
     seen = [one for one in stopped if one in own]
     elsewhere: dict[str, Any] = {}
-    if request.app.ctx.others is not None:
-        elsewhere = await request.app.ctx.others.stop_all(request, reason)
+    if request.app.ctx.other_servers is not None:
+        elsewhere = await request.app.ctx.other_servers.stop_all(request, reason)
         seen += elsewhere.pop("stopped", [])
     count = len(stopped) + elsewhere.pop("count", 0)
     told = {"message": f"Emergency stop of {count} sessions", "count": count}
@@ -51,10 +51,10 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
     """Take the latch of an emergency stop off; nothing moves by it."""
     sessions = request.app.ctx.sessions
     try:
-        session = await sessions.reset(session_of(request, session_id).id)
+        session = await sessions.reset(get_visible_session(request, session_id).id)
     except UnknownSession:
         # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
-        caller, front = caller_of(request), request.app.ctx.front
+        caller, front = caller_of(request), request.app.ctx.peer_sessions
         is_reset = await sessions.clear_latch(session_id, caller.sees)
         if front is not None:
             is_reset = await front.forget_latch(session_id, caller) or is_reset
@@ -70,15 +70,15 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
 
 async def get_session_queue_info(request: Request, session_id: str) -> HTTPResponse:
     """What a session is about to do: its actions with their due times, rates, and the age of what it sees."""
-    return json_response(dict(session_of(request, session_id).queue()))
+    return json_response(dict(get_visible_session(request, session_id).queue()))
 
 
 async def get_system_info(request: Request) -> HTTPResponse:
     """The process and the machine."""
     context = request.app.ctx
     rooms = None
-    if context.table is not None:
-        rooms = {str(kind): sum(place.kind is kind for place in context.table.rooms) for kind in Kind}
+    if context.room_table is not None:
+        rooms = {str(kind): sum(place.kind is kind for place in context.room_table.rooms) for kind in Kind}
     return json_response(
         {
             "versions": dict(context.versions),
@@ -163,7 +163,7 @@ async def health_check(request: Request) -> HTTPResponse:
         return json_response(
             {"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []}
         )
-    sessions = sessions_of(request)
+    sessions = list_visible_sessions(request)
     # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.get_stats()
@@ -193,9 +193,9 @@ async def readiness(request: Request) -> HTTPResponse:
     """
     context = request.app.ctx
     waiting_for = []
-    if context.importing is not None and not context.importing.done():
+    if context.jax_import is not None and not context.jax_import.done():
         waiting_for.append("JAX is being imported")
-    elif context.importing is not None and context.importing.exception() is not None:
+    elif context.jax_import is not None and context.jax_import.exception() is not None:
         waiting_for.append("JAX cannot be imported; the server's log says more")
     if context.sessions.is_closing:
         waiting_for.append("the server is shutting down")
@@ -233,8 +233,8 @@ async def cluster(request: Request) -> HTTPResponse:
     context = request.app.ctx
     return json_response(
         {
-            "engines": None if context.engines is None else context.engines.facts(),
-            "front": None if context.front is None else context.front.facts(),
+            "engines": None if context.cluster is None else context.cluster.facts(),
+            "front": None if context.peer_sessions is None else context.peer_sessions.facts(),
         }
     )
 
@@ -245,9 +245,9 @@ async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     A front without a heartbeat may still move its robots: where it is not sure that it ended, this is
     refused. The body `{"force": true}` says that somebody has seen that it is off.
     """
-    front = request.app.ctx.front
+    front = request.app.ctx.peer_sessions
     if front is None:
-        session_of(request, session_id)  # what is not theirs is not there
+        get_visible_session(request, session_id)  # what is not theirs is not there
         raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)
@@ -290,7 +290,7 @@ TICKET_ROUTES = (Route("POST", "/tickets", make_ticket, "Access", _TICKET, role=
 
 async def get_metrics(request: Request) -> HTTPResponse:
     """Figures in Prometheus's text format: requests, and counters and latencies of every session of the caller's."""
-    own = None if caller_of(request).sees_all else {session.id for session in sessions_of(request)}
+    own = None if caller_of(request).sees_all else {session.id for session in list_visible_sessions(request)}
     return HTTPResponse(await request.app.ctx.metrics.text(own), content_type=CONTENT_TYPE)
 
 

@@ -44,7 +44,7 @@ def _answer(file: StaticFile) -> HTTPResponse:
     return HTTPResponse(file.content, content_type=file.type, headers=headers)
 
 
-def live_blueprint(prefix: str, origins: Origins) -> Blueprint:
+def build_live_blueprint(prefix: str, origins: Origins) -> Blueprint:
     """Build the route of ``{prefix}/ui/live``; the guard has checked the caller's ticket or key before."""
     blueprint = Blueprint(f"live{prefix.replace('/', '-')}")
 
@@ -77,7 +77,7 @@ DASHBOARD_ROUTES = (
 )
 
 
-def document_page() -> tuple[bytes, str]:
+def build_docs_page() -> tuple[bytes, str]:
     """Build the documentation page, and the Content-Security-Policy that lets exactly its own script and style run."""
     text = files("service.api").joinpath("docs.html").read_text()
     hashes = {

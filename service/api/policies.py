@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from sanic import HTTPResponse
 
 from jaxmodels import Requirements
-from service.api.context import Query, Request, Route, session_of, sessions_of
+from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
@@ -17,26 +17,26 @@ from service.http.bodies import InvalidBody, json_response, mask_input, read_bod
 from service.sessions.compatibility import configure_control, find_mismatches
 from service.sessions.request import NewSession, SessionSettings
 
-LIMIT = 500
-LONGEST = 10_000
+MAX_LIMIT = 500
+MAX_SEARCHED = 10_000
 
 
 async def list_deployments(request: Request) -> HTTPResponse:
     """Policy updates, newest first: what set each off, its commit, its stages with their times, what became of it."""
     asked = request.get_args(keep_blank_values=True)
     limit, session_id = str(asked.get("limit", "50")), asked.get("session_id")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= LIMIT):
-        raise InvalidRequest(f"limit should be a whole number from 1 to {LIMIT}", ("query", "limit"))
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= MAX_LIMIT):
+        raise InvalidRequest(f"limit should be a whole number from 1 to {MAX_LIMIT}", ("query", "limit"))
     of = None if session_id is None else str(session_id)
     if caller_of(request).sees_all:
         return json_response(request.app.ctx.updates.list(int(limit), of))
-    told = (_told(request, update) for update in request.app.ctx.updates.list(LONGEST, of))
+    told = (_select_visible(request, update) for update in request.app.ctx.updates.list(MAX_SEARCHED, of))
     return json_response([update for update in told if update is not None][: int(limit)])
 
 
 async def get_deployment(request: Request, deployment_id: str) -> HTTPResponse:
     """One policy update."""
-    update = _told(request, request.app.ctx.updates.get(deployment_id))
+    update = _select_visible(request, request.app.ctx.updates.get(deployment_id))
     if update is None:
         raise UnknownDeployment(f"deployment {deployment_id[:80]!r} not found; GET /deployments lists them")
     return json_response(update)
@@ -50,9 +50,9 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
     commit is taken too. The answer comes when the session runs it, or when it was refused; `result` says which. The
     probation that follows is seen in `GET /deployments/{deployment_id}`.
     """
-    session_of(request, session_id)
+    get_visible_session(request, session_id)
     body = read_body(request, PolicyRequest) if request.body else PolicyRequest()
-    request.app.ctx.places.check_revision(body.revision)
+    request.app.ctx.source_rules.check_revision(body.revision)
     if body.force and caller_of(request).role < Role.ADMIN:
         raise Forbidden("force takes a commit out of the quarantine, which wants the role admin; leave it out")
     return json_response(await request.app.ctx.updates.deploy(session_id, body.revision, force=body.force))
@@ -60,13 +60,13 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
 
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Bring back the policy that the session ran before the last update; it is in memory still."""
-    session_of(request, session_id)
+    get_visible_session(request, session_id)
     return json_response(await request.app.ctx.updates.rollback(session_id))
 
 
 async def list_quarantine(request: Request) -> HTTPResponse:
     """Commits that were refused or taken back; they are not deployed again by themselves."""
-    return json_response(request.app.ctx.updates.quarantine())
+    return json_response(request.app.ctx.updates.list_quarantine())
 
 
 async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse:
@@ -76,14 +76,14 @@ async def release_from_quarantine(request: Request, commit: str) -> HTTPResponse
     return json_response({"message": f"Commit {commit} released"})
 
 
-def _told(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _select_visible(request: Request, update: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return an update without the sessions of others; None when there are only such. What came before a session was
     made was about another one of its id.
     """
     if caller_of(request).sees_all:
         return update
     now, age = time.monotonic(), time.time() - update["at"]
-    own = {session.id for session in sessions_of(request) if age <= now - session.created_at + 1}
+    own = {session.id for session in list_visible_sessions(request) if age <= now - session.created_at + 1}
     own.intersection_update(update["sessions"])
     if not own:
         return None
@@ -103,7 +103,7 @@ DEPLOYMENT_ROUTES = (
         "Policies",
         _list_of(Deployment),
         query=(
-            Query("limit", {"type": "integer", "minimum": 1, "maximum": LIMIT, "default": 50}, "How many."),
+            Query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": 50}, "How many."),
             Query("session_id", {"type": "string"}, "Only those of this session."),
         ),
         role=Role.VIEWER,
@@ -149,10 +149,12 @@ async def check_policy(request: Request) -> HTTPResponse:
     except PolicyError as error:
         entry = {"loc": ["body", "policy_path"], "msg": mask_input(str(error), body), "type": error.code}
         raise InvalidBody([entry]) from error
-    return json_response(_checked(requirements, body, request.app.ctx.sessions.settings))
+    return json_response(_check_request(requirements, body, request.app.ctx.sessions.settings))
 
 
-def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: SessionSettings) -> dict[str, object]:
+def _check_request(
+    requirements: Requirements, body: PolicyCheckRequest, settings: SessionSettings
+) -> dict[str, object]:
     cameras = sorted(requirements.cameras)
     new = NewSession(
         session_id="check",
@@ -165,17 +167,17 @@ def _checked(requirements: Requirements, body: PolicyCheckRequest, settings: Ses
         # Whether there will be one is not asked here; a blank one is compared.
         language_instruction="do it" if body.language_instruction is None else body.language_instruction,
     )
-    wrong, joints, rate = find_mismatches(requirements, new), None, None
+    mismatches, joints, rate = find_mismatches(requirements, new), None, None
     try:
         settings.check(new)
-        if not wrong:
+        if not mismatches:
             table, config = configure_control(requirements, new, settings)
             joints, rate = list(table.names), config.rate
     except (InvalidRequest, PolicyError) as error:
-        wrong.append(str(error))
+        mismatches.append(str(error))
     found = PolicyCheck(
-        fits=not wrong,
-        misfits=[mask_input(text, body) for text in wrong],
+        fits=not mismatches,
+        misfits=[mask_input(text, body) for text in mismatches],
         policy_type=requirements.policy_type,
         camera_names=cameras,
         camera_sizes={camera: list(size) for camera, size in requirements.cameras.items()},

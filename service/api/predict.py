@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 from sanic import HTTPResponse
 
-from service.api.context import Request, Route, session_of
+from service.api.context import Request, Route, get_visible_session
 from service.auth.caller import Role, caller_of
 from service.errors import InvalidRequest, NotAcceptable, ServiceError, UnknownForm
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
@@ -34,12 +34,12 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
     which the timings tell by themselves. Robots come first: a pass begins when no session waits for an inference.
     """
     models, settings = request.app.ctx.models, request.app.ctx.settings
-    with ExitStack() as held:
+    with ExitStack() as slot:
         try:
             served = models.get(name)
             form = find_body_format(request.headers.get("content-type"))
-            wanted = choose_answer_format(request.headers.get("accept"), form)
-            held.enter_context(models.forwards.reserve_slot())
+            answer_form = choose_answer_format(request.headers.get("accept"), form)
+            slot.enter_context(models.forwards.reserve_slot())
             if form.is_small:
                 body = await read_streamed_body(
                     request, settings.limits.max_body, "max_body; npz and msgpack may have more"
@@ -47,15 +47,15 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             else:
                 body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
         except ServiceError:
-            held.close()
+            slot.close()
             await discard_body(request, 2 * settings.models.max_forward_bytes)
             raise
-        forwarded = await models.forwards.forward(served, ForwardRequest(body, form, wanted), held)
-        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in forwarded.timings.items())
+        result = await models.forwards.forward(served, ForwardRequest(body, form, answer_form), slot)
+        timing = ", ".join(f"{stage};dur={spent:g}" for stage, spent in result.timings.items())
         return await send_response(
             request,
-            forwarded.pieces,
-            wanted.content_type,
+            result.pieces,
+            answer_form.content_type,
             {"server-timing": timing},
             timeout=settings.limits.answer_deadline,
         )
@@ -131,16 +131,16 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     Nothing is sent to any robot: the client runs its own control loop. The chunk has passed the same checks as one that
     the session would do itself. docs/direct.md says what an observation is, as JSON and as msgpack.
     """
-    doors = request.app.ctx.doors
+    doors = request.app.ctx.stream_clients
     try:
-        session = session_of(request, session_id)
-        form = _form(request.headers.get("content-type"))
-        wanted = _wanted(request.headers.get("accept"), form)
-        consultation = doors.get_inference(session, caller_of(request))
-        consultation.check_available()
-        most = codec.MAX_JSON if form == JSON else doors.settings.socket.bytes
+        session = get_visible_session(request, session_id)
+        form = _parse_content_type(request.headers.get("content-type"))
+        answer_type = _choose_answer_type(request.headers.get("accept"), form)
+        inference = doors.get_inference(session, caller_of(request))
+        inference.check_available()
+        max_bytes = codec.MAX_JSON if form == JSON else doors.settings.socket.bytes
         body = b"".join(
-            await read_streamed_body(request, most, "msgpack may have more" if form == JSON else "of one act")
+            await read_streamed_body(request, max_bytes, "msgpack may have more" if form == JSON else "of one act")
         )
     except ServiceError:
         await discard_body(request, 2 * doors.settings.socket.bytes)
@@ -148,20 +148,20 @@ async def act(request: Request, session_id: str) -> HTTPResponse:
     message = await codec.read_json(body) if form == JSON else codec.unpack(body)
     if not isinstance(message, Mapping):
         raise InvalidRequest("wanted a map with images and state", ("body",))
-    told = await direct_inference.answer_act(consultation, message)
-    if wanted == JSON:
-        return HTTPResponse(codec.pack_json(told), content_type=JSON)
-    return HTTPResponse(codec.pack(told), content_type=MSGPACK)
+    answer = await direct_inference.answer_act(inference, message)
+    if answer_type == JSON:
+        return HTTPResponse(codec.pack_json(answer), content_type=JSON)
+    return HTTPResponse(codec.pack(answer), content_type=MSGPACK)
 
 
-def _form(content_type: str | None) -> str:
+def _parse_content_type(content_type: str | None) -> str:
     form = _FORMS.get((content_type or "").partition(";")[0].strip().lower())
     if form is None:
         raise UnknownForm(f"Content-Type should be {JSON} or {MSGPACK}")
     return form
 
 
-def _wanted(accept: str | None, usual: str) -> str:
+def _choose_answer_type(accept: str | None, usual: str) -> str:
     kinds = [part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")]
     for kind in kinds:
         if kind in ("*/*", "application/*", ""):
@@ -188,7 +188,7 @@ _OBSERVATION = {
     },
     "required": ["state"],
 }
-_TOLD = {
+_ACT_ANSWER = {
     "type": "object",
     "properties": {
         "number": {"type": "integer"},
@@ -210,7 +210,7 @@ ACT_ROUTES = (
         "/sessions/{session_id}/act",
         act,
         "Control",
-        _TOLD,
+        _ACT_ANSWER,
         forms={JSON: _OBSERVATION, MSGPACK: _BINARY},
         answer_forms={MSGPACK: _BINARY},
         errors=(404, 406, 409, 415, 429, 500, 503),

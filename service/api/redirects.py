@@ -18,11 +18,11 @@ from service.http.origins import Origins
 
 # What programs know such an answer by; its headers are for proxies that follow it themselves.
 CODE = "on_another_server"
-ADDRESS = "x-robojax-front-address"
+ADDRESS_HEADER = "x-robojax-front-address"
 # Seconds for which it is remembered where a session is.
-REMEMBERED = 0.5
+CACHE_SECONDS = 0.5
 # Bytes of a body that is read although nobody looks at it: its sender may listen only then.
-LARGEST = 64 << 20
+MAX_DISCARDED_BODY = 64 << 20
 # Of a caller; tickets are known to the server that gave them only.
 _CREDENTIALS = ("authorization", "x-api-key")
 
@@ -44,9 +44,9 @@ class Redirects:
         self.front: PeerSessions | None = None
         self._origins = origins
         self._stops: set[asyncio.Task[Any]] = set()
-        self._places: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
+        self._cache: dict[str, tuple[float, tuple[Entry, Peer | None]]] = {}
 
-    async def answer(self, request: Request) -> HTTPResponse | None:
+    async def redirect(self, request: Request) -> HTTPResponse | None:
         """Return the redirect, or what is known here of the session; None: this server answers."""
         route: Any = request.route
         front = self.front
@@ -67,30 +67,30 @@ class Redirects:
         if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
             return await self._stop(request, owning, session_id)
         if not request.body and request.stream is not None and request.stream.request_body:
-            await discard_body(request, LARGEST)
+            await discard_body(request, MAX_DISCARDED_BODY)
         if not caller_of(request).sees(entry.owner):
             raise UnknownSession(f"Session {session_id} not found")
         if owning is None or not is_alive:
-            return await self._of_the_dead(request, front, entry)
+            return await self._answer_for_dead_server(request, front, entry)
         location = f"{owning.url}{request.path}{f'?{request.query_string}' if request.query_string else ''}"
         return json_response(
             {"detail": f"session {session_id!r} is on the front {owning.name}: ask {owning.url}", "code": CODE},
             307,
-            {"location": location, PASSED: owning.name, ADDRESS: _host_and_port(owning.url)},
+            {"location": location, PASSED: owning.name, ADDRESS_HEADER: _host_and_port(owning.url)},
         )
 
     async def _find(self, front: PeerSessions, session_id: str) -> tuple[Entry, Peer | None] | None:
         now = time.monotonic()
-        kept = self._places.get(session_id)
-        if kept is not None and now - kept[0] <= REMEMBERED:
+        kept = self._cache.get(session_id)
+        if kept is not None and now - kept[0] <= CACHE_SECONDS:
             return kept[1]
-        self._places = {id: place for id, place in self._places.items() if now - place[0] <= REMEMBERED}
+        self._cache = {id: place for id, place in self._cache.items() if now - place[0] <= CACHE_SECONDS}
         found = await front.find(session_id)
         if found is not None:  # what is not there may be made at any moment
-            self._places[session_id] = now, found
+            self._cache[session_id] = now, found
         return found
 
-    async def _of_the_dead(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
+    async def _answer_for_dead_server(self, request: Request, front: PeerSessions, entry: Entry) -> HTTPResponse:
         """Answer about a session whose server died."""
         last = request.path.rstrip("/").rsplit("/", 1)[-1]
         if not entry.status and request.method != "DELETE":
@@ -108,8 +108,8 @@ class Redirects:
     async def _stop(self, request: Request, owning: Peer, session_id: str) -> HTTPResponse:
         headers = self._headers(request)
         stopping = peers.stop_session(owning, session_id, headers, await read_reason(request))
-        status, told = await self._see_through(stopping)
-        return json_response(told, status, {PASSED: owning.name})
+        status, body = await self._run_shielded(stopping)
+        return json_response(body, status, {PASSED: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
         """Stop the robots of all other servers; returns how many, and which servers are not known to have.
@@ -119,9 +119,9 @@ class Redirects:
         if PASSED in request.headers or self.front is None:
             return {}
         others = [*self.front.others, *self.front.silent]
-        return await self._see_through(peers.stop_all(others, self._headers(request), reason))
+        return await self._run_shielded(peers.stop_all(others, self._headers(request), reason))
 
-    async def _see_through(self, stopping: Any) -> Any:
+    async def _run_shielded(self, stopping: Any) -> Any:
         # It goes on when whoever asked for it does not wait.
         task = asyncio.create_task(stopping, name="stop others")
         self._stops.add(task)
@@ -137,12 +137,12 @@ class Redirects:
         """Wait for stops that are under way."""
         await asyncio.gather(*self._stops, return_exceptions=True)
 
-    def watch(self, app: App) -> None:
+    def install(self, app: App) -> None:
         """Redirect requests of this app from now on."""
 
         @app.on_request
         async def send_on(request: Request) -> HTTPResponse | None:
-            return await self.answer(request)
+            return await self.redirect(request)
 
         @app.on_response
         async def name(request: Request, response: HTTPResponse) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sanic import HTTPResponse
 
-from service.api.context import Request, Route, session_of, sessions_of
+from service.api.context import Request, Route, get_visible_session, list_visible_sessions
 from service.api.schemas import (
     AdjustRequest,
     CreateSessionRequest,
@@ -31,8 +31,8 @@ async def list_sessions(request: Request) -> HTTPResponse:
     In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
     """
     # Not asdict, which copies every figure of every session while robots wait for their ticks.
-    listed = [vars(session.status()) for session in sessions_of(request)]
-    front = request.app.ctx.front
+    listed = [vars(session.status()) for session in list_visible_sessions(request)]
+    front = request.app.ctx.peer_sessions
     if front is None:
         return json_response(listed)
     try:
@@ -74,13 +74,13 @@ async def create_session(request: Request) -> HTTPResponse:
 
 async def get_session_status(request: Request, session_id: str) -> HTTPResponse:
     """One session."""
-    return json_response(vars(session_of(request, session_id).status()))
+    return json_response(vars(get_visible_session(request, session_id).status()))
 
 
 async def delete_session(request: Request, session_id: str) -> HTTPResponse:
     """Stop the robot, leave the rooms, remove those that the session made."""
     sessions = request.app.ctx.sessions
-    await sessions.delete(session_of(request, session_id).id)
+    await sessions.delete(get_visible_session(request, session_id).id)
     return json_response({"message": f"Session {session_id} deleted", **sessions.get_warning()})
 
 
@@ -141,13 +141,17 @@ log = logging.getLogger(__name__)
 async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     """Let the policy move the robot, as soon as every camera and every joint is fresh."""
     sessions = request.app.ctx.sessions
-    return _moved(sessions, "Inference started", await sessions.start(session_of(request, session_id).id))
+    return _move_response(
+        sessions, "Inference started", await sessions.start(get_visible_session(request, session_id).id)
+    )
 
 
 async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
     """Hold the robot where it is."""
     sessions = request.app.ctx.sessions
-    return _moved(sessions, "Inference stopped", await sessions.stop(session_of(request, session_id).id))
+    return _move_response(
+        sessions, "Inference stopped", await sessions.stop(get_visible_session(request, session_id).id)
+    )
 
 
 async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
@@ -157,7 +161,9 @@ async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
     waits for its start.
     """
     sessions = request.app.ctx.sessions
-    return _moved(sessions, "Inference restarted", await sessions.restart(session_of(request, session_id).id))
+    return _move_response(
+        sessions, "Inference restarted", await sessions.restart(get_visible_session(request, session_id).id)
+    )
 
 
 async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:
@@ -174,7 +180,7 @@ async def emergency_stop_session(request: Request, session_id: str) -> HTTPRespo
     )
 
 
-def _moved(sessions: Sessions, what: str, session: AnySession) -> HTTPResponse:
+def _move_response(sessions: Sessions, what: str, session: AnySession) -> HTTPResponse:
     message = f"{what} for session {session.id}"
     return json_response(
         {"message": message, "session_id": session.id, "status": str(session.stage), **sessions.get_warning()}
@@ -222,16 +228,16 @@ class Score:
     """Score that was reported last for a session; one of its stats."""
 
     def __init__(self) -> None:
-        self._told = ScoreRequest(tried=0, succeeded=0)
+        self._score = ScoreRequest(tried=0, succeeded=0)
         self._at = 0.0
 
-    def take(self, told: ScoreRequest, now: float) -> None:
+    def update(self, score: ScoreRequest, now: float) -> None:
         """Replace the score."""
-        self._told, self._at = told, now
+        self._score, self._at = score, now
 
     def __call__(self) -> Mapping[str, object]:
         """Return the session's stats of the score."""
-        return {"score": self._told.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
+        return {"score": self._score.model_dump() | {"age_s": round(time.monotonic() - self._at, 1)}}
 
 
 async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
@@ -239,17 +245,17 @@ async def set_session_score(request: Request, session_id: str) -> HTTPResponse:
 
     The server cannot know: a policy does not see whether it succeeded. The stats and the page show what was told last.
     """
-    session = session_of(request, session_id)
-    told = read_body(request, ScoreRequest)
+    session = get_visible_session(request, session_id)
+    body = read_body(request, ScoreRequest)
     if isinstance(session, InterruptedSession):
         raise session.make_refusal()
     score = next((figures for figures in session.stats_sources if isinstance(figures, Score)), None)
     if score is None:
         score = Score()
         session.stats_sources.append(score)
-    score.take(told, time.monotonic())
+    score.update(body, time.monotonic())
     return json_response(
-        {"message": f"Score of session {session.id} taken", "session_id": session.id, **told.model_dump()}
+        {"message": f"Score of session {session.id} taken", "session_id": session.id, **body.model_dump()}
     )
 
 
@@ -272,7 +278,7 @@ async def record_session(request: Request, session_id: str) -> HTTPResponse:
     The answer is what the session's `stats.recording` says from now on. A recording that ended becomes a dataset.
     """
     body = read_body(request, RecordRequest)
-    figures = request.app.ctx.recordings.set_recording(session_of(request, session_id), body.on)
+    figures = request.app.ctx.recordings.set_recording(get_visible_session(request, session_id), body.on)
     return json_response({"session_id": session_id, "recording": dict(figures)})
 
 
@@ -310,7 +316,7 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
     What is left out stays as it is, null goes back to the default. It is kept as what the session was made with is.
     """
     sessions = request.app.ctx.sessions
-    session = session_of(request, session_id)
+    session = get_visible_session(request, session_id)
     body = read_body(request, AdjustRequest)
     try:
         adjusted = await sessions.adjust(session.id, {name: getattr(body, name) for name in body.model_fields_set})

@@ -7,8 +7,8 @@ from sanic import Blueprint, HTTPResponse, Sanic
 from sanic.response import text
 from sanic.server.websockets.impl import WebsocketImplProtocol
 
-from service.api.blueprint import configuration, watch
-from service.api.context import App, Request, session_of
+from service.api.blueprint import build_config, install_middleware
+from service.api.context import App, Request, get_visible_session
 from service.auth.caller import Role, caller_of
 from service.errors import TooManyRequests
 from service.http.bodies import install_errors
@@ -19,14 +19,14 @@ from service.streaming.stream import Stream
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 
-def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
+def build_streams_blueprint(prefix: str, origins: Origins) -> Blueprint:
     """Build the routes ``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has checked the ticket or key
     before.
     """
     blueprint = Blueprint(f"doors{prefix.replace('/', '-')}")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
-        doors, sessions, session = request.app.ctx.doors, request.app.ctx.sessions, request.ctx.session
+        doors, sessions, session = request.app.ctx.stream_clients, request.app.ctx.sessions, request.ctx.session
         try:
             socket = StreamSocket.take_over(websocket, doors.settings.socket)
         except SocketClosed:
@@ -40,7 +40,7 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
             is_still_authorized=request.ctx.is_still_authorized,
             stop=lambda reason: sessions.emergency_stop(reason, session.id),
         )
-        await _attend(request, socket, client.serve)
+        await _serve_client(request, socket, client.serve)
 
     async def openpi(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         await _serve_openpi(request, websocket)
@@ -59,22 +59,22 @@ def doors_blueprint(prefix: str, origins: Origins) -> Blueprint:
 
     @blueprint.on_request
     async def find(request: Request) -> None:
-        _prepare(request, session_of(request, str(request.match_info["session_id"])))
+        _prepare(request, get_visible_session(request, str(request.match_info["session_id"])))
 
     return blueprint
 
 
-def openpi_app(app: App) -> App:
+def create_openpi_app(app: App) -> App:
     """Create a second app for a port of its own, with the first one's sessions, keys and limits: ``/`` and
     ``/healthz``.
     """
     settings = app.ctx.settings
     origins, session_id = Origins(settings.server.origins), settings.server.openpi_session
     beside: App = Sanic(
-        f"openpi-{secrets.token_hex(4)}", config=configuration(settings.limits), ctx=app.ctx, configure_logging=False
+        f"openpi-{secrets.token_hex(4)}", config=build_config(settings.limits), ctx=app.ctx, configure_logging=False
     )
     beside.config.CONNECTIONS = app.config.CONNECTIONS
-    watch(beside)
+    install_middleware(beside)
     app.ctx.guard.install(beside)
     install_errors(beside)
 
@@ -101,9 +101,10 @@ def openpi_app(app: App) -> App:
     @beside.on_request
     async def find(request: Request) -> None:
         if request.route is not None and request.route.name.endswith(".openpi"):
-            doors = request.app.ctx.doors
+            doors = request.app.ctx.stream_clients
             _prepare(
-                request, session_of(request, session_id) if session_id else doors.find_only_session(caller_of(request))
+                request,
+                get_visible_session(request, session_id) if session_id else doors.find_only_session(caller_of(request)),
             )
 
     return beside
@@ -111,24 +112,24 @@ def openpi_app(app: App) -> App:
 
 def _prepare(request: Request, session: AnySession) -> None:
     """Find the session before the upgrade, so that a refusal is an answer that clients can read."""
-    request.app.ctx.doors.create_inference(session).get_link()
+    request.app.ctx.stream_clients.create_inference(session).get_link()
     request.ctx.session = session
 
 
 async def _serve_openpi(request: Request, websocket: WebsocketImplProtocol) -> None:
-    doors = request.app.ctx.doors
+    doors = request.app.ctx.stream_clients
     try:
         socket = StreamSocket.take_over(websocket, doors.settings.socket)
     except SocketClosed:
         return
     client = OpenpiProtocol(socket, doors.create_inference(request.ctx.session), request.ctx.is_still_authorized)
-    await _attend(request, socket, client.serve)
+    await _serve_client(request, socket, client.serve)
 
 
-async def _attend(request: Request, socket: StreamSocket, attend: Callable[[], Awaitable[None]]) -> None:
+async def _serve_client(request: Request, socket: StreamSocket, attend: Callable[[], Awaitable[None]]) -> None:
     leave = None
     try:
-        leave = request.app.ctx.doors.count_socket(caller_of(request))
+        leave = request.app.ctx.stream_clients.count_socket(caller_of(request))
         await attend()
         socket.close()
         await socket.wait_lost()

@@ -24,7 +24,7 @@ class DeploymentSettings:
         preparing: for loading, compiling and the gates, per session.
         swapping: until the session took the new policy over.
         retry: after a failure that was not the commit's; doubled for each further one, up to ``retry_longest``.
-        kept: records.
+        max_records: newest records that stay.
     """
 
     quiet: float = 20.0
@@ -38,13 +38,13 @@ class DeploymentSettings:
     swapping: float = 120.0
     retry: float = 120.0
     retry_longest: float = 3600.0
-    kept: int = 500
+    max_records: int = 500
 
     def __post_init__(self) -> None:
         times = {name: getattr(self, name) for name in ("quiet", "transfer_pause", "retry", "retry_longest")}
         limits = {name: getattr(self, name) for name in ("longest", "preparing", "swapping")}
         limits |= {} if self.poll is None else {"poll": self.poll}
-        counts = {name: getattr(self, name) for name in ("transfers", "superseded", "kept")}
+        counts = {name: getattr(self, name) for name in ("transfers", "superseded", "max_records")}
         wrong = [f"{name} {value}: wanted 0 seconds or more" for name, value in times.items() if value < 0]
         wrong += [f"{name} {value}: wanted more than 0 seconds" for name, value in limits.items() if value <= 0]
         wrong += [f"{name} {value}: wanted 1 or more" for name, value in counts.items() if value < 1]

@@ -10,25 +10,25 @@ from typing import NamedTuple, Protocol, TypeVar
 from hooks.errors import SourceError
 from service.rollout.config import DeploymentSettings
 from service.rollout.records import Journal, Quarantine, Record
-from service.rollout.rollout import INNOCENT, OF_SESSION, FollowerLike, RolloutLike, VerdictLike
-from service.rollout.sources import OF_COMMIT, OF_TRANSFER, RefTracker, Source
+from service.rollout.rollout import EXCUSED_REASONS, SESSION_REASONS, FollowerLike, RolloutLike, VerdictLike
+from service.rollout.sources import COMMIT_ERRORS, TRANSFER_ERRORS, RefTracker, Source
 from service.rollout.triggers import Target
 
 Result = TypeVar("Result")
 
 
-class Ended(Exception):
+class DeploymentEnded(Exception):
     """A deployment stops here, with this result.
 
     Attributes:
         result, reason, text: of its record.
-        is_commits_fault: whether the commit is to be quarantined.
+        is_commit_at_fault: whether the commit is to be quarantined.
     """
 
-    def __init__(self, result: str, reason: str, text: str, is_commits_fault: bool = False):
+    def __init__(self, result: str, reason: str, text: str, is_commit_at_fault: bool = False):
         super().__init__(text)
         self.result, self.reason, self.text = result, reason, text
-        self.is_commits_fault = is_commits_fault
+        self.is_commit_at_fault = is_commit_at_fault
 
 
 class Deployment:
@@ -45,22 +45,22 @@ class Deployment:
         source: Source,
         rollout: RolloutLike,
         settings: DeploymentSettings,
-        keep: Callable[[Record], Awaitable[None]],
+        save: Callable[[Record], Awaitable[None]],
     ):
         """Create it; nothing is done yet.
 
         Args:
-            keep: writes the record down as it is; called where somebody wants to know how far it came if the process
+            save: writes the record down as it is; called where somebody wants to know how far it came if the process
                 ends there.
         """
-        self._keep = keep
+        self._save = save
         self.record = record
         self.is_preparing = True
         self._source = source
         self._rollout = rollout
         self._settings = settings
-        self._news = asyncio.Event()
-        self._given_up: tuple[str, str] | None = None
+        self._superseded_event = asyncio.Event()
+        self._superseded_by: tuple[str, str] | None = None
 
     @property
     def sha(self) -> str:
@@ -68,113 +68,116 @@ class Deployment:
         assert self.record.sha is not None, "not resolved yet"
         return self.record.sha
 
-    def give_up(self, reason: str, text: str) -> None:
+    def supersede(self, reason: str, text: str) -> None:
         """End it as superseded while it is still being prepared; later nothing happens."""
-        self._given_up = self._given_up or (reason, text)
-        self._news.set()
+        self._superseded_by = self._superseded_by or (reason, text)
+        self._superseded_event.set()
 
-    async def fetched(self) -> Path:
-        """Fetch the commit and return its verified folder; failed transfers are retried, and a changed folder is
-        read again.
+    async def fetch(self) -> Path:
+        """Fetch the commit and return its verified folder; failed transfers are retried, and a changed folder is read
+        again.
         """
         pause = self._settings.transfer_pause
         for further in reversed(range(self._settings.transfers)):
             try:
-                return await self._unless_given_up(self._source.fetch(self.record.repo, self.sha, self.record.begin))
+                return await self._run_unless_superseded(
+                    self._source.fetch(self.record.repo, self.sha, self.record.begin_stage)
+                )
             except SourceError as error:
-                if not further or error.code not in OF_TRANSFER:
-                    is_commits_fault = error.code in OF_COMMIT
+                if not further or error.code not in TRANSFER_ERRORS:
+                    is_commits_fault = error.code in COMMIT_ERRORS
                     result = "rejected" if is_commits_fault else "failed"
-                    raise Ended(result, error.code, str(error), is_commits_fault) from error
-                self.record.begin("waiting")
-                await self._unless_given_up(asyncio.sleep(pause))
+                    raise DeploymentEnded(result, error.code, str(error), is_commits_fault) from error
+                self.record.begin_stage("waiting")
+                await self._run_unless_superseded(asyncio.sleep(pause))
                 pause *= 2
                 if error.code == "changed_meanwhile":
                     self.record.sha = await self._source.head(self.record.repo, self.record.ref)
         raise AssertionError("the last attempt returns or raises")
 
-    async def prepared(self, session: str, folder: Path) -> None:
+    async def prepare(self, session: str, folder: Path) -> None:
         """Load and check the commit beside what the session runs; it is discarded when it does not pass."""
-        await self._keep(self.record)
-        work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin)
+        await self._save(self.record)
+        work = self._rollout.prepare(session, self.record.repo, self.sha, folder, self.record.begin_stage)
         try:
             async with asyncio.timeout(self._settings.preparing):
-                verdict = await (self._unless_given_up(work) if self.is_preparing else work)
-            self._judge(session, "prepare", verdict, "rejected")
+                verdict = await (self._run_unless_superseded(work) if self.is_preparing else work)
+            self._record_verdict(session, "prepare", verdict, "rejected")
         except TimeoutError:
             await self._rollout.discard(session, self.sha)
             text = f"session {session}: not prepared within {self._settings.preparing:g} s"
-            raise Ended("failed", "timeout", text) from None
+            raise DeploymentEnded("failed", "timeout", text) from None
         except BaseException:
             await self._rollout.discard(session, self.sha)
             raise
 
-    async def swapped(self, session: str) -> None:
+    async def swap(self, session: str) -> None:
         """Let the commit take over, at a moment that the session chooses."""
-        self.record.begin("swapping")
+        self.record.begin_stage("swapping")
         # From here on a robot may act by it, and a process that is killed has to know that afterwards.
-        await self._keep(self.record)
+        await self._save(self.record)
         try:
             async with asyncio.timeout(self._settings.swapping):
                 verdict = await self._rollout.swap(session, self.sha)
-            self._judge(session, "swap", verdict, "failed")
+            self._record_verdict(session, "swap", verdict, "failed")
         except TimeoutError:
             await self._rollout.discard(session, self.sha)
             text = f"session {session}: did not take it over within {self._settings.swapping:g} s"
-            raise Ended("failed", "timeout", text) from None
+            raise DeploymentEnded("failed", "timeout", text) from None
         except BaseException:
             await self._rollout.discard(session, self.sha)
             raise
         self.record.figures[session]["result"] = "swapped"
 
-    async def proved(self, session: str) -> None:
+    async def wait_for_probation(self, session: str) -> None:
         """Wait for the end of its probation."""
-        self.record.begin("probation")
-        await self._keep(self.record)
+        self.record.begin_stage("probation")
+        await self._save(self.record)
         verdict = await self._rollout.probation(session, self.sha)
-        self._judge(session, "probation", verdict, "rolled_back")
+        self._record_verdict(session, "probation", verdict, "rolled_back")
 
     async def roll_out(
         self,
         sessions: Sequence[tuple[str, bool]],
         folder: Path,
         check: Callable[[], Awaitable[None]],
-        wants: Callable[[str], bool],
+        should_deploy: Callable[[str], bool],
     ) -> None:
         """Deploy to one session after the other; nobody follows one that failed by the commit's fault.
 
         Args:
             sessions: their ids, and whether it is only prepared there.
-            check: called when the first is prepared and nothing has changed for a robot yet; may raise `Ended`.
-            wants: whether a session is to have it still, when its turn comes.
+            check: called when the first is prepared and nothing has changed for a robot yet; may raise
+                `DeploymentEnded`.
+            should_deploy: whether a session is to have it still, when its turn comes.
         """
-        left_out: list[Ended] = []
+        failures: list[DeploymentEnded] = []
         for session, is_only_staged in sessions:
-            if not wants(session):
+            if not should_deploy(session):
                 continue
             try:
-                await self._bring(session, is_only_staged, folder, check)
-            except Ended as ended:
-                if ended.reason not in OF_SESSION:
+                await self._roll_out_to(session, is_only_staged, folder, check)
+            except DeploymentEnded as ended:
+                if ended.reason not in SESSION_REASONS:
                     raise
                 # A robot that is held, or gone, must not keep it from the others.
                 self.record.figures.setdefault(session, {})["result"] = "failed"
-                left_out.append(ended)
+                failures.append(ended)
         arrived = any(figures.get("result") in ("swapped", "staged") for figures in self.record.figures.values())
-        if later := [ended for ended in left_out if ended.reason != "gone"] or ([] if arrived else left_out):
+        if later := [ended for ended in failures if ended.reason != "gone"] or ([] if arrived else failures):
             raise later[0]
         if not arrived:
-            raise Ended("superseded", "gone", "no session wants it any more")
+            raise DeploymentEnded("superseded", "gone", "no session wants it any more")
 
-    async def _bring(
+    async def _roll_out_to(
         self, session: str, is_only_staged: bool, folder: Path, check: Callable[[], Awaitable[None]]
     ) -> None:
-        await self.prepared(session, folder)
+        await self.prepare(session, folder)
         if self.is_preparing:
             try:
-                self.check_given_up()
+                self.raise_if_superseded()
                 await check()
-                self.check_given_up()
+                self.raise_if_superseded()
             except BaseException:
                 await self._rollout.discard(session, self.sha)
                 raise
@@ -182,24 +185,24 @@ class Deployment:
         if is_only_staged:
             self.record.figures[session]["result"] = "staged"
             return
-        await self.swapped(session)
-        await self.proved(session)
+        await self.swap(session)
+        await self.wait_for_probation(session)
 
-    def _judge(self, session: str, step: str, verdict: VerdictLike, result: str) -> None:
+    def _record_verdict(self, session: str, step: str, verdict: VerdictLike, result: str) -> None:
         """Record a verdict's figures; a verdict with a reason ends the deployment with this result."""
         figures = self.record.figures.setdefault(session, {})
         if verdict.figures:
             figures[step] = dict(verdict.figures)
         if verdict.reason is None:
             return
-        is_innocent = verdict.reason in INNOCENT or result == "failed"
+        is_innocent = verdict.reason in EXCUSED_REASONS or result == "failed"
         figures["result"] = "failed" if is_innocent else result
-        raise Ended(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
+        raise DeploymentEnded(figures["result"], verdict.reason, f"session {session}: {verdict.text}", not is_innocent)
 
-    async def _unless_given_up(self, work: Awaitable[Result]) -> Result:
+    async def _run_unless_superseded(self, work: Awaitable[Result]) -> Result:
         """Return the result of some work, which is cancelled when the deployment is superseded."""
         task = asyncio.ensure_future(work)
-        news = asyncio.ensure_future(self._news.wait())
+        news = asyncio.ensure_future(self._superseded_event.wait())
         try:
             await asyncio.wait((task, news), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -211,13 +214,13 @@ class Deployment:
                 # What it raises while it ends is of no interest any more.
                 with suppress(asyncio.CancelledError, Exception):
                     await task
-        self.check_given_up()
+        self.raise_if_superseded()
         raise AssertionError("news without a reason")
 
-    def check_given_up(self) -> None:
-        """Raise `Ended` when it is superseded."""
-        if self._given_up is not None:
-            raise Ended("superseded", *self._given_up)
+    def raise_if_superseded(self) -> None:
+        """Raise `DeploymentEnded` when it is superseded."""
+        if self._superseded_by is not None:
+            raise DeploymentEnded("superseded", *self._superseded_by)
 
 
 class RolloutState:
@@ -233,28 +236,28 @@ class RolloutState:
         self.declined: dict[str, str] = {}
         self._rollout = rollout
 
-    def session(self, id: str) -> FollowerLike:
+    def get_session(self, id: str) -> FollowerLike:
         """Return a session as it is now.
 
         Raises:
             SourceError: ``unknown_session``.
         """
-        for one in self._rollout.followers():
+        for one in self._rollout.list_followers():
             if one.session_id == id:
                 return one
         raise SourceError("unknown_session", f"session {id!r} runs no policy")
 
-    def targets(self) -> Sequence[Target]:
+    def list_targets(self) -> Sequence[Target]:
         """Return all refs that sessions follow."""
-        followed = (Target.of(one) for one in self._rollout.followers() if one.mode != "off")
+        followed = (Target.of_session(one) for one in self._rollout.list_followers() if one.mode != "off")
         return [*dict.fromkeys(followed)]
 
-    def wanting(self, target: Target, head: str) -> Sequence[FollowerLike]:
+    def list_outdated(self, target: Target, head: str) -> Sequence[FollowerLike]:
         """Return the followers that do not run this head yet; those that really swap come first."""
         found = [
             one
-            for one in self._rollout.followers()
-            if Target.of(one) == target
+            for one in self._rollout.list_followers()
+            if Target.of_session(one) == target
             and one.mode != "off"
             and head not in (one.sha, self.declined.get(one.session_id))
             and not (one.mode == "stage" and self.staged.get(one.session_id) == head)
@@ -262,7 +265,7 @@ class RolloutState:
         return sorted(found, key=lambda one: one.mode != "swap")
 
 
-WENT_BACK = "somebody went back to the policy before"
+ROLLED_BACK_TEXT = "somebody went back to the policy before"
 
 
 class DeployTarget(NamedTuple):
@@ -282,66 +285,68 @@ class DeployReason(Protocol):
     @property
     def target(self) -> Target | None: ...
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
-        """Choose the sessions that get the commit, in this order; may raise `Ended`."""
+    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
+        """Choose the sessions that get the commit, in this order; may raise `DeploymentEnded`."""
         ...
 
-    async def check(self, sha: str) -> None:
-        """Raise `Ended` when what was prepared is not wanted any more."""
+    async def check_up_to_date(self, sha: str) -> None:
+        """Raise `DeploymentEnded` when what was prepared is not wanted any more."""
         ...
 
-    def wants(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return whether a chosen session should still get the commit."""
         ...
 
 
-class Followed:
+class RefMoved:
     """Reason to deploy: sessions follow a ref, which may have moved."""
 
     def __init__(
         self,
         target: Target,
-        standing: RolloutState,
+        state: RolloutState,
         quarantine: Quarantine,
-        heads: RefTracker,
-        again: Callable[[], None] | None,
+        ref_tracker: RefTracker,
+        requeue: Callable[[], None] | None,
     ):
-        """Create it; ``again`` asks for another look when the ref has moved on; without it the commit is deployed
-        all the same.
+        """Create it; ``requeue`` asks for another look when the ref has moved on; without it the commit is deployed all
+        the same.
         """
         self.target = target
-        self._standing = standing
+        self._state = state
         self._quarantine = quarantine
-        self._heads = heads
-        self._again = again
+        self._ref_tracker = ref_tracker
+        self._requeue = requeue
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
+    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose the followers that do not run it yet, unless they are ahead of it."""
-        wanting = self._standing.wanting(self.target, head)
-        if wanting:
+        outdated = self._state.list_outdated(self.target, head)
+        if outdated:
             check_quarantine(self._quarantine, repo, head)
-        ahead = [one for one in wanting if one.sha and await source.is_older(repo, head, one.sha)]
+        ahead = [one for one in outdated if one.sha and await source.is_older(repo, head, one.sha)]
         for one in ahead:
-            self._standing.declined[one.session_id] = head
-        if ahead and len(ahead) == len(wanting):
-            raise Ended("rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant")
-        return [DeployTarget(one.session_id, one.mode == "stage") for one in wanting if one not in ahead]
+            self._state.declined[one.session_id] = head
+        if ahead and len(ahead) == len(outdated):
+            raise DeploymentEnded(
+                "rejected", "older", f"{head[:12]} is older than what runs; ask for it if it is meant"
+            )
+        return [DeployTarget(one.session_id, one.mode == "stage") for one in outdated if one not in ahead]
 
-    async def check(self, sha: str) -> None:
+    async def check_up_to_date(self, sha: str) -> None:
         """Check the head again; when it cannot be known now, what was verified is not worse for that."""
-        if self._again is None:
+        if self._requeue is None:
             return
-        head = await self._heads.ask(self.target)
+        head = await self._ref_tracker.get_head(self.target)
         if head not in (None, sha):
-            self._again()
-            raise Ended("superseded", "newer", f"{head[:12]} came while it was being prepared")
+            self._requeue()
+            raise DeploymentEnded("superseded", "newer", f"{head[:12]} came while it was being prepared")
 
-    def wants(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return whether the session still follows the ref: it may have been made anew."""
-        return any(one.session_id == session for one in self._standing.wanting(self.target, sha))
+        return any(one.session_id == session for one in self._state.list_outdated(self.target, sha))
 
 
-class Asked:
+class DeployRequest:
     """Reason to deploy: somebody asked for a commit on one session, newer or older.
 
     Attributes:
@@ -350,36 +355,36 @@ class Asked:
 
     target = None
 
-    def __init__(self, session: str, standing: RolloutState, quarantine: Quarantine, is_forced: bool):
+    def __init__(self, session: str, state: RolloutState, quarantine: Quarantine, is_forced: bool):
         """Create it; ``is_forced`` allows commits in quarantine."""
         self.is_withdrawn = False
         self.session = session
-        self._standing = standing
+        self._state = state
         self._quarantine = quarantine
         self._is_forced = is_forced
 
-    async def choose(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
+    async def choose_sessions(self, source: Source, repo: str, head: str) -> Sequence[DeployTarget]:
         """Choose that session, unless it runs the commit already."""
         if self.is_withdrawn:
-            raise Ended("superseded", "rollback", WENT_BACK)
-        if self._standing.session(self.session).sha == head:
+            raise DeploymentEnded("superseded", "rollback", ROLLED_BACK_TEXT)
+        if self._state.get_session(self.session).sha == head:
             return []
         if not self._is_forced:
             check_quarantine(self._quarantine, repo, head)
         return [DeployTarget(self.session, False)]
 
-    async def check(self, sha: str) -> None:
+    async def check_up_to_date(self, sha: str) -> None:
         """Do nothing: whoever asked meant this commit."""
 
-    def wants(self, session: str, sha: str) -> bool:
+    def should_deploy(self, session: str, sha: str) -> bool:
         """Return True: it holds until somebody asks for another commit."""
         return True
 
 
 def check_quarantine(quarantine: Quarantine, repo: str, sha: str) -> None:
-    """Raise `Ended` for a commit that is in quarantine."""
+    """Raise `DeploymentEnded` for a commit that is in quarantine."""
     if one := quarantine.get(repo, sha):
-        raise Ended("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
+        raise DeploymentEnded("rejected", "quarantined", f"{sha[:12]} is in quarantine ({one.reason}: {one.text})")
 
 
 logger = logging.getLogger(__name__)
@@ -393,13 +398,13 @@ class DeploymentQueue:
         sources: Callable[[str], Source],
         rollout: RolloutLike,
         settings: DeploymentSettings,
-        standing: RolloutState,
+        state: RolloutState,
         journal: Journal,
     ):
         self._sources = sources
         self._rollout = rollout
         self._settings = settings
-        self._standing = standing
+        self._state = state
         self._journal = journal
         self._lock = asyncio.Lock()
         self._current: Deployment | None = None
@@ -410,31 +415,31 @@ class DeploymentQueue:
         """Whether no deployment is under way."""
         return not self._lock.locked()
 
-    def preparing(self, target: Target) -> Deployment | None:
+    def get_preparing(self, target: Target) -> Deployment | None:
         """Return the running deployment of a ref while no robot is touched by it yet, or None."""
         one = self._current
         return one if one is not None and self._target == target and one.is_preparing and one.record.sha else None
 
-    def give_up(self, session: str, reason: str, text: str, *, is_asked: bool = False) -> None:
+    def supersede(self, session: str, reason: str, text: str, *, is_requested: bool = False) -> None:
         """End the running deployment if it only prepares a session that somebody asks something else for."""
         one = self._current
-        if one is not None and (is_asked or self._target is not None) and session in one.record.sessions:
-            one.give_up(reason, text)
+        if one is not None and (is_requested or self._target is not None) and session in one.record.sessions:
+            one.supersede(reason, text)
 
-    async def deploy(self, record: Record, purpose: DeployReason) -> None:
+    async def deploy(self, record: Record, reason: DeployReason) -> None:
         """Run one deployment to its end."""
         async with self._lock:
             try:
-                await self._go(record, purpose)
-            except Ended as ended:
+                await self._deploy(record, reason)
+            except DeploymentEnded as ended:
                 record.end(ended.result, ended.reason, ended.text)
-                if ended.is_commits_fault:
-                    await self._journal.isolate(record)
+                if ended.is_commit_at_fault:
+                    await self._journal.quarantine_commit(record)
             except SourceError as error:
                 record.end("failed", error.code, str(error))
             except asyncio.CancelledError:
                 record.end("failed", "interrupted", "the service ended before the deployment did")
-                self._journal.save_now(record)
+                self._journal.save_blocking(record)
                 raise
             except Exception as error:
                 logger.exception("deployment %s crashed", record.id)
@@ -442,56 +447,56 @@ class DeploymentQueue:
             finally:
                 self._current = self._target = None
             # That what is followed did not move is no news.
-            if record.result != "noop" or purpose.target is None:
+            if record.result != "noop" or reason.target is None:
                 await self._journal.finish(record)
 
-    async def _go(self, record: Record, purpose: DeployReason) -> None:
+    async def _deploy(self, record: Record, reason: DeployReason) -> None:
         source = self._sources(record.repo)
         deployment = Deployment(record, source, self._rollout, self._settings, self._journal.save)
-        self._current, self._target = deployment, purpose.target
-        record.begin("resolving")
+        self._current, self._target = deployment, reason.target
+        record.begin_stage("resolving")
         record.sha = resolved = await source.head(record.repo, record.ref)
-        aims = await purpose.choose(source, record.repo, record.sha)
-        if not aims:
+        targets = await reason.choose_sessions(source, record.repo, record.sha)
+        if not targets:
             return record.end("noop", text="it runs already")
-        record.sessions = [aim.session for aim in aims]
+        record.sessions = [aim.session for aim in targets]
         await self._journal.save(record)
-        if purpose.target is None and await self._is_swapped_from_stage(deployment, aims[0].session):
+        if reason.target is None and await self._try_swap_staged(deployment, targets[0].session):
             return record.end("swapped")
-        folder = await deployment.fetched()
+        folder = await deployment.fetch()
         if record.sha != resolved:
-            aims = await purpose.choose(source, record.repo, record.sha)
-            if not aims:
+            targets = await reason.choose_sessions(source, record.repo, record.sha)
+            if not targets:
                 return record.end("noop", text="it runs already")
-        deployment.check_given_up()
-        for aim in aims:
-            if (staged := self._standing.staged.pop(aim.session, None)) is not None:
+        deployment.raise_if_superseded()
+        for aim in targets:
+            if (staged := self._state.staged.pop(aim.session, None)) is not None:
                 await self._rollout.discard(aim.session, staged)
         try:
             await deployment.roll_out(
-                aims,
+                targets,
                 folder,
-                lambda: purpose.check(deployment.sha),
-                lambda session: purpose.wants(session, deployment.sha),
+                lambda: reason.check_up_to_date(deployment.sha),
+                lambda session: reason.should_deploy(session, deployment.sha),
             )
         finally:
             results = {session: figures.get("result") for session, figures in record.figures.items()}
             staged = {session: deployment.sha for session, result in results.items() if result == "staged"}
-            self._standing.staged |= staged
+            self._state.staged |= staged
         return record.end("swapped" if "swapped" in results.values() else "staged")
 
-    async def _is_swapped_from_stage(self, deployment: Deployment, session: str) -> bool:
+    async def _try_swap_staged(self, deployment: Deployment, session: str) -> bool:
         """Swap to the commit if it is staged already; False when it is not, or not any more."""
-        if self._standing.staged.get(session) != deployment.sha:
+        if self._state.staged.get(session) != deployment.sha:
             return False
-        del self._standing.staged[session]
+        del self._state.staged[session]
         deployment.is_preparing = False
         try:
-            await deployment.swapped(session)
-        except Ended as ended:
+            await deployment.swap(session)
+        except DeploymentEnded as ended:
             if ended.reason != "not_staged":
                 raise
             deployment.is_preparing = True
             return False
-        await deployment.proved(session)
+        await deployment.wait_for_probation(session)
         return True

@@ -13,16 +13,24 @@ from hooks.errors import SourceError
 from hooks.payload import WebhookPayload
 from service.errors import ServiceError, SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
-from service.rollout.deployment import WENT_BACK, Asked, DeploymentQueue, Followed, RolloutState
+from service.rollout.deployment import ROLLED_BACK_TEXT, DeploymentQueue, DeployRequest, RefMoved, RolloutState
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record, ensure_tables
 from service.rollout.rollout import RolloutLike
 from service.rollout.sources import FolderSource, RefTracker, Source
-from service.rollout.triggers import Hint, Reading, Retries, Target, TriggerQueue, newest, read
+from service.rollout.triggers import (
+    Interpretation,
+    Retries,
+    Target,
+    Trigger,
+    TriggerQueue,
+    interpret_delivery,
+    newest_ids,
+)
 
 logger = logging.getLogger(__name__)
 
 # Seconds for which a rollback that somebody asked for waits until it is written down.
-WRITING = 0.1
+WRITE_TIMEOUT = 0.1
 
 
 class Deployments:
@@ -57,20 +65,20 @@ class Deployments:
         self._is_ours = self._database is not database
         if not self._is_ours:
             self._database.run_blocking(ensure_tables)
-        self._journal = Journal(self._database, self.settings.kept, on_event)
+        self._journal = Journal(self._database, self.settings.max_records, on_event)
         self.quarantine = self._journal.quarantine
         self._sources = sources
         self._rollout = rollout
         self._now = now
-        self._standing = RolloutState(rollout)
-        self._heads = RefTracker(sources)
-        self._lane = DeploymentQueue(sources, rollout, self.settings, self._standing, self._journal)
+        self._state = RolloutState(rollout)
+        self._ref_tracker = RefTracker(sources)
+        self._queue = DeploymentQueue(sources, rollout, self.settings, self._state, self._journal)
         self._retries = Retries(self.settings.retry, self.settings.retry_longest)
-        self._hints = TriggerQueue(self.settings.quiet, self.settings.longest, now)
-        self._waiting: dict[Target, Hint] = {}
+        self._trigger_queue = TriggerQueue(self.settings.quiet, self.settings.longest, now)
+        self._waiting: dict[Target, Trigger] = {}
         self._superseded: dict[Target, int] = {}  # in a row
-        self._asked: set[Asked] = set()
-        self._ripe = asyncio.Event()
+        self._requests: set[DeployRequest] = set()
+        self._has_waiting = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -90,38 +98,38 @@ class Deployments:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held, waiting or going on."""
-        return self._hints.is_empty and self._lane.is_free and not (self._waiting or self._tasks)
+        return self._trigger_queue.is_empty and self._queue.is_free and not (self._waiting or self._tasks)
 
-    def hint(self, payload: WebhookPayload, delivery_id: str | None) -> Reading:
+    def handle_delivery(self, payload: WebhookPayload, delivery_id: str | None) -> Interpretation:
         """Look at the heads that a webhook delivery is about. From any thread; never waits."""
-        reading = read(payload, self._rollout.followers())
+        interpretation = interpret_delivery(payload, self._rollout.list_followers())
         ids = (delivery_id,) if delivery_id else ()
-        for target in reading.targets:
-            self._hints.tell(Hint(target, "webhook", payload.webhook.id, ids))
-        if reading.alert is not None:
+        for target in interpretation.targets:
+            self._trigger_queue.put(Trigger(target, "webhook", payload.webhook.id, ids))
+        if interpretation.alert is not None:
             record = Record(payload.repo.name, None, "webhook", webhook_id=payload.webhook.id, delivery_ids=[*ids])
-            record.end("alert", *reading.alert)
+            record.end("alert", *interpretation.alert)
             loop = self._loop
             if loop is None:
-                self._journal.save_now(record)
+                self._journal.save_blocking(record)
             else:
-                loop.call_soon_threadsafe(lambda: self._start(self._journal.finish(record)))
-        return reading
+                loop.call_soon_threadsafe(lambda: self._start_task(self._journal.finish(record)))
+        return interpretation
 
-    def look(self, repo: str) -> None:
+    def handle_change(self, repo: str) -> None:
         """Look at what is followed of a repo, after a changed folder, say."""
-        for target in self._standing.targets():
+        for target in self._state.list_targets():
             if target.repo == repo:
-                self._hints.tell(self._seen(target))
+                self._trigger_queue.put(self._make_trigger(target))
 
     async def run(self) -> None:
         """Deploy until cancelled."""
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen())
-                group.create_task(self._work())
-                group.create_task(self._poll())
+                group.create_task(self._collect_triggers())
+                group.create_task(self._deploy_waiting())
+                group.create_task(self._poll_heads())
         finally:
             self._loop = None
             for task in self._tasks:
@@ -141,16 +149,16 @@ class Deployments:
         Raises:
             SourceError: ``unknown_session``.
         """
-        one = self._standing.session(session_id)
+        one = self._state.get_session(session_id)
         record = Record(one.repo, revision or one.ref, "request", sessions=[session_id])
-        self._lane.give_up(session_id, "request", "somebody asked for another one")
+        self._queue.supersede(session_id, "request", "somebody asked for another one")
         await self._journal.save(record)
-        task = self._start(self._requested(record, session_id, force))
+        task = self._start_task(self._deploy_request(record, session_id, force))
         if wait:
             await asyncio.shield(task)  # who asked may go away; the robot is not left halfway
         return record
 
-    async def keep(self, record: Record) -> None:
+    async def save(self, record: Record) -> None:
         """Write a record as it is now, for a caller that is about to report it."""
         await self._journal.save(record)
 
@@ -160,21 +168,21 @@ class Deployments:
         Raises:
             SourceError: ``unknown_session``.
         """
-        one = self._standing.session(session_id)
+        one = self._state.get_session(session_id)
         record = Record(one.repo, one.ref, "request", sha=one.sha, sessions=[session_id])
-        self._lane.give_up(session_id, "rollback", WENT_BACK, is_asked=True)
-        for asked in self._asked:
-            asked.is_withdrawn |= asked.session == session_id
-        await asyncio.shield(self._start(self._go_back(record, session_id)))  # who asked may go away
+        self._queue.supersede(session_id, "rollback", ROLLED_BACK_TEXT, is_requested=True)
+        for request in self._requests:
+            request.is_withdrawn |= request.session == session_id
+        await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # who asked may go away
         return record
 
-    async def _go_back(self, record: Record, session_id: str) -> None:
-        record.begin("swapping")
+    async def _roll_back(self, record: Record, session_id: str) -> None:
+        record.begin_stage("swapping")
         # A process that is killed here must not bring back what somebody wanted to be rid of. A disk that is slow, or
         # away, is not waited for: the robot is what matters.
-        await asyncio.wait((self._start(self._journal.save(record)),), timeout=WRITING)
+        await asyncio.wait((self._start_task(self._journal.save(record)),), timeout=WRITE_TIMEOUT)
         try:
-            record.sha = self._standing.session(session_id).sha  # another one may have taken over meanwhile
+            record.sha = self._state.get_session(session_id).sha  # another one may have taken over meanwhile
             verdict = await self._rollout.rollback(session_id)
         except SourceError as error:
             record.end("failed", "gone", str(error))
@@ -187,31 +195,31 @@ class Deployments:
                 record.end("failed", verdict.reason, verdict.text)
             else:
                 record.end("rolled_back", "request", f"session {session_id} was rolled back by request")
-                await self._journal.isolate(record)
+                await self._journal.quarantine_commit(record)
         await self._journal.finish(record)
 
     async def reconcile(self) -> None:
         """Look at the heads of everything that is followed; a new one is handled like a delivery."""
-        for target in self._standing.targets():
-            head = await self._heads.ask(target)
+        for target in self._state.list_targets():
+            head = await self._ref_tracker.get_head(target)
             if (
                 head is not None
-                and self._standing.wanting(target, head)
+                and self._state.list_outdated(target, head)
                 and self.quarantine.get(target.repo, head) is None
-                and self._retries.may((target, head), self._now())
+                and self._retries.may_retry((target, head), self._now())
             ):
-                self._hints.tell(self._seen(target))
+                self._trigger_queue.put(self._make_trigger(target))
 
-    def _seen(self, target: Target) -> Hint:
-        return Hint(target, "folder" if isinstance(self._sources(target.repo), FolderSource) else "poll")
+    def _make_trigger(self, target: Target) -> Trigger:
+        return Trigger(target, "folder" if isinstance(self._sources(target.repo), FolderSource) else "poll")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _poll(self) -> None:
+    async def _poll_heads(self) -> None:
         if self.settings.poll is None:
             return
         while True:
@@ -222,13 +230,13 @@ class Deployments:
             spread = self.settings.jitter * random.uniform(-1, 1)
             await asyncio.sleep(self.settings.poll * (1 + spread))
 
-    async def _listen(self) -> None:
+    async def _collect_triggers(self) -> None:
         while True:
-            for hint in await self._hints.due():
-                self._waiting[hint.target] = hint.after(self._waiting.get(hint.target))
-                self._ripe.set()
-                if self._lane.preparing(hint.target):
-                    self._start(self._look_for_newer(hint.target))
+            for trigger in await self._trigger_queue.wait_for_due():
+                self._waiting[trigger.target] = trigger.merge(self._waiting.get(trigger.target))
+                self._has_waiting.set()
+                if self._queue.get_preparing(trigger.target):
+                    self._start_task(self._look_for_newer(trigger.target))
 
     def _may_supersede(self, target: Target) -> bool:
         return self._superseded.get(target, 0) < self.settings.superseded
@@ -237,52 +245,52 @@ class Deployments:
         """Check whether a trigger about what is being prepared is about the same commit, or a newer one."""
         if not self._may_supersede(target):
             return
-        head = await self._heads.ask(target)
-        deployment = self._lane.preparing(target)
+        head = await self._ref_tracker.get_head(target)
+        deployment = self._queue.get_preparing(target)
         if head is None or deployment is None:
             return  # the hint stays, and its own deployment says why
         if head != deployment.sha:
-            deployment.give_up("newer", f"{head[:12]} came while it was being prepared")
-        elif hint := self._waiting.pop(target, None):
+            deployment.supersede("newer", f"{head[:12]} came while it was being prepared")
+        elif trigger := self._waiting.pop(target, None):
             record = deployment.record
-            record.delivery_ids = [*newest((*record.delivery_ids, *hint.delivery_ids))]
+            record.delivery_ids = [*newest_ids((*record.delivery_ids, *trigger.delivery_ids))]
 
-    async def _work(self) -> None:
+    async def _deploy_waiting(self) -> None:
         while True:
-            await self._ripe.wait()
-            self._ripe.clear()
+            await self._has_waiting.wait()
+            self._has_waiting.clear()
             while self._waiting:
-                await self._followed(self._waiting.pop(next(iter(self._waiting))))
+                await self._deploy_moved_ref(self._waiting.pop(next(iter(self._waiting))))
 
-    async def _followed(self, hint: Hint) -> None:
-        target, ids = hint.target, [*hint.delivery_ids]
-        record = Record(target.repo, target.ref, hint.trigger, webhook_id=hint.webhook_id, delivery_ids=ids)
-        again = (lambda: self._hints.tell(hint)) if self._may_supersede(target) else None
-        await self._lane.deploy(record, Followed(target, self._standing, self.quarantine, self._heads, again))
+    async def _deploy_moved_ref(self, trigger: Trigger) -> None:
+        target, ids = trigger.target, [*trigger.delivery_ids]
+        record = Record(target.repo, target.ref, trigger.kind, webhook_id=trigger.webhook_id, delivery_ids=ids)
+        requeue = (lambda: self._trigger_queue.put(trigger)) if self._may_supersede(target) else None
+        await self._queue.deploy(record, RefMoved(target, self._state, self.quarantine, self._ref_tracker, requeue))
         is_superseded = record.result == "superseded" and record.reason == "newer"
         self._superseded[target] = self._superseded.get(target, 0) + 1 if is_superseded else 0
         if record.result == "failed":
-            self._retries.failed((target, record.sha), self._now())
+            self._retries.record_failure((target, record.sha), self._now())
         elif record.result in ("swapped", "staged"):
-            self._retries.forget((target, record.sha))
+            self._retries.record_success((target, record.sha))
 
-    async def _requested(self, record: Record, session_id: str, force: bool) -> None:
-        asked = Asked(session_id, self._standing, self.quarantine, force)
-        self._asked.add(asked)
+    async def _deploy_request(self, record: Record, session_id: str, force: bool) -> None:
+        request = DeployRequest(session_id, self._state, self.quarantine, force)
+        self._requests.add(request)
         try:
-            head = await self._heads.ask(Target.of(self._standing.session(session_id)))
-            await self._lane.deploy(record, asked)
+            head = await self._ref_tracker.get_head(Target.of_session(self._state.get_session(session_id)))
+            await self._queue.deploy(record, request)
         except SourceError as error:  # it ended before its turn came
             record.end("failed", "gone", str(error))
             await self._journal.finish(record)
             return
         finally:
-            self._asked.discard(asked)
+            self._requests.discard(request)
         if record.result != "swapped" or record.sha is None:
             return
         if head is not None:
             # Before anything that waited for this looks: what was asked for stays until something newer is pushed.
-            self._standing.declined[session_id] = head
+            self._state.declined[session_id] = head
         if force:
             await self.quarantine.release(record.sha, record.repo)
 
@@ -315,26 +323,26 @@ class DeploymentsLike(Protocol):
     async def deploy(
         self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
     ) -> RecordLike: ...
-    async def keep(self, record: Any) -> None: ...
+    async def save(self, record: Any) -> None: ...
     async def rollback(self, session_id: str) -> RecordLike: ...
 
 
 # Codes of a record that did not go well -> whose matter it is, for the status of the answer.
-_ASKED_WRONG = frozenset(
+_REQUEST_ERRORS = frozenset(
     {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
 )
-_OF_SOURCE = frozenset({"unreachable", "timeout", "denied", "disk", "transfer", "limited", "bad_answer"})
+_SOURCE_ERRORS = frozenset({"unreachable", "timeout", "denied", "disk", "transfer", "limited", "bad_answer"})
 # How often a request that waits for its update looks at it, in seconds.
-_LOOK = 0.02
+_POLL_INTERVAL = 0.02
 
 
 class SessionUpdates:
     """Deployments as the API answers them; implements `Updates`."""
 
-    def __init__(self, deployments: DeploymentsLike, refusal: type[Exception]):
-        """Use these deployments; ``refusal`` is what they raise for a session that runs no policy."""
+    def __init__(self, deployments: DeploymentsLike, error_type: type[Exception]):
+        """Use these deployments; ``error_type`` is what they raise for a session that runs no policy."""
         self._deployments = deployments
-        self._refusal = refusal
+        self._error_type = error_type
 
     def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
         """Return the newest deployments first."""
@@ -356,23 +364,23 @@ class SessionUpdates:
         """Deploy a revision to a session; returns when it runs it, or it was refused. Probation goes on after that."""
         try:
             record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
-        except self._refusal as error:
+        except self._error_type as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
         # The record is the one thing that tells; it is ours, in this process and thread.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_INTERVAL)
         # It may have come here a moment ago: what is told is not forgotten when the server is killed.
-        await self._deployments.keep(record)
-        return self._told(record)
+        await self._deployments.save(record)
+        return self._to_answer(record)
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:
         """Roll back to the previous policy."""
         try:
-            return self._told(await self._deployments.rollback(session_id))
-        except self._refusal as error:
+            return self._to_answer(await self._deployments.rollback(session_id))
+        except self._error_type as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
 
-    def quarantine(self) -> Sequence[Mapping[str, object]]:
+    def list_quarantine(self) -> Sequence[Mapping[str, object]]:
         """Return the commits in quarantine."""
         return [one.as_json() for one in self._deployments.quarantine.list()]
 
@@ -380,23 +388,23 @@ class SessionUpdates:
         """Release a commit from quarantine; returns whether it was in it."""
         return bool(await self._deployments.quarantine.release(sha))
 
-    def _told(self, record: RecordLike) -> Mapping[str, object]:
-        error = _error_of(record)
+    def _to_answer(self, record: RecordLike) -> Mapping[str, object]:
+        error = _find_error(record)
         if error is not None:
             raise error
         return record.as_json()
 
 
-def _error_of(record: RecordLike) -> ServiceError | None:
-    """Return the error of a deployment that could not be tried at all, or None; a policy that was tried and refused
-    is an answer.
+def _find_error(record: RecordLike) -> ServiceError | None:
+    """Return the error of a deployment that could not be tried at all, or None; a policy that was tried and refused is
+    an answer.
     """
     if record.result in ("failed", "rejected"):
         if record.reason == "quarantined":
             return UpdateFailed(f'{record.text}; send "force": true, or DELETE /quarantine/{record.sha} first')
-        if record.reason in _ASKED_WRONG:
+        if record.reason in _REQUEST_ERRORS:
             return UpdateFailed(record.text)
-        if record.reason in _OF_SOURCE:
+        if record.reason in _SOURCE_ERRORS:
             return SourceFailed(record.text)
     return None
 
@@ -434,7 +442,7 @@ class Updates(Protocol):
         """
         ...
 
-    def quarantine(self) -> Sequence[Mapping[str, object]]:
+    def list_quarantine(self) -> Sequence[Mapping[str, object]]:
         """Return the commits that are not deployed by themselves any more, with the reason."""
         ...
 

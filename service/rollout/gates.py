@@ -31,7 +31,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GateLimits:
     """Limits of the gates.
 
     Attributes:
@@ -66,7 +66,7 @@ class Trial:
     usual: float | None = None
 
 
-def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
+def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
     """Check a trial against all gates; the first that fails decides, and figures hold what was measured until then."""
     figures: dict[str, object] = {"observations": len(trial.chunks)}
     bad = sum(int((~np.isfinite(chunk)).sum()) for chunk in trial.chunks)
@@ -75,9 +75,9 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
         return Verdict("not_finite", f"{bad} of {total} values of its actions are not finite", figures)
     # The difference of two finite numbers of float32 need not be one.
     chunks = [chunk[: trial.executed].astype(np.float64) for chunk in trial.chunks]
-    widths = ranges(table, [chunk for chunk in trial.references if chunk is not None])
+    widths = joint_widths(table, [chunk for chunk in trial.references if chunk is not None])
 
-    outside, joint = _worst([_outside(chunk, table) / widths for chunk in chunks], table)
+    outside, joint = _find_worst([_outside(chunk, table) / widths for chunk in chunks], table)
     figures["outside_range"] = round(outside, 4)
     if outside > limits.margin:
         text = (
@@ -96,7 +96,7 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
     pairs = [(chunk, old) for chunk, old in zip(chunks, trial.references, strict=True) if old is not None]
     figures["compared"] = len(pairs)
     if pairs:
-        difference, joint = _worst([np.abs(chunk - old[: trial.executed]) / widths for chunk, old in pairs], table)
+        difference, joint = _find_worst([np.abs(chunk - old[: trial.executed]) / widths for chunk, old in pairs], table)
         figures["difference"] = round(difference, 4)
         if not difference <= limits.difference:  # no number is no passport
             text = (
@@ -108,7 +108,7 @@ def judge(trial: Trial, table: JointTable, limits: Limits) -> Verdict:
     return Verdict(None, "not compared with the running policy: it has not seen anything lately", figures)
 
 
-def ranges(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
+def joint_widths(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
     """Return (a,) the width of each joint's range; of a joint without one, the range the running policy uses."""
     widths = np.array([joint.high - joint.low for joint in table.joints], np.float64)
     if not seen:
@@ -126,7 +126,7 @@ def _outside(chunk: np.ndarray, table: JointTable) -> np.ndarray:
     return np.maximum(np.maximum(low - chunk, chunk - high), 0.0)
 
 
-def _worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, str]:
+def _find_worst(parts: Sequence[np.ndarray], table: JointTable) -> tuple[float, str]:
     by_joint = np.concatenate(parts).max(axis=0)
     joint = int(by_joint.argmax())
     return float(by_joint[joint]), table.names[joint]
@@ -138,21 +138,21 @@ class ProbationSettings:
 
     Attributes:
         seconds: how long it has to run before the one before is not gone back to by itself any more.
-        patience: how long a robot that stands still is waited for.
+        still_timeout: how long a robot that stands still is waited for.
         step: how far a command may change from one tick to the next, as a part of the joint's range; at least 1.5 times
             what the policy before did.
         starvations: how often it may let the queue run dry.
-        standing: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
+        max_still: how long the robot may stand because of it, in all: a queue runs dry once, but a robot of which every
             chunk comes too late does not move again.
         missed: part of all its ticks that may be missed (two in any case), be it at once: a machine that others use,
             too, stands still for a moment now and then, and a robot meanwhile.
     """
 
     seconds: float = 30.0
-    patience: float = 60.0
+    still_timeout: float = 60.0
     step: float = 0.15
     starvations: int = 2
-    standing: float = 2.0
+    max_still: float = 2.0
     missed: float = 0.02
 
 
@@ -172,7 +172,7 @@ class Counters:
         control = robot_io.controller
         return cls(control.starvations, control.missed_ticks, control.ticks, control.queue.late, control.chunks)
 
-    def cost(self, robot_io: RobotIO) -> Mapping[str, object]:
+    def cost_since(self, robot_io: RobotIO) -> Mapping[str, object]:
         """Return what was added since, JSON-ready."""
         now, chunks = Counters.of(robot_io), robot_io.controller.chunks - self.chunks
         usual = round(self.late / self.chunks * chunks, 2) if self.chunks else None
@@ -190,10 +190,10 @@ class Probation:
     """Probation of one policy; it begins when this is created.
 
     Attributes:
-        drive: of the session.
-        held: the policy.
-        first: the session's figures when it took over.
-        back: the way back, begun at the moment an inference failed: a few more failures would end the session.
+        robot_io: of the session.
+        policy: the policy.
+        start: the session's figures when it took over.
+        rollback: the way back, begun at the moment an inference failed: a few more failures would end the session.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Probation:
         robot_io: RobotIO,
         allowed: np.ndarray,
         settings: ProbationSettings,
-        go_back: Callable[[], Coroutine[Any, Any, Verdict]],
+        roll_back: Callable[[], Coroutine[Any, Any, Verdict]],
     ):
         """Begin: whatever fails from now on is the new policy's fault.
 
@@ -210,23 +210,23 @@ class Probation:
             allowed: (a,) how far a command may change from one tick to the next; infinite where nothing is known.
         """
         self.robot_io = robot_io
-        self.held: HeldPolicy | None = session.policies.running
-        self.first = Counters.of(robot_io)
-        self.back: asyncio.Task[Verdict] | None = None
-        self._go_back = go_back
+        self.policy: HeldPolicy | None = session.policies.running
+        self.start = Counters.of(robot_io)
+        self.rollback: asyncio.Task[Verdict] | None = None
+        self._roll_back = roll_back
         self._session = session
         self._settings = settings
         self._allowed = np.maximum(allowed, 1.5 * robot_io.controller.largest_step)
         # An emergency stop or an error from before it took over is not its fault.
         self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
         robot_io.controller.largest_step[:] = 0
-        self._trouble = robot_io.runner.begin_probation()
+        self._failure = robot_io.runner.begin_probation()
         # At once, whoever waits: a few more failures would end the session.
-        self._trouble.add_done_callback(self._begin_way_back)
+        self._failure.add_done_callback(self._start_rollback)
 
-    def _begin_way_back(self, trouble: asyncio.Future[tuple[str, str]]) -> None:
+    def _start_rollback(self, trouble: asyncio.Future[tuple[str, str]]) -> None:
         if not trouble.cancelled():
-            self.back = asyncio.create_task(self._go_back())
+            self.rollback = asyncio.create_task(self._roll_back())
 
     async def wait(self) -> tuple[str, str] | None:
         """Return code and text of why the policy must not stay, or None when its time is over. Only time in which it
@@ -237,36 +237,36 @@ class Probation:
         ran, stood, still_since, looked_at = 0.0, 0.0, time.monotonic(), time.monotonic()
         try:
             while ran < settings.seconds:
-                done, _ = await asyncio.wait([self._trouble], timeout=pause)
+                done, _ = await asyncio.wait([self._failure], timeout=pause)
                 # What this process itself slept is no policy's fault.
                 since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
                 if done:
-                    return self._trouble.result()
+                    return self._failure.result()
                 if session.is_closed or session.stage is Stage.DELETED:
                     if session.stage is Stage.ERROR:
                         return "session", f"the session ended on its probation: {session.reason}"
                     return None
-                if (found := self._of_session() or self._of_figures()) is not None:
+                if (found := self._check_session() or self._check_counters()) is not None:
                     return found
                 if session.stage is Stage.RUNNING and robot_io.controller.is_waiting_for_policy:
                     stood, still_since = stood + since, looked_at
-                    if stood > settings.standing:
+                    if stood > settings.max_still:
                         text = f"the robot stood for {stood:.1f} s on its probation, because its actions came too late"
-                        return "starved", f"{text}; {settings.standing:g} s are allowed"
+                        return "starved", f"{text}; {settings.max_still:g} s are allowed"
                 elif session.stage is Stage.RUNNING and robot_io.controller.hold is None:
                     ran, still_since = ran + pause, looked_at
-                elif time.monotonic() - still_since > settings.patience:
+                elif time.monotonic() - still_since > settings.still_timeout:
                     # A robot that stands still proves nothing, and must not keep other robots' policies waiting.
                     return None
             return None
         finally:
             robot_io.runner.end_probation()
 
-    def _of_session(self) -> tuple[str, str] | None:
+    def _check_session(self) -> tuple[str, str] | None:
         session = self._session
         self._was_latched &= session.is_latched
         self._had_failed &= session.stage is Stage.ERROR
-        if session.policies.running is not self.held:
+        if session.policies.running is not self.policy:
             return "taken_back", "another policy was asked for on its probation"
         if session.is_latched and not self._was_latched:
             return "emergency_stop", f"an emergency stop came on its probation: {session.reason}"
@@ -274,12 +274,12 @@ class Probation:
             return "error", f"the session failed on its probation: {session.reason}"
         return None
 
-    def _of_figures(self) -> tuple[str, str] | None:
+    def _check_counters(self) -> tuple[str, str] | None:
         settings, robot_io = self._settings, self.robot_io
         now = Counters.of(robot_io)
-        if (dry := now.starvations - self.first.starvations) > settings.starvations:
+        if (dry := now.starvations - self.start.starvations) > settings.starvations:
             return "starved", f"the queue ran dry {dry} times on its probation"
-        missed, ticks = now.missed_ticks - self.first.missed_ticks, now.ticks - self.first.ticks
+        missed, ticks = now.missed_ticks - self.start.missed_ticks, now.ticks - self.start.ticks
         allowed = max(2, int(settings.missed * settings.seconds / robot_io.controller.period))
         if missed > allowed:
             return "missed_ticks", f"{missed} of {ticks} ticks were missed on its probation, {allowed} may be"

@@ -24,7 +24,7 @@ CREATE TABLE IF NOT EXISTS quarantine (
 )
 
 # Stages in which a robot may act by a commit that has not proved itself.
-UNPROVED = ("swapping", "probation")
+UNPROVEN_STAGES = ("swapping", "probation")
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Record:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     at: float = field(default_factory=time.time)
 
-    def begin(self, stage: str) -> None:
+    def begin_stage(self, stage: str) -> None:
         """End the present stage and begin another; the same name again is the same stage."""
         if self.stages and self.stages[-1].name == stage and self.stages[-1].seconds is None:
             return
@@ -91,7 +91,7 @@ class Record:
         """Return all fields, JSON-ready; times are seconds."""
         return asdict(self)
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe it in one line for the log."""
         took = ", ".join(f"{stage.name} {stage.seconds:.2f}s" for stage in self.stages if stage.seconds is not None)
         because = f" ({self.reason}: {self.text})" if self.reason else f" ({self.text})" if self.text else ""
@@ -100,18 +100,18 @@ class Record:
         return f"deployment {self.id}: {cause} -> {what} -> {took or 'nothing done'} -> {self.result}{because}"
 
 
-def from_json(told: dict[str, Any]) -> Record:
+def from_json(document: dict[str, Any]) -> Record:
     """Parse a record that ``as_json`` gave."""
-    return Record(**{**told, "stages": [Stage(**stage) for stage in told["stages"]]})
+    return Record(**{**document, "stages": [Stage(**stage) for stage in document["stages"]]})
 
 
 class Records:
-    """Records of the newest ``kept`` deployments; older ones are deleted."""
+    """Records of the newest ``max_records`` deployments; older ones are deleted."""
 
-    def __init__(self, database: Database, kept: int):
-        self.kept = kept
+    def __init__(self, database: Database, max_records: int):
+        self.max_records = max_records
         self._database = database
-        self._records = {record.id: record for record in database.run_blocking(_load_records, kept)}
+        self._records = {record.id: record for record in database.run_blocking(_load_records, max_records)}
 
     def list(self, limit: int = 50) -> Sequence[Record]:
         """Return the newest records first."""
@@ -124,16 +124,16 @@ class Records:
     async def save(self, record: Record) -> None:
         """Write a record as it is now."""
         self._remember(record)
-        await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+        await self._database.run(_save, record.id, record.at, json.dumps(record.as_json()), self.max_records)
 
-    def save_now(self, record: Record) -> None:
+    def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         self._remember(record)
-        self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.kept)
+        self._database.run_blocking(_save, record.id, record.at, json.dumps(record.as_json()), self.max_records)
 
     def _remember(self, record: Record) -> None:
         self._records[record.id] = record
-        while len(self._records) > self.kept:
+        while len(self._records) > self.max_records:
             del self._records[next(iter(self._records))]
 
 
@@ -144,8 +144,8 @@ def ensure_tables(connection: sqlite3.Connection) -> None:
             connection.execute(statement)
 
 
-def _load_records(connection: sqlite3.Connection, kept: int) -> Sequence[Record]:
-    newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (kept,)).fetchall()
+def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[Record]:
+    newest = connection.execute("SELECT record FROM deployments ORDER BY at DESC LIMIT ?", (max_records,)).fetchall()
     records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
     for record in records:
         if record.result is None:
@@ -153,13 +153,13 @@ def _load_records(connection: sqlite3.Connection, kept: int) -> Sequence[Record]
             where = f", in {record.stages[-1].name}" if record.stages else ""
             record.result, record.reason = "failed", "interrupted"
             record.text = f"the process ended before the deployment did{where}"
-            _save(connection, record.id, record.at, json.dumps(record.as_json()), kept)
-            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVED:
-                _isolate(connection, record)
+            _save(connection, record.id, record.at, json.dumps(record.as_json()), max_records)
+            if record.sha is not None and record.stages and record.stages[-1].name in UNPROVEN_STAGES:
+                _quarantine_commit(connection, record)
     return records
 
 
-def _isolate(connection: sqlite3.Connection, record: Record) -> None:
+def _quarantine_commit(connection: sqlite3.Connection, record: Record) -> None:
     """Quarantine what a robot ran when the process was killed: it may have caused that, or was being rolled back."""
     text = f"the server was killed while {', '.join(record.sessions)} tried it"
     connection.execute(
@@ -168,10 +168,10 @@ def _isolate(connection: sqlite3.Connection, record: Record) -> None:
     )
 
 
-def _save(connection: sqlite3.Connection, id: str, at: float, record: str, kept: int) -> None:
+def _save(connection: sqlite3.Connection, id: str, at: float, record: str, max_records: int) -> None:
     connection.execute("INSERT OR REPLACE INTO deployments VALUES (?, ?, ?)", (id, at, record))
     connection.execute(
-        "DELETE FROM deployments WHERE id NOT IN (SELECT id FROM deployments ORDER BY at DESC LIMIT ?)", (kept,)
+        "DELETE FROM deployments WHERE id NOT IN (SELECT id FROM deployments ORDER BY at DESC LIMIT ?)", (max_records,)
     )
 
 
@@ -260,9 +260,9 @@ logger = logging.getLogger(__name__)
 class Journal:
     """Records and quarantine in one database. A full disk is logged and stops no robot."""
 
-    def __init__(self, database: Database, kept: int, on_event: OnEvent | None):
+    def __init__(self, database: Database, max_records: int, on_event: OnEvent | None):
         """Read both; ``on_event`` is called with an event of ``EVENTS`` and the record as JSON."""
-        self.records = Records(database, kept)
+        self.records = Records(database, max_records)
         self.quarantine = Quarantine(database)
         self._on_event = on_event
 
@@ -273,14 +273,14 @@ class Journal:
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
-    def save_now(self, record: Record) -> None:
+    def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         try:
-            self.records.save_now(record)
+            self.records.save_blocking(record)
         except StoreError as error:
             logger.error("deployment %s is not written down: %s", record.id, error)
 
-    async def isolate(self, record: Record) -> None:
+    async def quarantine_commit(self, record: Record) -> None:
         """Put a record's commit into quarantine."""
         if record.sha is None:
             return
@@ -292,7 +292,7 @@ class Journal:
     async def finish(self, record: Record) -> None:
         """Write a record that has ended, and publish it."""
         level = logging.INFO if record.result in ("swapped", "staged", "noop", "superseded") else logging.WARNING
-        logger.log(level, "%s", record.in_words())
+        logger.log(level, "%s", record.describe())
         await self.save(record)
         event = EVENTS.get(record.result or "")
         if event is None or self._on_event is None:

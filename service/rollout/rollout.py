@@ -18,7 +18,16 @@ from service.control.robot_io import RobotIO
 from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import STATE, select_features, task_input
-from service.rollout.gates import Counters, Limits, Probation, ProbationSettings, Trial, Verdict, judge, ranges
+from service.rollout.gates import (
+    Counters,
+    GateLimits,
+    Probation,
+    ProbationSettings,
+    Trial,
+    Verdict,
+    joint_widths,
+    judge_trial,
+)
 from service.sessions.policy_slots import IncompatiblePolicy
 from service.sessions.session import Session
 from service.sessions.store import Sessions
@@ -26,7 +35,7 @@ from service.sessions.store import Sessions
 logger = logging.getLogger(__name__)
 
 # Inferences that a latency is measured with.
-RUNS = 10
+LATENCY_RUNS = 10
 IMAGES = "observation.images."
 
 
@@ -37,14 +46,14 @@ class RolloutSettings:
     Attributes:
         limits: of the gates.
         fade: how long the first actions of the new policy lead over from the old one's plan.
-        patience: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so there
-            is no boundary.
+        swap_timeout: how long a robot that is held or stopped is waited for before the swap: it asks for no chunk, so
+            there is no boundary.
         probation: what the new one is allowed then.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: GateLimits = field(default_factory=GateLimits)
     fade: float = 0.2
-    patience: float = 60.0
+    swap_timeout: float = 60.0
     probation: ProbationSettings = field(default_factory=ProbationSettings)
 
 
@@ -78,7 +87,7 @@ class Rollout:
     def _engine(self) -> Engine:
         return self._sessions.engine
 
-    def followers(self) -> Sequence[Follower]:
+    def list_followers(self) -> Sequence[Follower]:
         """Return all sessions that run a policy."""
         return [
             Follower(
@@ -92,11 +101,13 @@ class Rollout:
             if isinstance(session, Session) and session.policies.running is not None and session.robot_io is not None
         ]
 
-    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
+    async def prepare(
+        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
+    ) -> Verdict:
         """Load, compile and check a policy beside the running one; with no reason against it, it is staged."""
-        return self._fair(await self._prepare(session_id, repo, sha, folder, tell))
+        return self._excuse_lost_devices(await self._prepare(session_id, repo, sha, folder, on_progress))
 
-    def _fair(self, verdict: Verdict) -> Verdict:
+    def _excuse_lost_devices(self, verdict: Verdict) -> Verdict:
         """Return a verdict that is not against the policy where no device works any more."""
         devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
@@ -106,23 +117,23 @@ class Rollout:
         return replace(verdict, reason="busy", text=f"no device works: {why}")
 
     async def _prepare(
-        self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
+        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
     ) -> Verdict:
         try:
             session = self._sessions.get_live(session_id)
             if _repo_of(session) != repo:
                 return Verdict("gone", f"session {session_id!r} was made anew, with another policy")
-            tell("loading")
-            loaded = await session.policies.stage(sha, str(folder), tell)
+            on_progress("loading")
+            loaded = await session.policies.stage(sha, str(folder), on_progress)
         except IncompatiblePolicy as error:
             return Verdict("requirements", str(error))
         except ServiceError as error:
-            return _refusal(error, folder)
+            return _verdict_of_error(error, folder)
         robot_io = session.robot_io
         assert robot_io is not None, "only a session with a drive stages"
         try:
-            tell("checking")
-            verdict = await self._judge(robot_io, loaded)
+            on_progress("checking")
+            verdict = await self._try_policy(robot_io, loaded)
         except DeviceAway as error:
             verdict = Verdict("busy", str(error))
         except ServiceError as error:
@@ -134,7 +145,7 @@ class Rollout:
             await session.policies.discard()
         return verdict
 
-    async def _judge(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
+    async def _try_policy(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
         config = robot_io.controller.config
         # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
@@ -143,10 +154,10 @@ class Rollout:
             if loaded.is_compiled(_sizes_of(observation))
         ]
         if not seen:
-            seen = [(_grey(robot_io, loaded), None)]
+            seen = [(_grey_observation(robot_io, loaded), None)]
         wanted = (1, config.chunk, config.width)
         chunks, seconds = [], []
-        for run in range(max(RUNS, len(seen))):
+        for run in range(max(LATENCY_RUNS, len(seen))):
             chunk, took = await self._engine.run_trial(loaded, seen[run % len(seen)][0])
             seconds.append(took)
             if chunk.shape != wanted or chunk.dtype.kind != "f":
@@ -164,11 +175,11 @@ class Rollout:
             budget=config.action_steps / config.action_rate,
             usual=robot_io.runner.seconds["total"].percentile(90),
         )
-        verdict = judge(trial, robot_io.table, self.settings.limits)
+        verdict = judge_trial(trial, robot_io.table, self.settings.limits)
         if verdict.reason == "slow":
             # A machine that stood still for a moment, or had other work, is not the policy's fault.
-            again = [(await self._engine.run_trial(loaded, seen[run % len(seen)][0]))[1] for run in range(RUNS)]
-            verdict = judge(replace(trial, seconds=again), robot_io.table, self.settings.limits)
+            again = [(await self._engine.run_trial(loaded, seen[run % len(seen)][0]))[1] for run in range(LATENCY_RUNS)]
+            verdict = judge_trial(replace(trial, seconds=again), robot_io.table, self.settings.limits)
         return verdict
 
     async def swap(self, session_id: str, sha: str) -> Verdict:
@@ -179,19 +190,19 @@ class Rollout:
             staged = session.policies.staged
             if staged is None or staged.commit != sha:
                 return Verdict("not_staged", f"session {session_id!r} has not staged {sha}; deploy it again")
-            robot_io = _drive_of(session)
+            robot_io = _require_robot_io(session)
             before, allowed = Counters.of(robot_io), self._allowed_steps(robot_io)
             late = robot_io.controller.late_by_chunk
             usual, count = late.samples.max(initial=0), late.count
-            await session.policies.swap(self._fade(robot_io), self.settings.patience)
+            await session.policies.swap(self._fade_steps(robot_io), self.settings.swap_timeout)
         except ServiceError as error:
-            return _refusal(error)
+            return _verdict_of_error(error)
         self._probations[session_id] = Probation(
             session, robot_io, allowed, self.settings.probation, lambda: self.rollback(session_id)
         )
         waited = time.monotonic() - began
-        await _until_next_chunk(robot_io, robot_io.controller.chunks)
-        cost = {**before.cost(robot_io), "waited_s": round(waited, 3)}
+        await _wait_for_next_chunk(robot_io, robot_io.controller.chunks)
+        cost = {**before.cost_since(robot_io), "waited_s": round(waited, 3)}
         if late.count > count:
             # Every chunk has a few actions that are over when it comes: frames take their time to arrive, too.
             cost["late_actions_because"] = max(0, round((late.newest or 0) - usual))
@@ -199,7 +210,7 @@ class Rollout:
 
     async def probation(self, session_id: str, sha: str) -> Verdict:
         """Watch a policy that took over. With a reason in the verdict, it was rolled back."""
-        return self._fair(await self._probation(session_id, sha))
+        return self._excuse_lost_devices(await self._probation(session_id, sha))
 
     async def _probation(self, session_id: str, sha: str) -> Verdict:
         probation = self._probations.pop(session_id, None)
@@ -210,17 +221,17 @@ class Rollout:
         if probation is None or session.robot_io is not probation.robot_io:
             return Verdict(None, "nothing took over here")
         found = await probation.wait()
-        figures = probation.first.cost(probation.robot_io)
+        figures = probation.start.cost_since(probation.robot_io)
         if found is None:
             return Verdict(None, "", figures)
         code, text = found
-        if session.policies.running is not probation.held and probation.back is None:
+        if session.policies.running is not probation.policy and probation.rollback is None:
             return Verdict(code, text, figures)
         logger.warning("session %s: %s goes back to the policy before: %s", session_id, sha[:12], text)
         if code == "jump":
             # Until the one before has answered nothing more of this plan is done.
             probation.robot_io.controller.queue.clear()
-        back = await (probation.back or self.rollback(session_id))
+        back = await (probation.rollback or self.rollback(session_id))
         if back.reason is not None:
             return Verdict(code, f"{text}; the policy before could not take over: {back.text}", figures)
         return Verdict(code, text, figures)
@@ -238,26 +249,26 @@ class Rollout:
         """Let the previous policy take over again; it is in memory still."""
         try:
             session = self._sessions.get_live(session_id)
-            robot_io = _drive_of(session)
+            robot_io = _require_robot_io(session)
             if session.policies.previous is None:
                 return Verdict("no_previous", f"session {session_id!r} ran no other policy before this one")
             before = Counters.of(robot_io)
-            session.policies.restore(self._fade(robot_io))
+            session.policies.restore(self._fade_steps(robot_io))
         except ServiceError as error:
-            return _refusal(error)
-        return Verdict(None, "", before.cost(robot_io))
+            return _verdict_of_error(error)
+        return Verdict(None, "", before.cost_since(robot_io))
 
     def _allowed_steps(self, robot_io: RobotIO) -> np.ndarray:
         widths = np.array([joint.high - joint.low for joint in robot_io.table.joints])
         if robot_io.runner.recent:
-            widths = ranges(robot_io.table, [chunk[0] for _, chunk in robot_io.runner.recent])
+            widths = joint_widths(robot_io.table, [chunk[0] for _, chunk in robot_io.runner.recent])
         return self.settings.probation.step * widths
 
-    def _fade(self, robot_io: RobotIO) -> int:
+    def _fade_steps(self, robot_io: RobotIO) -> int:
         return round(self.settings.fade * robot_io.controller.config.action_rate)
 
 
-def _refusal(error: ServiceError, folder: Path | None = None) -> Verdict:
+def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> Verdict:
     """Return the verdict for an error: ``gone`` and ``busy`` are the session's matter and say nothing against the
     policy.
     """
@@ -275,27 +286,29 @@ def _repo_of(session: Session) -> str:
     return os.path.expanduser(session.new.policy_path)
 
 
-def _drive_of(session: Session) -> RobotIO:
+def _require_robot_io(session: Session) -> RobotIO:
     if session.robot_io is None:
         raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
     return session.robot_io
 
 
-def _grey(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
+def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, np.ndarray]:
     """Make an observation for a robot that has sent nothing yet: grey images, joints in the middle of their ranges."""
-    needs = loaded.requirements
+    requirements = loaded.requirements
     sizes = robot_io.buffer.sizes
-    if len(sizes) < len(needs.cameras):
-        sizes = needs.cameras  # what some of them show is not what it was compiled for
+    if len(sizes) < len(requirements.cameras):
+        sizes = requirements.cameras  # what some of them show is not what it was compiled for
     observation: dict[str, np.ndarray] = {
-        f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in needs.cameras
+        f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in requirements.cameras
     }
-    if needs.state is not None:
+    if requirements.state is not None:
         middle = np.array([[(joint.low + joint.high) / 2 for joint in robot_io.table.joints]], np.float32)
         observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
-    if needs.observation_steps > 1:
-        observation = {name: np.stack([array] * needs.observation_steps, axis=1) for name, array in observation.items()}
-    return select_features(needs, observation | task_input(robot_io.runner.instruction))
+    if requirements.observation_steps > 1:
+        observation = {
+            name: np.stack([array] * requirements.observation_steps, axis=1) for name, array in observation.items()
+        }
+    return select_features(requirements, observation | task_input(robot_io.runner.instruction))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:
@@ -303,7 +316,7 @@ def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int
     return {camera: (image.shape[-3], image.shape[-2]) for camera, image in images.items()}
 
 
-async def _until_next_chunk(robot_io: RobotIO, chunks: int) -> None:
+async def _wait_for_next_chunk(robot_io: RobotIO, chunks: int) -> None:
     """Wait for the new policy's first chunk, if the robot runs: what the swap cost is only known then."""
     end = time.monotonic() + 2.0
     # Control is a pure core without events; a tick is as precise as it gets.
@@ -352,12 +365,12 @@ class VerdictLike(Protocol):
 class RolloutLike(Protocol):
     """Interface of the sessions that deployments go to, and of the steps of one."""
 
-    def followers(self) -> Sequence[FollowerLike]:
+    def list_followers(self) -> Sequence[FollowerLike]:
         """Return every session, those with mode ``off`` too."""
         ...
 
     async def prepare(
-        self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]
+        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
     ) -> VerdictLike:
         """Load, compile and check a commit beside the running policy; may be cancelled."""
         ...
@@ -380,6 +393,6 @@ class RolloutLike(Protocol):
 
 
 # Reasons that say nothing against the commit, so that it is not quarantined for them.
-INNOCENT = frozenset({"session", "not_staged", "stopped", "gone", "busy", "memory"})
+EXCUSED_REASONS = frozenset({"session", "not_staged", "stopped", "gone", "busy", "memory"})
 # Those that say nothing about other sessions either.
-OF_SESSION = frozenset({"gone", "busy"})
+SESSION_REASONS = frozenset({"gone", "busy"})

@@ -32,14 +32,14 @@ from huggingface_hub.utils import tqdm
 from hooks.errors import SourceError
 from hooks.policy_files import check_complete, hash_content, is_policy_file, open_regular_file
 from hooks.threads import start_in_thread
-from service.rollout.triggers import BRANCH, TAG, Target, is_about, is_pattern
+from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
 
 SHA = re.compile(r"[0-9a-f]{40}")
 
 # Codes of a fault that may be gone the next time.
-OF_TRANSFER = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
+TRANSFER_ERRORS = frozenset({"checksum", "transfer", "unreachable", "changed_meanwhile"})
 # Codes of what is wrong with the commit itself.
-OF_COMMIT = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
+COMMIT_ERRORS = frozenset({"checksum", "incomplete", "denied_file", "too_large"})
 
 
 class Source(Protocol):
@@ -53,8 +53,9 @@ class Source(Protocol):
         """
         ...
 
-    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
-        """Return the folder of exactly that commit, every byte verified; ``tell`` gets ``downloading``, ``verifying``.
+    async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
+        """Return the folder of exactly that commit, every byte verified; ``on_progress`` gets ``downloading``,
+        ``verifying``.
 
         Raises:
             SourceError: ``checksum``, ``transfer``, ``incomplete``, ``denied_file``, ``changed_meanwhile``, ...
@@ -80,41 +81,41 @@ class HubLimits:
     """Limits of fetching from the Hub.
 
     Attributes:
-        answer: seconds for a question to the Hub.
-        download: seconds for all files of a commit.
-        largest: bytes of all files of a commit.
-        kept_free: bytes of the disk that stay free.
-        kept: commits of a repo that stay in a cache of our own; older ones make room.
+        answer_timeout: seconds for a question to the Hub.
+        download_timeout: seconds for all files of a commit.
+        max_bytes: bytes of all files of a commit.
+        min_free_bytes: bytes of the disk that stay free.
+        max_commits: commits of a repo that stay in a cache of our own; older ones make room.
         niceness: by how much the download's threads stand back behind the control of robots; on Linux.
     """
 
-    answer: float = 30.0
-    download: float = 1800.0
-    largest: int = 20 << 30
-    kept_free: int = 1 << 30
-    kept: int = 4
+    answer_timeout: float = 30.0
+    download_timeout: float = 1800.0
+    max_bytes: int = 20 << 30
+    min_free_bytes: int = 1 << 30
+    max_commits: int = 4
     niceness: int = 10
 
 
 # Seconds and bytes to a context for one thread.
-Bounded = Callable[[float, int], AbstractContextManager[object]]
+LimitRequests = Callable[[float, int], AbstractContextManager[object]]
 # Bytes of an answer that is no file.
-LARGEST_ANSWER = 16 << 20
+MAX_ANSWER_BYTES = 16 << 20
 
 
-def _unbounded(seconds: float, size: int) -> AbstractContextManager[object]:
+def _without_limits(seconds: float, size: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
 # What an answer of other types, or a nested one, makes the client raise; and what `bounded` does.
-_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+_BAD_ANSWER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
 
 class _Abandoned(Exception):
     """The download is cancelled: nobody waits for it any more."""
 
 
-def _bar(is_abandoned: threading.Event) -> type[tqdm]:
+def _make_progress_bar(is_abandoned: threading.Event) -> type[tqdm]:
     """Make a progress bar that draws nothing, and ends a download that is abandoned."""
 
     class Bar(tqdm):
@@ -141,17 +142,18 @@ class HubSource:
         token: str | None = None,
         cache: Path | None = None,
         limits: HubLimits | None = None,
-        bounded: Bounded | None = None,
+        limit_requests: LimitRequests | None = None,
     ):
         """Create the client; nothing is requested yet.
 
         Args:
             endpoint, token: as of `huggingface_hub.HfApi`.
             cache: where commits are kept; the client's usual folder, in which nothing is removed, when None.
-            bounded: a context in which what the Hub's client asks takes no longer than so many seconds, and no more
-                than so many bytes, whatever the Hub does; without it threads that are left behind go on by themselves.
+            limit_requests: a context in which what the Hub's client asks takes no longer than so many seconds, and no
+                more than so many bytes, whatever the Hub does; without it threads that are left behind go on by
+                themselves.
         """
-        self._bounded: Bounded = bounded or _unbounded
+        self._limit_requests: LimitRequests = limit_requests or _without_limits
         self.limits = limits or HubLimits()
         self._api = HfApi(endpoint=endpoint, token=token)
         self._cache = Path(cache or constants.HF_HUB_CACHE)
@@ -162,38 +164,43 @@ class HubSource:
         numbers).
         """
         if ref is not None and is_pattern(ref):
-            return await self._highest(repo, ref)
+            return await self._find_highest_tag(repo, ref)
         asked = None if ref is None else ref.removeprefix(BRANCH).removeprefix(TAG)
-        answer = self.limits.answer
-        info = await self._ask(repo, ref, lambda: self._api.model_info(repo, revision=asked, timeout=answer))
+        answer = self.limits.answer_timeout
+        info = await self._call_hub(repo, ref, lambda: self._api.model_info(repo, revision=asked, timeout=answer))
         if not SHA.fullmatch(info.sha or ""):
-            raise SourceError("bad_answer", f"{_named(repo, ref)}: the Hub names {info.sha!r}, wanted a commit's sha")
+            raise SourceError(
+                "bad_answer", f"{_describe_revision(repo, ref)}: the Hub names {info.sha!r}, wanted a commit's sha"
+            )
         return str(info.sha)
 
-    async def _highest(self, repo: str, pattern: str) -> str:
-        refs = await self._ask(repo, pattern, lambda: self._api.list_repo_refs(repo))
-        tags = [tag for tag in refs.tags if is_about(pattern, tag.ref)]
+    async def _find_highest_tag(self, repo: str, pattern: str) -> str:
+        refs = await self._call_hub(repo, pattern, lambda: self._api.list_repo_refs(repo))
+        tags = [tag for tag in refs.tags if matches_ref(pattern, tag.ref)]
         if not tags:
             raise SourceError("unknown_revision", f"{repo}: no tag is like {pattern!r}")
-        return max(tags, key=lambda tag: _natural(tag.name)).target_commit
+        return max(tags, key=lambda tag: _natural_sort_key(tag.name)).target_commit
 
     async def is_older(self, repo: str, sha: str, than: str) -> bool | None:
         """Return whether a commit is in the history of another; None when that cannot be known."""
         if sha == than:
             return False
         try:
-            history = await self._ask(repo, than, lambda: self._api.list_repo_commits(repo, revision=than))
+            history = await self._call_hub(repo, than, lambda: self._api.list_repo_commits(repo, revision=than))
         except SourceError as error:
             if error.code == "unknown_revision":
                 return None  # the history was rewritten, or what runs came from elsewhere
             raise
         return sha in {commit.commit_id for commit in history}
 
-    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+    async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
         """Fetch by sha, then compare each file with the tree; a file that differs is removed from the cache."""
-        tell("listing")
-        tree = await self._ask(
-            repo, sha, lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)), self.limits.answer
+        on_progress("listing")
+        tree = await self._call_hub(
+            repo,
+            sha,
+            lambda: list(self._api.list_repo_tree(repo, revision=sha, recursive=True)),
+            self.limits.answer_timeout,
         )
         files = [entry for entry in tree if isinstance(entry, RepoFile)]
         check_complete(f"{repo} at {sha[:12]}", {file.path for file in files})
@@ -201,20 +208,20 @@ class HubSource:
         if wrong := [file.path for file in wanted if not (type(file.size) is int and file.size >= 0)]:
             raise SourceError("bad_answer", f"{repo} at {sha[:12]}: the Hub does not say how large {wrong[0]} is")
         self._check_space(repo, sha, wanted)
-        tell("downloading")
+        on_progress("downloading")
         is_abandoned = threading.Event()
         try:
             size = sum(file.size for file in wanted)
             # A transfer that broke off may begin anew.
-            most = size + size // 2 + LARGEST_ANSWER
-            download = self.limits.download
-            await self._ask(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), download, most)
+            most = size + size // 2 + MAX_ANSWER_BYTES
+            download = self.limits.download_timeout
+            await self._call_hub(repo, sha, lambda: self._download(repo, sha, wanted, is_abandoned), download, most)
         finally:
             is_abandoned.set()
-        tell("verifying")
-        await self._ask(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download)
+        on_progress("verifying")
+        await self._call_hub(repo, sha, lambda: self._verify(repo, sha, wanted), self.limits.download_timeout)
         if self._is_our_cache:
-            await self._ask(repo, sha, lambda: self._prune(repo, sha), self.limits.download)
+            await self._call_hub(repo, sha, lambda: self._prune(repo, sha), self.limits.download_timeout)
         return self._folder(repo, sha)
 
     def _folder(self, repo: str, sha: str) -> Path:
@@ -222,18 +229,18 @@ class HubSource:
 
     def _check_space(self, repo: str, sha: str, files: Sequence[RepoFile]) -> None:
         size = sum(file.size for file in files)
-        if size > self.limits.largest:
+        if size > self.limits.max_bytes:
             raise SourceError(
-                "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.largest}; raise the limit"
+                "too_large", f"{repo} at {sha[:12]}: {size} bytes, allowed are {self.limits.max_bytes}; raise the limit"
             )
         self._cache.mkdir(parents=True, exist_ok=True)
         folder = self._folder(repo, sha)
         needed = sum(file.size for file in files if not (folder / file.path).exists())
         free = shutil.disk_usage(self._cache).free
-        if needed and needed + self.limits.kept_free > free:
+        if needed and needed + self.limits.min_free_bytes > free:
             raise SourceError(
                 "disk",
-                f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.kept_free} kept free, "
+                f"{repo} at {sha[:12]}: needs {needed} bytes and {self.limits.min_free_bytes} kept free, "
                 f"{free} are free; make room",
             )
 
@@ -245,7 +252,7 @@ class HubSource:
         if self.limits.niceness and sys.platform == "linux":
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), self.limits.niceness))
-        bar = _bar(is_abandoned)
+        bar = _make_progress_bar(is_abandoned)
         for file in sorted(files, key=lambda file: file.size):
             self._api.hf_hub_download(
                 repo,
@@ -280,24 +287,24 @@ class HubSource:
             if one.repo_id == repo and one.repo_type == "model"
             for revision in one.revisions
         ]
-        if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.kept :]]:
+        if old := [sha for _, sha in sorted(commits, reverse=True)[self.limits.max_commits :]]:
             found.delete_revisions(*old).execute()
 
-    async def _ask(
+    async def _call_hub(
         self,
         repo: str,
         ref: str | None,
         call: Callable[[], Result],
         limit: float | None = None,
-        size: int = LARGEST_ANSWER,
+        size: int = MAX_ANSWER_BYTES,
     ) -> Result:
         """Call in a thread with time limit; whatever goes wrong becomes a `SourceError`."""
-        what = _named(repo, ref)
+        what = _describe_revision(repo, ref)
         # A little longer than the client's own limit, whose error says more.
-        seconds = self.limits.answer + 1 if limit is None else limit
+        seconds = self.limits.answer_timeout + 1 if limit is None else limit
 
         def work() -> Result:
-            with self._bounded(seconds, size):
+            with self._limit_requests(seconds, size):
                 return call()
 
         try:
@@ -327,13 +334,13 @@ class HubSource:
             if error.errno is not None:
                 raise SourceError("disk", f"{what}: cannot be written ({error.strerror})") from error
             raise SourceError("transfer", f"{what}: a file did not arrive whole") from error
-        except _NONSENSE as error:
+        except _BAD_ANSWER_ERRORS as error:
             raise SourceError(
                 "bad_answer", f"{what}: the Hub's answer makes no sense ({type(error).__name__}: {str(error)[:200]})"
             ) from error
 
 
-def _named(repo: str, ref: str | None) -> str:
+def _describe_revision(repo: str, ref: str | None) -> str:
     return f"{repo} at {ref[:12] if SHA.fullmatch(ref) else ref!r}" if ref else repo
 
 
@@ -341,13 +348,13 @@ def _cause(error: BaseException) -> str:
     return type(error.__cause__ or error).__name__
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
 # A file that was written so short before it was read may be written again within the same tick of the file system.
-FRESH = 2.0
-CHUNK = 1 << 20
+SETTLE_SECONDS = 2.0
+READ_BYTES = 1 << 20
 
 
 class FolderSource:
@@ -357,7 +364,7 @@ class FolderSource:
         self,
         cache: Path,
         *,
-        kept: int = 4,
+        max_copies: int = 4,
         seconds: float = 600.0,
         largest: int = 20 << 30,
         roots: Sequence[Path] | None = None,
@@ -370,7 +377,7 @@ class FolderSource:
             largest: bytes of all files of a policy; twice as many have to be free on the cache's disk.
             roots: folders that files have to be in, wherever links lead to; anywhere when None.
         """
-        self.kept = kept
+        self.max_copies = max_copies
         self._cache = Path(cache)
         self._seconds = seconds
         self._largest = largest
@@ -381,7 +388,7 @@ class FolderSource:
         """The hash of the folder now; a hash as ``ref`` if that is what it is, or if a copy of it is kept."""
         if ref is not None and SHA.fullmatch(ref) and _is_folder(self._copies(repo) / ref):
             return ref
-        sha = await self._work(repo, lambda: self._hash(Path(repo)))
+        sha = await self._run_in_thread(repo, lambda: self._hash(Path(repo)))
         if ref not in (None, "main", sha):
             raise SourceError(
                 "unknown_revision", f"{repo}: a folder has no revision {ref!r}, and no copy of it is kept"
@@ -392,12 +399,12 @@ class FolderSource:
         """Return None: a folder has no history."""
         return None
 
-    async def fetch(self, repo: str, sha: str, tell: Callable[[str], None]) -> Path:
+    async def fetch(self, repo: str, sha: str, on_progress: Callable[[str], None]) -> Path:
         """Copy the folder; the copy is hashed again, so that one torn by a writer is refused with
         ``changed_meanwhile``.
         """
-        tell("copying")
-        return await self._work(repo, lambda: self._copy(Path(repo), sha))
+        on_progress("copying")
+        return await self._run_in_thread(repo, lambda: self._copy(Path(repo), sha))
 
     def _copies(self, repo: str | Path) -> Path:
         return self._cache / hashlib.sha256(str(Path(repo).absolute()).encode()).hexdigest()[:16]
@@ -414,10 +421,10 @@ class FolderSource:
         try:
             files = _files(folder)
             check_complete(str(folder), {path.name for path in folder.iterdir()})
-            self._check_room(folder, files)
+            self._check_space(folder, files)
             for path in files:
                 with self._open(path) as source, (part / path.name).open("wb") as target:
-                    shutil.copyfileobj(source, target, CHUNK)
+                    shutil.copyfileobj(source, target, READ_BYTES)
             if _hash_of(_files(part), self._content_hash) != sha:
                 raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
             part.rename(kept)
@@ -426,7 +433,7 @@ class FolderSource:
         self._prune(kept)
         return kept
 
-    def _check_room(self, folder: Path, files: list[Path]) -> None:
+    def _check_space(self, folder: Path, files: list[Path]) -> None:
         size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self._cache).free
         if size > self._largest:
             raise SourceError("too_large", f"{folder}: {size} bytes, allowed are {self._largest}; raise the limit")
@@ -435,7 +442,7 @@ class FolderSource:
 
     def _prune(self, newest: Path) -> None:
         copies = [path for path in newest.parent.iterdir() if SHA.fullmatch(path.name) and path != newest]
-        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.kept - 1 :]:
+        for old in sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)[self.max_copies - 1 :]:
             shutil.rmtree(old, ignore_errors=True)
         for part in newest.parent.glob(".*"):  # of a process that was killed
             if time.time() - part.stat().st_mtime > self._seconds:
@@ -452,14 +459,14 @@ class FolderSource:
             return held[1]
         content = self._content_hash(path)
         # A clock that was set back makes it a file of the time to come; read anew at each look, it would load the disk.
-        if abs(time.time() - max(status.st_mtime, status.st_ctime)) > FRESH:
+        if abs(time.time() - max(status.st_mtime, status.st_ctime)) > SETTLE_SECONDS:
             self._hashes[path] = (mark, content)
         return content
 
     def _content_hash(self, path: Path) -> str:
         read = hashlib.sha256()
         with self._open(path) as file:
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(READ_BYTES):
                 read.update(chunk)
         return read.hexdigest()
 
@@ -467,7 +474,7 @@ class FolderSource:
         # Its own copies are in no root.
         return open_regular_file(path, self._largest, None if self._cache in path.parents else self._roots)
 
-    async def _work(self, repo: str, call: Callable[[], Result]) -> Result:
+    async def _run_in_thread(self, repo: str, call: Callable[[], Result]) -> Result:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(start_in_thread(call)), self._seconds)
         except TimeoutError as error:
@@ -500,7 +507,7 @@ class RefTracker:
         self._sources = sources
         self._unknown: set[Target] = set()
 
-    async def ask(self, target: Target) -> str | None:
+    async def get_head(self, target: Target) -> str | None:
         """Return the commit that a ref points to, or None when it cannot be known now."""
         what = f"{target.repo} at {target.ref!r}"
         try:

@@ -23,13 +23,13 @@ class Target:
     ref: str
 
     @classmethod
-    def of(cls, one: FollowerLike) -> "Target":
+    def of_session(cls, one: FollowerLike) -> "Target":
         """Return the ref that a session follows; the Hub calls every default branch ``main``."""
         return cls(one.repo, one.ref or "main")
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """What a webhook delivery means for the sessions.
 
     Attributes:
@@ -48,82 +48,84 @@ def is_pattern(ref: str) -> bool:
     return any(letter in ref for letter in "*?[")
 
 
-def is_about(followed: str, moved: str) -> bool:
+def matches_ref(followed: str, moved: str) -> bool:
     """Return whether the ref that moved (``refs/heads/main``) is the followed one."""
     if is_pattern(followed):
         return moved.startswith(TAG) and fnmatchcase(moved.removeprefix(TAG), followed.removeprefix(TAG))
     return moved in (followed, BRANCH + followed, TAG + followed)
 
 
-def read(payload: WebhookPayload, followers: Iterable[FollowerLike]) -> Reading:
+def interpret_delivery(payload: WebhookPayload, followers: Iterable[FollowerLike]) -> Interpretation:
     """Interpret a delivery; only which ref moved counts, not the commit that it names."""
     repo, event = payload.repo, payload.event
-    followed = {Target.of(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
+    followed = {Target.of_session(one): None for one in followers if one.mode != "off" and one.repo == repo.name}
     if repo.type != "model" or not followed:
-        return Reading(ignored=f"no session follows the {repo.type} {repo.name}")
+        return Interpretation(ignored=f"no session follows the {repo.type} {repo.name}")
     if payload.is_about("repo.content"):
-        return _moved(payload, list(followed))
+        return _interpret_push(payload, list(followed))
     if event.scope == "repo" and event.action == "delete":
-        return Reading(alert=("repo_deleted", f"{repo.name} was deleted; sessions go on with what they run"))
+        return Interpretation(alert=("repo_deleted", f"{repo.name} was deleted; sessions go on with what they run"))
     if event.scope == "repo" and event.action == "move":
         where = f" to {payload.movedTo.name}" if payload.movedTo else ""
-        return Reading(alert=("repo_moved", f"{repo.name} was moved{where}; sessions go on with what they run"))
+        return Interpretation(alert=("repo_moved", f"{repo.name} was moved{where}; sessions go on with what they run"))
     if payload.is_about("repo.config") and (payload.updatedConfig or {}).get("private") is True:
-        return Reading(alert=("repo_private", f"{repo.name} was made private; sessions go on with what they run"))
-    return Reading(ignored=f"{event.action} of {event.scope} changes no policy")
+        return Interpretation(
+            alert=("repo_private", f"{repo.name} was made private; sessions go on with what they run")
+        )
+    return Interpretation(ignored=f"{event.action} of {event.scope} changes no policy")
 
 
-def _moved(payload: WebhookPayload, followed: list[Target]) -> Reading:
+def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpretation:
     if payload.updatedRefs is None:
-        return Reading(tuple(followed))  # it does not say which, so all of them are looked at
+        return Interpretation(tuple(followed))  # it does not say which, so all of them are looked at
     moved = [ref.ref for ref in payload.updatedRefs if ref.newSha is not None and not ref.ref.startswith(IGNORED_REFS)]
-    targets = tuple(target for target in followed if any(is_about(target.ref, ref) for ref in moved))
+    targets = tuple(target for target in followed if any(matches_ref(target.ref, ref) for ref in moved))
     if not targets:
         named = ", ".join(f"{ref.ref} deleted" if ref.newSha is None else ref.ref for ref in payload.updatedRefs)
-        return Reading(ignored=f"no session follows {named or 'what moved'}")
-    return Reading(targets)
+        return Interpretation(ignored=f"no session follows {named or 'what moved'}")
+    return Interpretation(targets)
 
 
 # Deliveries that are known by their ids for one look at a head, the newest of them: whoever has the secret may send any
 # number while a deployment lasts, and each would be written down with its record.
-DELIVERIES = 100
+MAX_DELIVERY_IDS = 100
 
 
 @dataclass(frozen=True)
-class Hint:
+class Trigger:
     """A ref to look at again, and what caused that.
 
     Attributes:
-        trigger: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
+        kind: ``webhook`` if any delivery was among it, else ``poll`` or ``folder``.
         webhook_id: of the last delivery.
-        delivery_ids: each once, in the order they came; the newest `DELIVERIES`.
+        delivery_ids: each once, in the order they came; the newest `MAX_DELIVERY_IDS`.
     """
 
     target: Target
-    trigger: str
+    kind: str
     webhook_id: str | None = None
     delivery_ids: tuple[str, ...] = ()
 
-    def after(self, earlier: "Hint | None") -> "Hint":
+    def merge(self, earlier: "Trigger | None") -> "Trigger":
         """Merge this one with an earlier one of the same ref."""
         if earlier is None:
             return self
-        return Hint(
+        return Trigger(
             self.target,
-            "webhook" if "webhook" in (self.trigger, earlier.trigger) else self.trigger,
+            "webhook" if "webhook" in (self.kind, earlier.kind) else self.kind,
             self.webhook_id or earlier.webhook_id,
-            newest((*earlier.delivery_ids, *self.delivery_ids)),
+            newest_ids((*earlier.delivery_ids, *self.delivery_ids)),
         )
 
 
-def newest(delivery_ids: Iterable[str]) -> tuple[str, ...]:
-    """Return each id once, in this order; the oldest are left out where there are more than `DELIVERIES`."""
-    return tuple(dict.fromkeys(delivery_ids))[-DELIVERIES:]
+def newest_ids(delivery_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return each id once, in this order; the oldest are left out where there are more than `MAX_DELIVERY_IDS`."""
+    return tuple(dict.fromkeys(delivery_ids))[-MAX_DELIVERY_IDS:]
 
 
 @dataclass
 class _Waiting:
-    hint: Hint
+    trigger: Trigger
     first: float
     last: float
 
@@ -136,28 +138,28 @@ class Debounce:
         self.longest = longest
         self._waiting: dict[Target, _Waiting] = {}
 
-    def add(self, hint: Hint, now: float) -> None:
+    def add(self, trigger: Trigger, now: float) -> None:
         """Hold a trigger; a delivery that came before (the same id) does not make the wait longer."""
-        held = self._waiting.get(hint.target)
+        held = self._waiting.get(trigger.target)
         if held is None:
-            self._waiting[hint.target] = _Waiting(hint, now, now)
+            self._waiting[trigger.target] = _Waiting(trigger, now, now)
             return
-        is_news = not hint.delivery_ids or not set(hint.delivery_ids) <= set(held.hint.delivery_ids)
-        held.hint = hint.after(held.hint)
+        is_news = not trigger.delivery_ids or not set(trigger.delivery_ids) <= set(held.trigger.delivery_ids)
+        held.trigger = trigger.merge(held.trigger)
         # A poll that sees what a delivery already told is no further push.
-        if is_news and hint.trigger == "webhook":
+        if is_news and trigger.kind == "webhook":
             held.last = now
 
-    def due(self, now: float) -> list[Hint]:
+    def due(self, now: float) -> list[Trigger]:
         """Remove and return the triggers that are due."""
-        ripe = [target for target in self._waiting if self._at(target) <= now]
-        return [self._waiting.pop(target).hint for target in ripe]
+        ripe = [target for target in self._waiting if self._due_at(target) <= now]
+        return [self._waiting.pop(target).trigger for target in ripe]
 
     def next_at(self) -> float | None:
         """Return when the next trigger is due."""
-        return min(map(self._at, self._waiting), default=None)
+        return min(map(self._due_at, self._waiting), default=None)
 
-    def _at(self, target: Target) -> float:
+    def _due_at(self, target: Target) -> float:
         held = self._waiting[target]
         return min(held.last + self.quiet, held.first + self.longest)
 
@@ -167,26 +169,26 @@ class TriggerQueue:
 
     def __init__(self, quiet: float, longest: float, now: Callable[[], float]):
         """Create it empty, as `Debounce`, with this clock."""
-        self._told: deque[Hint] = deque()
-        self._held = Debounce(quiet, longest)
+        self._incoming: deque[Trigger] = deque()
+        self._debounce = Debounce(quiet, longest)
         self._now = now
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
+        self._has_incoming = asyncio.Event()
 
     @property
     def is_empty(self) -> bool:
         """Whether no trigger is held."""
-        return not self._told and self._held.next_at() is None
+        return not self._incoming and self._debounce.next_at() is None
 
-    def tell(self, hint: Hint) -> None:
+    def put(self, trigger: Trigger) -> None:
         """Add a trigger. From any thread; never waits."""
-        self._told.append(hint)
+        self._incoming.append(trigger)
         loop = self._loop
         if loop is not None:
             with suppress(RuntimeError):  # it has ended meanwhile
-                loop.call_soon_threadsafe(self._news.set)
+                loop.call_soon_threadsafe(self._has_incoming.set)
 
-    async def due(self) -> Sequence[Hint]:
+    async def wait_for_due(self) -> Sequence[Trigger]:
         """Wait for triggers that are due, and return them."""
         self._loop = asyncio.get_running_loop()
         try:
@@ -194,17 +196,17 @@ class TriggerQueue:
         finally:
             self._loop = None
 
-    async def _wait(self) -> Sequence[Hint]:
+    async def _wait(self) -> Sequence[Trigger]:
         while True:
-            self._news.clear()
-            while self._told:
-                self._held.add(self._told.popleft(), self._now())
-            if ripe := self._held.due(self._now()):
+            self._has_incoming.clear()
+            while self._incoming:
+                self._debounce.add(self._incoming.popleft(), self._now())
+            if ripe := self._debounce.due(self._now()):
                 return ripe
-            at = self._held.next_at()
+            at = self._debounce.next_at()
             try:
                 async with asyncio.timeout(None if at is None else max(0.0, at - self._now())):
-                    await self._news.wait()
+                    await self._has_incoming.wait()
             except TimeoutError:
                 continue
 
@@ -217,15 +219,15 @@ class Retries:
         self.longest = longest
         self._failed: dict[Hashable, tuple[int, float]] = {}
 
-    def failed(self, key: Hashable, now: float) -> None:
+    def record_failure(self, key: Hashable, now: float) -> None:
         """Wait, twice as long as the last time."""
         count = self._failed.get(key, (0, 0.0))[0]
         self._failed[key] = (count + 1, now + min(self.first * 2.0 ** min(count, 60), self.longest))
 
-    def may(self, key: Hashable, now: float) -> bool:
+    def may_retry(self, key: Hashable, now: float) -> bool:
         """Return whether the wait is over, if there was any."""
         return self._failed.get(key, (0, now))[1] <= now
 
-    def forget(self, key: Hashable) -> None:
+    def record_success(self, key: Hashable) -> None:
         """Forget earlier failures."""
         self._failed.pop(key, None)

@@ -30,7 +30,7 @@ from service.inference.engine import LoadPolicy, Policy
 from service.inference.policy_sources import allowed_roots
 from service.rollout.config import DeploymentSettings, UpdateSettings, WebhookSettings
 from service.rollout.deployments import Deployments, SessionUpdates
-from service.rollout.gates import Limits, ProbationSettings
+from service.rollout.gates import GateLimits, ProbationSettings
 from service.rollout.rollout import Rollout, RolloutSettings
 from service.rollout.sources import FolderSource, HubLimits, HubSource, Source
 from service.rollout.triggers import is_pattern
@@ -45,11 +45,11 @@ StartFailed = (HooksError, StateTaken)
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
 ENDPOINT = "policies"
-OPEN = "only this machine itself may deliver, until one is."
+WHEN_OPEN = "only this machine itself may deliver, until one is."
 # Seconds between looks at policy folders that sessions follow.
-FOLDER_LOOK = 1.0
+FOLDER_POLL_INTERVAL = 1.0
 # Seconds that what happened at the very end gets to be written down.
-LAST_WORDS = 1.0
+FLUSH_TIMEOUT = 1.0
 
 
 class Webhooks:
@@ -77,21 +77,21 @@ class Webhooks:
             self.receiver = Receiver(
                 ReceiverSettings(secrets=secrets, database=self._file("events.sqlite3")), is_guarded=True
             )
-            self.receiver.add(self._pushed, ENDPOINT)
+            self.receiver.add(self._handle_push, ENDPOINT)
             self.registry = self._make_registry() if webhooks.registry else None
         except HooksError as error:
             raise SettingsError(str(error)) from error
         self._hub = HubSource(
             cache=None if policies.policy_cache is None else Path(policies.policy_cache).expanduser(),
-            limits=HubLimits(largest=updates.update_cache_bytes),
-            bounded=jaxmodels.hub_limits,
+            limits=HubLimits(max_bytes=updates.update_cache_bytes),
+            limit_requests=jaxmodels.hub_limits,
         )
         self._folders = FolderSource(
             self._file("policies") or jaxmodels.user_cache() / "robojax" / "policies",
             largest=min(policies.policy_bytes, updates.update_cache_bytes),
             roots=allowed_roots(policies),
         )
-        self._news: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[str, Mapping[str, object]]] = asyncio.Queue()
         self._deployments: Deployments | None = None
         self._came_from_folder: dict[str, bool] = {}
 
@@ -124,52 +124,60 @@ class Webhooks:
 
     # What comes in.
 
-    def blueprints(self) -> Sequence[Blueprint]:
+    def build_blueprints(self) -> Sequence[Blueprint]:
         """Build the routes that receive deliveries, a page about them at ``/webhooks``, and the list of events."""
         pages = pages_of(
-            self.receiver, links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"}, when_open=OPEN
+            self.receiver,
+            links={"API": "/docs", "Health": "/health", "Policy updates": "/deployments"},
+            when_open=WHEN_OPEN,
         )
-        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_allowed=_sees_events)
-        return self._receiving(), pages, events
+        events = events_of(self.receiver, lambda: self.receiver.settings.secrets, is_allowed=_may_see_events)
+        return self._build_receiver_blueprint(), pages, events
 
-    def _receiving(self) -> Blueprint:
-        made = self.receiver.blueprint()
+    def _build_receiver_blueprint(self) -> Blueprint:
+        blueprint = self.receiver.blueprint()
         origins = Origins(self._origins)
 
-        @made.on_request
+        @blueprint.on_request
         async def refuse(request: Request[Any, Any]) -> HTTPResponse | None:
             if self.receiver.settings.secrets or is_local_request(request):
                 return origins.refuse_request(request)
             detail = "No webhook secret is set, so only this machine may deliver; set WEBHOOK_SECRET and restart"
             return json_response({"detail": detail, "code": "no_secret"}, 403)
 
-        return made
+        return blueprint
 
-    async def _pushed(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
+    async def _handle_push(self, payload: WebhookPayload, event: Event) -> dict[str, object]:
         """Handle a delivery of the Hub: sessions that follow the repo look at it again."""
         if self._deployments is None:
             raise HooksError("the server is not ready")
-        reading = self._deployments.hint(payload, event.delivery_id)
+        interpretation = self._deployments.handle_delivery(payload, event.delivery_id)
         if self.registry is not None:
             await self.registry.emit_payload(payload, event_id=event.delivery_id)
-        if reading.targets:
-            return {"status": "accepted", "looks_at": [f"{one.repo}@{one.ref or 'main'}" for one in reading.targets]}
-        return {"status": "ignored", "reason": reading.ignored or (reading.alert[1] if reading.alert else "")}
+        if interpretation.targets:
+            return {
+                "status": "accepted",
+                "looks_at": [f"{one.repo}@{one.ref or 'main'}" for one in interpretation.targets],
+            }
+        return {
+            "status": "ignored",
+            "reason": interpretation.ignored or (interpretation.alert[1] if interpretation.alert else ""),
+        }
 
     # What sessions get.
 
     @asynccontextmanager
-    async def updating(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
+    async def open_updates(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
         """Deploy pushes to sessions as long as the context lasts."""
         settings = self._updates
         rollout = Rollout(
             sessions,
             RolloutSettings(
-                limits=Limits(difference=settings.update_difference, slow=settings.update_slow),
+                limits=GateLimits(difference=settings.update_difference, slow=settings.update_slow),
                 fade=settings.update_fade,
-                patience=settings.update_patience,
+                swap_timeout=settings.update_patience,
                 probation=ProbationSettings(
-                    seconds=settings.update_probation, patience=settings.update_patience, step=settings.update_step
+                    seconds=settings.update_probation, still_timeout=settings.update_patience, step=settings.update_step
                 ),
             ),
         )
@@ -183,7 +191,7 @@ class Webhooks:
                 poll=settings.update_poll or None,
                 swapping=settings.update_patience + 30,
             ),
-            on_event=lambda event, about: self.tell(f"session.{event}", about),
+            on_event=lambda event, about: self.publish(f"session.{event}", about),
         )
         self._deployments = deployments
         running = [
@@ -191,7 +199,7 @@ class Webhooks:
             asyncio.create_task(self._watch_folders(sessions, deployments), name="policy folders"),
         ]
         for task in running:
-            task.add_done_callback(_tell_of_defect)
+            task.add_done_callback(_log_crash)
         try:
             yield SessionUpdates(deployments, HooksError)
         finally:
@@ -205,7 +213,7 @@ class Webhooks:
         # A folder that is gone for a moment is not looked for on the Hub: there its name may be a stranger's.
         return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
 
-    def identified(self, load: LoadPolicy) -> LoadPolicy:
+    def identify_commits(self, load: LoadPolicy) -> LoadPolicy:
         """Return a loader whose policies from folders have a content hash, so that a change is noticed.
 
         And a pattern of tags (``deploy-*``) is resolved, as it is when they are followed. A commit in quarantine is
@@ -215,7 +223,7 @@ class Webhooks:
         def load_and_name(path: str, revision: str | None = None, /, **more: Any) -> Policy:
             if more.get("like") is not None:
                 return load(path, revision, **more)  # an update, whose name is known, and which was looked up already
-            self._came_from_folder[_expanded(path)] = is_folder(path)
+            self._came_from_folder[_expand(path)] = is_folder(path)
             policy = self._load_named(load, path, revision, more)
             self._check_quarantine(path, policy.commit)
             return policy
@@ -225,14 +233,14 @@ class Webhooks:
     def _load_named(self, load: LoadPolicy, path: str, revision: str | None, more: Mapping[str, Any]) -> Policy:
         if not is_folder(path):
             if revision is not None and is_pattern(revision):
-                revision = self._newest(path, revision)
+                revision = self._resolve_pattern(path, revision)
             return load(path, revision, **more)
-        before = _states_in(path)
+        before = _file_states(path)
         policy = load(path, revision, **more)
         # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
         # what was read, and the next look brings what is there then.
-        content = self._content(path)
-        policy.commit = content if before == _states_in(path) else None
+        content = self._hash_folder(path)
+        policy.commit = content if before == _file_states(path) else None
         return policy
 
     def _check_quarantine(self, path: str, commit: str | None) -> None:
@@ -240,19 +248,19 @@ class Webhooks:
         if deployments is None or commit is None:
             return
         # By what was read, not by what a branch points to: that may have moved while it was read.
-        if one := deployments.quarantine.get(_expanded(path), commit):
+        if one := deployments.quarantine.get(_expand(path), commit):
             raise PolicyError(
                 f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "
                 f"revision of a good one, or DELETE /quarantine/{commit} first"
             )
 
-    def _newest(self, repo: str, pattern: str) -> str:
+    def _resolve_pattern(self, repo: str, pattern: str) -> str:
         try:
             return asyncio.run(self._hub.head(repo, pattern))
         except HooksError as error:
             raise HubError(str(error)) from error
 
-    def _content(self, folder: str) -> str | None:
+    def _hash_folder(self, folder: str) -> str | None:
         # In a loader's thread, which has no loop of its own.
         with suppress(HooksError):
             return asyncio.run(self._folders.head(folder, None))
@@ -263,53 +271,53 @@ class Webhooks:
         seen: dict[str, object] = {}
         while True:
             # As deployments call them, so without a "~".
-            modes = [(_expanded(one.new.policy_path), one.new.auto_update) for one in sessions.list()]
+            modes = [(_expand(one.new.policy_path), one.new.auto_update) for one in sessions.list()]
             followed = {folder for folder, mode in modes if mode != "off"}
             for folder in filter(is_folder, followed):
-                look = await asyncio.to_thread(_look_at, folder)
+                look = await asyncio.to_thread(_scan_followed, folder)
                 if folder in seen and seen[folder] != look:
-                    deployments.look(folder)
+                    deployments.handle_change(folder)
                 seen[folder] = look
             seen = {folder: look for folder, look in seen.items() if folder in followed}
-            await asyncio.sleep(FOLDER_LOOK)
+            await asyncio.sleep(FOLDER_POLL_INTERVAL)
 
     # Who is told.
 
-    def tell(self, event: str, about: Mapping[str, object]) -> None:
+    def publish(self, event: str, payload: Mapping[str, object]) -> None:
         """Publish an event of a session to the registered webhooks, in this order."""
         if self.registry is not None:
-            self._news.put_nowait((event, about))
+            self._events.put_nowait((event, payload))
 
     @asynccontextmanager
-    async def telling(self) -> AsyncIterator[None]:
+    async def open_publishing(self) -> AsyncIterator[None]:
         """Publish events as long as the context lasts; those until the end are written before it ends."""
         if self.registry is None:
             yield
             return
-        telling = asyncio.create_task(self._pass_on(self.registry), name="session events")
+        publishing = asyncio.create_task(self._publish_events(self.registry), name="session events")
         try:
             yield
         finally:
             try:
-                async with asyncio.timeout(LAST_WORDS):
-                    await self._news.join()
+                async with asyncio.timeout(FLUSH_TIMEOUT):
+                    await self._events.join()
             except TimeoutError:
-                logger.error("%d events of sessions were not written down in time", self._news.qsize())
-            telling.cancel()
+                logger.error("%d events of sessions were not written down in time", self._events.qsize())
+            publishing.cancel()
 
-    async def _pass_on(self, registry: Registry) -> None:
+    async def _publish_events(self, registry: Registry) -> None:
         while True:
-            event, about = await self._news.get()
+            event, payload = await self._events.get()
             try:
-                await registry.emit_session(event, about)
+                await registry.emit_session(event, payload)
             except HooksError as error:
                 # A full disk must not stop a robot.
                 logger.error("event %s is lost: %s", event, error)
             finally:
-                self._news.task_done()
+                self._events.task_done()
 
 
-def _sees_events(request: Any) -> bool:
+def _may_see_events(request: Any) -> bool:
     """Return whether a caller may see the received events: they name everybody's policies."""
     return caller_of(request).sees_all and (request.app.ctx.guard.requires_key or is_local_request(request))
 
@@ -319,16 +327,16 @@ def is_folder(path: str) -> bool:
     return bool(path) and os.path.isdir(os.path.expanduser(path))
 
 
-def _expanded(path: str) -> str:
+def _expand(path: str) -> str:
     return os.path.expanduser(path)
 
 
-def _look_at(folder: str) -> object:
+def _scan_followed(folder: str) -> object:
     """Return what changes whenever a file of a followed folder does."""
-    return _states_in(folder)
+    return _file_states(folder)
 
 
-def _states_in(folder: str) -> object:
+def _file_states(folder: str) -> object:
     found = []
     with suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder)):
@@ -338,6 +346,6 @@ def _states_in(folder: str) -> object:
     return sorted(found)
 
 
-def _tell_of_defect(task: "asyncio.Task[None]") -> None:
+def _log_crash(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.critical("policy updates ended; restart the server", exc_info=task.exception())

@@ -220,7 +220,7 @@ class SessionSettings:
 
     Attributes:
         limits_file: what is in the file of ``safety.limits``.
-        failed_kept: failed sessions that stay listed; the oldest go first.
+        max_failed: failed sessions that stay listed; the oldest go first.
         max_frame_pixels: of a camera.
         close_within: what the rooms get to be left in; a link that hangs longer is abandoned.
         samples: how many of the newest samples percentiles are taken of.
@@ -230,7 +230,7 @@ class SessionSettings:
     control: ControlSettings = field(default_factory=ControlSettings)
     safety: SafetySettings = field(default_factory=SafetySettings)
     limits_file: LimitsFile | None = None
-    failed_kept: int = 16
+    max_failed: int = 16
     max_frame_pixels: int = 1920 * 1200
     close_within: float = 3.0
     samples: int = 2048

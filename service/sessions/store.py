@@ -183,7 +183,7 @@ class Sessions:
 
     def _forget_old_failures(self) -> None:
         failed = [session.id for session in self._live_sessions() if _has_failed(session)]
-        for session_id in failed[: max(len(failed) - self.settings.failed_kept + 1, 0)]:
+        for session_id in failed[: max(len(failed) - self.settings.max_failed + 1, 0)]:
             del self._sessions[session_id]
             self._journal.drop(session_id)
 

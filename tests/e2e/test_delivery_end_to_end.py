@@ -86,7 +86,7 @@ class Stage:
     async def until(self, claim: Callable[[list[dict[str, Any]]], Any], within: float = 60.0) -> list[dict[str, Any]]:
         end = time.monotonic() + within
         while not claim(found := await self.deployments()):
-            assert time.monotonic() < end, (found, await self.stats(), self.arm.last_words())
+            assert time.monotonic() < end, (found, await self.stats(), self.arm.read_stderr_tail())
             await asyncio.sleep(0.1)
         return found
 
@@ -121,7 +121,7 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             "auto_update": "swap",
         }
         async with http.post(f"{url}/sessions", json=body) as answer:
-            assert answer.status == 200, (await answer.text(), server.last_words())
+            assert answer.status == 200, (await answer.text(), server.read_stderr_tail())
         arguments = ("--server", url, "--transport", url, "--session", SESSION, "--seed", "5000")
         async with child("the arm", "robojax.sim.robot", *arguments) as arm:
             meter = Meter(lambda: [server._process.pid])

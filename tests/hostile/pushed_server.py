@@ -24,7 +24,7 @@ class PushedPolicy(script.FollowedPolicy):
 if __name__ == "__main__":
     script.FollowedPolicy = PushedPolicy  # type: ignore[misc]
     script.FILE = "config.json"
-    webhooks.FOLDER_LOOK = 0.1
+    webhooks.FOLDER_POLL_INTERVAL = 0.1
     webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9)  # type: ignore[misc]
     service.app.create_app = partial(service.app.create_app, load=script.load, read_requirements=script.read)
     main()

@@ -250,7 +250,7 @@ async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine
             kept.remove(commit)
             return sha == commit["sha"]
 
-        monkeypatch.setattr(server.app.ctx.updates, "quarantine", lambda: kept)
+        monkeypatch.setattr(server.app.ctx.updates, "list_quarantine", lambda: kept)
         monkeypatch.setattr(server.app.ctx.updates, "release", release)
         update = commit | {"ref": None, "trigger": "webhook", "result": "rejected"}
         monkeypatch.setattr(server.app.ctx.updates, "list", lambda limit, of: [update])

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import database_away, database_kills
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient, Client, Refused
-from service.api.redirects import ADDRESS, CODE
+from service.api.redirects import ADDRESS_HEADER, CODE
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.distributed import peers, session_table
@@ -40,8 +40,8 @@ class Server(rig.Server):
 
     @property
     def front(self) -> PeerSessions:
-        assert self.app.ctx.front is not None
-        return self.app.ctx.front
+        assert self.app.ctx.peer_sessions is not None
+        return self.app.ctx.peer_sessions
 
     async def call(self, method: str, path: str, key: str | None = None, **more: Any) -> tuple[int, Any]:
         headers = {"x-api-key": key} if key else {}
@@ -90,7 +90,7 @@ class Servers:
         self.forget_places(one)
 
     def forget_places(self, one: Server) -> None:
-        one.app.ctx.others._places.clear()  # type: ignore[union-attr]
+        one.app.ctx.other_servers._places.clear()  # type: ignore[union-attr]
 
     async def lose(self, one: Server) -> None:
         """Its heartbeat is over, and it goes on."""
@@ -146,7 +146,7 @@ async def test_whoever_asks_the_other_server_is_sent_on_with_all_that_was_asked(
             told = await found.json()
             assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")
             assert (found.headers[PASSED], found.headers[NAME]) == ("a", "b")
-            assert f"http://{found.headers[ADDRESS]}" == servers.a.url
+            assert f"http://{found.headers[ADDRESS_HEADER]}" == servers.a.url
         assert told["code"] == CODE
     observation = {"state": [0.0] * 6, "want": "action", "images": {}}
     status, told = await servers.b.call("POST", "/sessions/arm/act", json=observation)

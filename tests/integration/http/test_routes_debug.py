@@ -116,7 +116,7 @@ async def test_a_server_without_anything_to_load_is_ready(server) -> None:
 
 async def test_what_a_new_session_would_wait_for_is_said(server) -> None:
     importing = asyncio.get_running_loop().create_future()
-    server.app.ctx.importing = importing
+    server.app.ctx.jax_import = importing
     status, found = await server.call("GET", "/ready")
     assert (status, found["ready"], found["waiting_for"]) == (503, False, ["JAX is being imported"])
     assert (found["code"], found["detail"]) == ("not_ready", "JAX is being imported")
@@ -127,7 +127,7 @@ async def test_what_a_new_session_would_wait_for_is_said(server) -> None:
 async def test_a_failed_import_is_never_ready(server) -> None:
     importing = asyncio.get_running_loop().create_future()
     importing.set_exception(ImportError("/opt/secret/jax"))
-    server.app.ctx.importing = importing
+    server.app.ctx.jax_import = importing
     status, found = await server.call("GET", "/ready")
     assert status == 503
     assert found["waiting_for"] == ["JAX cannot be imported; the server's log says more"]

@@ -17,8 +17,8 @@ import pytest
 
 from service.distributed.host_group import HostSilent, HostsLost
 from service.inference.latency_model import LatencyModel
-from service.rollout.gates import Limits, ProbationSettings, Verdict
-from service.rollout.rollout import RUNS, Rollout, RolloutSettings
+from service.rollout.gates import GateLimits, ProbationSettings, Verdict
+from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.faults.meter import Meter
@@ -29,7 +29,7 @@ from tests.testing.waiting import until
 SHA, NEXT = "a" * 40, "b" * 40
 NEW = NewSession("s", "owner/name", "memory://", rate=100, auto_update="swap")
 # A busy machine takes as much time from any policy as the gates allow one.
-UNHURRIED = Limits(slow=10.0)
+UNHURRIED = GateLimits(slow=10.0)
 
 
 class Rig(SessionRig):
@@ -78,13 +78,13 @@ def rigged(
     step: float = 0.15,
     missed: float = 1e3,  # what a busy machine misses speaks against nobody here
     standing: float = 1e3,  # nor how long it lets a robot wait
-    limits: Limits | None = None,
+    limits: GateLimits | None = None,
     stuck_after: float = 5.0,
 ) -> Rig:
     probation = ProbationSettings(
-        seconds=seconds, patience=patience, step=step, missed=missed, standing=standing, starvations=1_000
+        seconds=seconds, still_timeout=patience, step=step, missed=missed, max_still=standing, starvations=1_000
     )
-    return Rig(RolloutSettings(limits or UNHURRIED, patience=patience, fade=fade, probation=probation), stuck_after)
+    return Rig(RolloutSettings(limits or UNHURRIED, swap_timeout=patience, fade=fade, probation=probation), stuck_after)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ async def watched() -> AsyncIterator[Rig]:
 
 async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig) -> None:
     session = await rig.running()
-    (follower,) = rig.rollout.followers()
+    (follower,) = rig.rollout.list_followers()
     assert (follower.repo, follower.ref, follower.sha, follower.mode) == ("owner/name", None, SHA, "swap")
     better = ScriptedPolicy(step=0.2)
     verdict = await rig.prepare(better)
@@ -118,7 +118,7 @@ async def test_a_better_policy_takes_over_at_a_chunk_boundary_and_stays(rig: Rig
     assert verdict.reason is None, verdict.text
     stats = session.status().stats
     assert (stats["policy_commit"], stats["policy_before"], stats["policy_changes"]) == (NEXT, SHA, 1)
-    assert rig.rollout.followers()[0].sha == NEXT
+    assert rig.rollout.list_followers()[0].sha == NEXT
 
 
 async def test_a_swap_costs_no_tick(rig: Rig, pauses: Pauses) -> None:
@@ -245,15 +245,15 @@ async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytes
         return chunk, tried[-1]
 
     monkeypatch.setattr(engine, "run_trial", run_trial)
-    slow = range(RUNS - 2, RUNS)  # the machine stood still for a moment
+    slow = range(LATENCY_RUNS - 2, LATENCY_RUNS)  # the machine stood still for a moment
     verdict = await rig.prepare(ScriptedPolicy())
     assert verdict.reason is None, verdict.text
     assert verdict.figures["inference_p90_ms"] == 1.0
-    assert len(tried) == 2 * RUNS
+    assert len(tried) == 2 * LATENCY_RUNS
     tried.clear()
     slow = range(1000)
     verdict = await rig.prepare(ScriptedPolicy(), sha="c" * 40)
-    assert (verdict.reason, len(tried)) == ("slow", 2 * RUNS)
+    assert (verdict.reason, len(tried)) == ("slow", 2 * LATENCY_RUNS)
 
 
 class Poisoned(ScriptedPolicy):
@@ -286,7 +286,7 @@ class Raising(ScriptedPolicy):
 async def test_a_bad_policy_is_refused_while_the_old_one_runs_on(
     policy: ScriptedPolicy, reason: str, pauses: Pauses
 ) -> None:
-    async with rigged(limits=Limits() if reason == "slow" else UNHURRIED) as rig:
+    async with rigged(limits=GateLimits() if reason == "slow" else UNHURRIED) as rig:
         session = await rig.running()
         assert session.robot_io is not None
         missed, verdict = [], Verdict("unknown", "")
@@ -347,7 +347,7 @@ async def test_a_policy_that_is_too_late_for_the_robot_to_move_does_not_pass_as_
         verdict = await rig.rollout.probation("s", NEXT)
         assert verdict.reason == "starved", verdict
         assert "0.5 s are allowed" in verdict.text
-        assert rig.rollout.followers()[0].sha == SHA
+        assert rig.rollout.list_followers()[0].sha == SHA
         sent = len(rig.transport.link.sent)
         await until(lambda: len(rig.transport.link.sent) > sent + 10)
 
@@ -379,7 +379,7 @@ async def test_a_failure_of_the_very_first_inference_is_the_new_policys(watched:
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     verdict = await rig.rollout.probation("s", NEXT)
     assert verdict.reason == "policy_failed"
-    assert rig.rollout.followers()[0].sha == SHA
+    assert rig.rollout.list_followers()[0].sha == SHA
 
 
 async def test_an_emergency_stop_on_probation_takes_the_policy_back_and_stays_latched(watched: Rig) -> None:
@@ -413,7 +413,7 @@ async def test_a_jump_on_probation_takes_the_policy_back() -> None:
         verdict = await rig.rollout.probation("s", NEXT)
         assert verdict.reason == "jump"
         assert "'" in verdict.text
-        assert rig.rollout.followers()[0].sha == SHA
+        assert rig.rollout.list_followers()[0].sha == SHA
         # Until the old one has answered, nothing more of the plan that jumped is done.
         sent = len(rig.transport.link.sent)
         await asyncio.sleep(0.08)
@@ -536,7 +536,7 @@ async def test_going_back_does_not_wait_for_a_swap_and_that_swap_does_not_come_a
     assert (await rig.rollout.rollback("s")).reason is None
     assert pauses.running(began) < 0.5
     assert (await swapping).reason == "busy"
-    assert rig.rollout.followers()[0].sha == SHA
+    assert rig.rollout.list_followers()[0].sha == SHA
     assert (await rig.rollout.swap("s", third)).reason == "not_staged"
 
 
@@ -574,7 +574,7 @@ async def test_frames_of_another_size_since_it_was_staged_do_not_keep_a_policy_o
     rig.size = (96, 128)
     await until(lambda: session.robot_io is not None and session.robot_io.buffer.sizes == {"front": (96, 128)})
     assert (await rig.rollout.rollback("s")).reason is None
-    assert rig.rollout.followers()[0].sha == SHA
+    assert rig.rollout.list_followers()[0].sha == SHA
 
 
 LONG = replace(SO100_REQUIREMENTS, chunk=300, action_steps=300)
@@ -592,7 +592,7 @@ async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pa
         began = time.monotonic()
         assert (await rig.rollout.rollback("s")).reason is None
         assert pauses.running(began) < 0.5
-        assert rig.rollout.followers()[0].sha == SHA
+        assert rig.rollout.list_followers()[0].sha == SHA
 
 
 async def test_a_robot_that_is_held_goes_back_at_once() -> None:
@@ -738,7 +738,7 @@ async def test_a_policy_that_hangs_is_taken_back() -> None:
         assert (await rig.rollout.swap("s", NEXT)).reason is None
         assert (await rig.rollout.probation("s", NEXT)).reason == "stuck"
         gate.set()
-        assert rig.rollout.followers()[0].sha == SHA
+        assert rig.rollout.list_followers()[0].sha == SHA
         assert str(session.stage) == "error"
         await rig.sessions.restart("s")
         sent = len(rig.transport.link.sent)

@@ -374,9 +374,10 @@ def test_weights_that_do_not_fit_the_config_are_refused_before_any_is_in_memory(
     with pytest.raises(CheckpointError, match="longer than"):
         PolicyFolder(policy)
     kind = get_policy_type("act")
-    shapes = lerobot_folder.model_blueprint(lerobot_folder.read_policy_description(policy).config).shapes
+    config = lerobot_folder.read_policy_description(policy).config
+    shapes = lerobot_folder.model_blueprint(config).shapes
     with pytest.raises(WeightsMismatch, match="unused: huge"):
-        lerobot_folder._read_tensors(policy / "model.safetensors", kind, shapes)
+        lerobot_folder._read_tensors(policy / "model.safetensors", kind, config, shapes)
 
 
 def test_older_statistics_among_the_weights_have_a_size(policy: Path) -> None:

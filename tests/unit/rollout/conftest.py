@@ -20,7 +20,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
 
 @pytest.fixture
 def hub_source(hub: StubHub, tmp_path: Path) -> HubSource:
-    limits = HubLimits(answer=30.0, download=60.0, kept_free=0)
+    limits = HubLimits(answer_timeout=30.0, download_timeout=60.0, min_free_bytes=0)
     return HubSource(hub.url, token="hf_someone", cache=tmp_path / "cache", limits=limits)
 
 

@@ -1,10 +1,10 @@
-from service.rollout.triggers import DELIVERIES, Debounce, Hint, Retries, Target
+from service.rollout.triggers import MAX_DELIVERY_IDS, Debounce, Retries, Target, Trigger
 
 MAIN, DEV = Target("a/b", "main"), Target("a/b", "dev")
 
 
-def webhook(target: Target, *ids: str) -> Hint:
-    return Hint(target, "webhook", "hook", ids)
+def webhook(target: Target, *ids: str) -> Trigger:
+    return Trigger(target, "webhook", "hook", ids)
 
 
 def test_four_commits_are_one_hint_when_they_are_over() -> None:
@@ -36,20 +36,20 @@ def test_the_same_delivery_again_does_not_make_the_wait_longer() -> None:
 
 def test_a_poll_that_sees_what_was_delivered_is_part_of_it() -> None:
     debounce = Debounce(20, 300)
-    debounce.add(Hint(MAIN, "poll"), 0.0)
+    debounce.add(Trigger(MAIN, "poll"), 0.0)
     debounce.add(webhook(MAIN, "0"), 5.0)
-    debounce.add(Hint(MAIN, "poll"), 15.0)
+    debounce.add(Trigger(MAIN, "poll"), 15.0)
     assert debounce.due(25.0) == [webhook(MAIN, "0")]
 
 
 def test_of_any_number_of_deliveries_the_newest_are_known_by_their_ids() -> None:
     debounce = Debounce(20, 300)
-    ids = [str(number) for number in range(3 * DELIVERIES)]
+    ids = [str(number) for number in range(3 * MAX_DELIVERY_IDS)]
     for number in ids:
         debounce.add(webhook(MAIN, number), 0.0)
     debounce.add(webhook(MAIN, ids[-1]), 19.0)
     (hint,) = debounce.due(20.0)
-    assert hint == webhook(MAIN, *ids[-DELIVERIES:])
+    assert hint == webhook(MAIN, *ids[-MAX_DELIVERY_IDS:])
     # One that was let go and comes again counts as another push, and is waited for no longer than for any.
     debounce.add(hint, 30.0)
     for at in range(30, 400, 10):
@@ -67,14 +67,14 @@ def test_refs_are_held_apart() -> None:
 
 def test_waits_after_failures_double_up_to_the_longest() -> None:
     retries = Retries(10.0, 35.0)
-    assert retries.may("a", 0.0)
+    assert retries.may_retry("a", 0.0)
     ends = []
     for _ in range(4):
-        retries.failed("a", 0.0)
-        ends.append(next(end for end in range(100) if retries.may("a", end)))
+        retries.record_failure("a", 0.0)
+        ends.append(next(end for end in range(100) if retries.may_retry("a", end)))
     assert ends == [10, 20, 35, 35]
-    assert retries.may("b", 0.0)
+    assert retries.may_retry("b", 0.0)
     for _ in range(1100):  # of six weeks
-        retries.failed("a", 0.0)
-    retries.forget("a")
-    assert retries.may("a", 0.0)
+        retries.record_failure("a", 0.0)
+    retries.record_success("a")
+    assert retries.may_retry("a", 0.0)

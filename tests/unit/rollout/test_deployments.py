@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from hooks.database import Database
 from hooks.errors import SourceError, StoreError
 from service.rollout.sources import FolderSource, HubLimits, HubSource
-from service.rollout.triggers import DELIVERIES
+from service.rollout.triggers import MAX_DELIVERY_IDS
 from tests.testing.stub_hub import DeliveryPlan, Failure, Receiver
 from tests.unit.rollout.world import REPO, SETTINGS, Robot, Verdict, World, policy, pushed, until
 
@@ -23,7 +23,7 @@ async def test_a_publish_of_four_commits_is_one_swap_to_the_last(world: World) -
     """Deliveries come twice, in any order, over HTTP, into another thread."""
     all_came, begin = threading.Event(), time.monotonic()
     world.now = lambda: time.monotonic() if all_came.is_set() else begin
-    with Receiver(world.deployments.hint) as receiver:
+    with Receiver(world.deployments.handle_delivery) as receiver:
         api = HfApi(endpoint=world.hub.url, token="hf_someone")
         hook = await asyncio.to_thread(
             api.create_webhook, url=receiver.url, watched=[{"type": "model", "name": REPO}], domains=["repo"]
@@ -96,7 +96,9 @@ async def test_a_file_that_never_arrives_whole_is_no_fault_of_the_commit(world: 
 
 
 async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World, tmp_path: Path) -> None:
-    hanging = HubSource(world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer=0.5, download=60.0))
+    hanging = HubSource(
+        world.hub.url, cache=tmp_path / "other", limits=HubLimits(answer_timeout=0.5, download_timeout=60.0)
+    )
     world.sources = lambda repo: hanging
     await world.restart()
     hangs = world.hub.script("GET .*/tree/", "hang")
@@ -105,7 +107,9 @@ async def test_a_hub_that_hangs_is_left_and_the_next_push_deployed(world: World,
     left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
     hangs.released.set()
     await until(lambda: not any(thread.is_alive() for thread in left_behind))
-    hanging.limits = HubLimits(answer=30.0, download=60.0, kept_free=0)  # it answers again, and may take its time
+    hanging.limits = HubLimits(
+        answer_timeout=30.0, download_timeout=60.0, min_free_bytes=0
+    )  # it answers again, and may take its time
     sha = await world.arrive(policy(2))
     assert world.robots["a"].sha == sha
 
@@ -187,8 +191,8 @@ async def test_pushes_that_come_faster_than_one_is_prepared_arrive_all_the_same(
         made.append(world.push(policy(step)))
         await until(lambda: world.robots.of("prepare") == made)
     made.append(world.push(policy(3)))
-    await until(lambda: not world.deployments._hints.is_empty)
-    await until(lambda: world.deployments._hints.is_empty)
+    await until(lambda: not world.deployments._trigger_queue.is_empty)
+    await until(lambda: world.deployments._trigger_queue.is_empty)
     world.robots.may_prepare.set()
     await world.idle()
     assert world.results == ["superseded", "swapped", "swapped"]
@@ -199,12 +203,12 @@ async def test_a_delivery_of_what_is_being_prepared_changes_nothing(world: World
     world.robots.may_prepare.clear()
     sha = world.push(policy(1))
     await until(lambda: world.robots.of("prepare") == [sha])
-    world.deployments.hint(pushed(sha), "again")
+    world.deployments.handle_delivery(pushed(sha), "again")
     await until(lambda: "again" in world.deployments.list()[0].delivery_ids)
-    for number in range(2 * DELIVERIES):
-        world.deployments.hint(pushed(sha), str(number))
-    await until(lambda: str(2 * DELIVERIES - 1) in world.deployments.list()[0].delivery_ids)
-    assert len(world.deployments.list()[0].delivery_ids) == DELIVERIES
+    for number in range(2 * MAX_DELIVERY_IDS):
+        world.deployments.handle_delivery(pushed(sha), str(number))
+    await until(lambda: str(2 * MAX_DELIVERY_IDS - 1) in world.deployments.list()[0].delivery_ids)
+    assert len(world.deployments.list()[0].delivery_ids) == MAX_DELIVERY_IDS
     world.robots.may_prepare.set()
     await world.idle()
     assert world.robots.of("prepare") == [sha]
@@ -533,7 +537,7 @@ async def test_a_deployment_that_the_end_of_the_process_cut_off_says_so(world: W
 
 async def test_a_repo_that_is_gone_is_an_alert_and_serving_goes_on(world: World) -> None:
     gone = pushed(None, event={"action": "delete", "scope": "repo"}, updatedRefs=None)
-    reading = world.deployments.hint(gone, "1")
+    reading = world.deployments.handle_delivery(gone, "1")
     assert reading.alert is not None
     await until(lambda: world.events)  # which comes after the record
     assert world.results == ["alert"]
@@ -557,7 +561,7 @@ async def test_a_folder_on_disk_is_followed_too(world: World, tmp_path: Path) ->
     running = await FolderSource(tmp_path / "other").head(str(folder), None)
     world.robots.robots = [Robot("disk", repo=str(folder), sha=running)]
     (folder / "model.safetensors").write_bytes(b"2")
-    world.deployments.look(str(folder))
+    world.deployments.handle_change(str(folder))
     await world.idle()
     (record,) = world.deployments.list()
     assert (record.result, record.trigger) == ("swapped", "folder")
@@ -582,7 +586,7 @@ async def test_a_folder_that_is_written_to_while_it_is_copied_is_looked_at_again
         return copy(self, path, sha)
 
     monkeypatch.setattr(FolderSource, "_copy", torn)
-    world.deployments.look(str(folder))
+    world.deployments.handle_change(str(folder))
     await world.idle()
     (record,) = world.deployments.list()
     assert record.result == "swapped"

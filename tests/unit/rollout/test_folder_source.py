@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> FolderSource:
-    return FolderSource(tmp_path / "copies", kept=2)
+    return FolderSource(tmp_path / "copies", max_copies=2)
 
 
 async def test_the_commit_of_a_folder_is_its_policy_s_content(folder: Path, source: FolderSource) -> None:
@@ -123,7 +123,7 @@ async def test_files_that_did_not_change_are_not_read_again(
     monkeypatch.setattr(
         FolderSource, "_content_hash", lambda self, path: read.append(path.name) or content_hash(self, path)
     )
-    monkeypatch.setattr(sources, "FRESH", -1.0)
+    monkeypatch.setattr(sources, "SETTLE_SECONDS", -1.0)
     os.utime(folder / "config.json", (1, 1))  # or all of this may come within one tick of the file system
     for _ in range(3):
         await source.head(str(folder), None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.control.joints import SO100, Joint, JointTable
-from service.rollout.gates import Limits, Trial, judge
+from service.rollout.gates import GateLimits, Trial, judge_trial
 
 TABLE = JointTable(SO100)
 OLD = np.tile(np.array([10, 20, 30, 40, 50, 60], np.float32), (20, 1))
@@ -24,7 +24,7 @@ def changed(step: int, joint: int, value: float) -> np.ndarray:
 
 
 def test_the_same_answers_pass_with_their_figures() -> None:
-    verdict = judge(trial(OLD), TABLE, Limits())
+    verdict = judge_trial(trial(OLD), TABLE, GateLimits())
     assert verdict.reason is None
     assert verdict.figures["difference"] == 0
     assert verdict.figures["compared"] == 2
@@ -42,50 +42,50 @@ def test_the_same_answers_pass_with_their_figures() -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_joint(chunk: np.ndarray, reason: str, words: str) -> None:
-    verdict = judge(trial(chunk), TABLE, Limits())
+    verdict = judge_trial(trial(chunk), TABLE, GateLimits())
     assert verdict.reason == reason
     assert words in verdict.text
 
 
 def test_actions_that_are_never_executed_are_not_judged_by_where_they_are() -> None:
-    assert judge(trial(changed(10, 0, 1000)), TABLE, Limits()).reason is None
+    assert judge_trial(trial(changed(10, 0, 1000)), TABLE, GateLimits()).reason is None
 
 
 def test_a_slow_one_is_refused_unless_the_running_one_is_as_slow() -> None:
-    assert judge(trial(OLD, seconds=0.24), TABLE, Limits()).reason is None
-    assert judge(trial(OLD, seconds=0.26), TABLE, Limits()).reason == "slow"
-    assert judge(trial(OLD, seconds=0.26, usual=0.25), TABLE, Limits()).reason is None
-    assert judge(trial(OLD, seconds=0.31, usual=0.25), TABLE, Limits()).reason == "slow"
+    assert judge_trial(trial(OLD, seconds=0.24), TABLE, GateLimits()).reason is None
+    assert judge_trial(trial(OLD, seconds=0.26), TABLE, GateLimits()).reason == "slow"
+    assert judge_trial(trial(OLD, seconds=0.26, usual=0.25), TABLE, GateLimits()).reason is None
+    assert judge_trial(trial(OLD, seconds=0.31, usual=0.25), TABLE, GateLimits()).reason == "slow"
 
 
 def test_without_anything_to_compare_with_the_other_gates_still_close() -> None:
     alone = {"references": [None, None]}
-    passed = judge(trial(changed(0, 0, 100), **alone), TABLE, Limits())
+    passed = judge_trial(trial(changed(0, 0, 100), **alone), TABLE, GateLimits())
     assert passed.reason is None
     assert "not compared" in passed.text
-    assert judge(trial(changed(0, 0, np.nan), **alone), TABLE, Limits()).reason == "not_finite"
-    assert judge(trial(changed(0, 0, 130), **alone), TABLE, Limits()).reason == "out_of_range"
+    assert judge_trial(trial(changed(0, 0, np.nan), **alone), TABLE, GateLimits()).reason == "not_finite"
+    assert judge_trial(trial(changed(0, 0, 130), **alone), TABLE, GateLimits()).reason == "out_of_range"
 
 
 def test_a_joint_without_a_range_is_measured_by_how_far_the_running_policy_moves_it() -> None:
     table = JointTable([Joint("lift", 0)])
     old = np.linspace(0, 2, 20, dtype=np.float32)[:, None]
     same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
-    assert judge(Trial(chunks=[old + 0.4], **same), table, Limits()).reason is None  # type: ignore[arg-type]
-    assert judge(Trial(chunks=[old + 0.6], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+    assert judge_trial(Trial(chunks=[old + 0.4], **same), table, GateLimits()).reason is None  # type: ignore[arg-type]
+    assert judge_trial(Trial(chunks=[old + 0.6], **same), table, GateLimits()).reason == "differs"  # type: ignore[arg-type]
 
 
 def test_a_joint_without_a_range_that_stood_still_lately_may_differ_a_little() -> None:
     table = JointTable([Joint("lift", 0), Joint("turn", 1)])
     old = np.tile(np.array([1.5, 0.0], np.float32), (20, 1))
     same = {"references": [old], "seconds": [0.01], "executed": 20, "budget": 1.0}
-    assert judge(Trial(chunks=[old + 0.02], **same), table, Limits()).reason is None  # type: ignore[arg-type]
-    assert judge(Trial(chunks=[old + 0.06], **same), table, Limits()).reason == "differs"  # type: ignore[arg-type]
+    assert judge_trial(Trial(chunks=[old + 0.02], **same), table, GateLimits()).reason is None  # type: ignore[arg-type]
+    assert judge_trial(Trial(chunks=[old + 0.06], **same), table, GateLimits()).reason == "differs"  # type: ignore[arg-type]
 
 
 def test_figures_of_an_action_that_is_as_large_as_numbers_go_can_be_told() -> None:
     table = JointTable([Joint("lift", 0)])
     old, wild = np.full((20, 1), -3e38, np.float32), np.full((20, 1), 3e38, np.float32)
-    verdict = judge(trial(wild, chunks=[wild], references=[old]), table, Limits())
+    verdict = judge_trial(trial(wild, chunks=[wild], references=[old]), table, GateLimits())
     assert verdict.reason == "differs"
     json.dumps(dict(verdict.figures), allow_nan=False)

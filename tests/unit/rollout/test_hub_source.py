@@ -15,7 +15,7 @@ def ignore(stage: str) -> None:
 
 
 def limited(hub: StubHub, cache: Path, **limits) -> HubSource:
-    return HubSource(hub.url, cache=cache, limits=replace(HubLimits(kept_free=0), **limits))
+    return HubSource(hub.url, cache=cache, limits=replace(HubLimits(min_free_bytes=0), **limits))
 
 
 async def test_heads_are_those_of_branches_tags_commits_and_the_highest_of_a_pattern(
@@ -58,7 +58,7 @@ async def test_what_the_hub_does_wrong_has_a_code(
     hub.push(REPO, policy(1))
     hub.script("GET /api/models/", how, times=None, **details)
     with pytest.raises(SourceError, match=REPO) as raised:
-        await limited(hub, tmp_path, answer=0.3 if how == "hang" else 30.0).head(REPO, "main")
+        await limited(hub, tmp_path, answer_timeout=0.3 if how == "hang" else 30.0).head(REPO, "main")
     assert raised.value.code == code
 
 
@@ -100,7 +100,7 @@ async def test_bytes_that_rot_in_the_cache_are_found_too(hub: StubHub, hub_sourc
     assert (again / "model.safetensors").read_bytes() == policy(1)["model.safetensors"]
 
 
-@pytest.mark.parametrize(("limits", "code"), [({"largest": 100}, "too_large"), ({"kept_free": 1 << 60}, "disk")])
+@pytest.mark.parametrize(("limits", "code"), [({"max_bytes": 100}, "too_large"), ({"min_free_bytes": 1 << 60}, "disk")])
 async def test_a_fetch_has_limits(hub: StubHub, tmp_path: Path, limits: dict, code: str) -> None:
     sha = hub.push(REPO, policy(1))
     with pytest.raises(SourceError) as raised:
@@ -112,7 +112,7 @@ async def test_a_download_that_nobody_waits_for_ends(hub: StubHub, tmp_path: Pat
     sha = hub.push(REPO, policy(1))
     stalled = hub.script("GET .*/resolve/.*safetensors", "stall")
     with pytest.raises(SourceError) as raised:
-        await limited(hub, tmp_path, download=0.3).fetch(REPO, sha, ignore)
+        await limited(hub, tmp_path, download_timeout=0.3).fetch(REPO, sha, ignore)
     assert raised.value.code == "timeout"
     left_behind = [thread for thread in threading.enumerate() if thread.name == "hub-call"]
     assert left_behind
@@ -125,11 +125,11 @@ async def test_a_download_that_nobody_waits_for_ends(hub: StubHub, tmp_path: Pat
 async def test_a_cached_commit_needs_no_room(hub: StubHub, hub_source: HubSource, tmp_path: Path) -> None:
     sha = hub.push(REPO, policy(1))
     folder = await hub_source.fetch(REPO, sha, ignore)
-    assert await limited(hub, tmp_path / "cache", kept_free=1 << 60).fetch(REPO, sha, ignore) == folder
+    assert await limited(hub, tmp_path / "cache", min_free_bytes=1 << 60).fetch(REPO, sha, ignore) == folder
 
 
 async def test_a_cache_of_its_own_keeps_the_newest_commits(hub: StubHub, tmp_path: Path) -> None:
-    source = limited(hub, tmp_path, kept=2)
+    source = limited(hub, tmp_path, max_commits=2)
     made = [hub.push(REPO, policy(step)) for step in range(4)]
     folders = [await source.fetch(REPO, sha, ignore) for sha in made]
     assert [folder.is_dir() for folder in folders] == [False, False, True, True]

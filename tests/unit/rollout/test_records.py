@@ -14,8 +14,8 @@ async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_
     records = Records(database, 3)
     made = [Record(REPO, None, "poll", sha=str(number) * 40, at=float(number)) for number in range(5)]
     for record in made:
-        record.begin("resolving")
-        record.begin("downloading")
+        record.begin_stage("resolving")
+        record.begin_stage("downloading")
         record.end("swapped", text="fine")
         await records.save(record)
     assert records.list() == made[:1:-1]
@@ -32,7 +32,7 @@ async def test_records_are_there_after_a_restart_and_the_oldest_are_dropped(tmp_
 async def test_what_a_killed_process_was_at_is_said_to_have_failed(tmp_path: Path) -> None:
     database = Database(tmp_path / "d.sqlite", SCHEMA)
     record = Record(REPO, None, "webhook", webhook_id="hook", delivery_ids=["1"])
-    record.begin("compiling")
+    record.begin_stage("compiling")
     await Records(database, 3).save(record)
     database.close()
     for _ in range(2):
@@ -48,7 +48,7 @@ async def test_what_a_robot_tried_when_its_process_was_killed_is_in_quarantine(
 ) -> None:
     database = Database(tmp_path / "d.sqlite", SCHEMA)
     record = Record(REPO, None, "webhook", sha="a" * 40, sessions=["arm"])
-    record.begin(stage)
+    record.begin_stage(stage)
     await Records(database, 3).save(record)
     database.close()
     database = Database(tmp_path / "d.sqlite", SCHEMA)
@@ -68,12 +68,12 @@ async def test_what_a_robot_tried_when_its_process_was_killed_is_in_quarantine(
 def test_stages_follow_each_other_and_one_that_is_told_twice_is_one() -> None:
     record = Record(REPO, None, "request")
     for name in ("loading", "loading", "compiling"):
-        record.begin(name)
+        record.begin_stage(name)
     record.end("rejected", "slow", "p99 80 ms")
     assert [stage.name for stage in record.stages] == ["loading", "compiling"]
     assert all(stage.seconds is not None and stage.seconds >= 0 for stage in record.stages)
-    assert "request -> someone/arm@main ?" in record.in_words()
-    assert "rejected (slow: p99 80 ms)" in record.in_words()
+    assert "request -> someone/arm@main ?" in record.describe()
+    assert "rejected (slow: p99 80 ms)" in record.describe()
 
 
 async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_a_database_that_others_use_too_gets_the_tables(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"kept": 0}]
+    "wrong", [{"quiet": -1}, {"poll": 0}, {"jitter": 1}, {"transfers": 0}, {"longest": 0}, {"max_records": 0}]
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,6 +1,6 @@
 import pytest
 
-from service.rollout.triggers import Target, is_about, read
+from service.rollout.triggers import Target, interpret_delivery, matches_ref
 from tests.unit.rollout.world import REPO, Robot, pushed
 
 MAIN = Target(REPO, "main")
@@ -26,37 +26,40 @@ SHA = "1" * 40
 def test_a_ref_is_followed_by_branch_tag_whole_name_or_pattern_of_tags(
     followed: str | None, moved: str, wanted: bool
 ) -> None:
-    assert is_about(followed or "main", moved) is wanted
-    reading = read(pushed(SHA, moved), [Robot("a", ref=followed)])
+    assert matches_ref(followed or "main", moved) is wanted
+    reading = interpret_delivery(pushed(SHA, moved), [Robot("a", ref=followed)])
     assert reading.targets == ((Target(REPO, followed or "main"),) if wanted else ())
     assert (reading.ignored is None) is wanted
 
 
 @pytest.mark.parametrize("ref", ["refs/pr/1", "refs/convert/parquet"])
 def test_proposals_and_conversions_are_no_release(ref: str) -> None:
-    assert read(pushed(SHA, ref), [Robot("a", ref=ref)]).targets == ()
+    assert interpret_delivery(pushed(SHA, ref), [Robot("a", ref=ref)]).targets == ()
 
 
 def test_a_deleted_ref_is_not_looked_at() -> None:
-    reading = read(pushed(None), [Robot("a")])
+    reading = interpret_delivery(pushed(None), [Robot("a")])
     assert reading.targets == ()
     assert "refs/heads/main deleted" in str(reading.ignored)
 
 
 def test_sessions_of_one_ref_are_one_target_and_those_that_are_off_are_none() -> None:
     robots = [Robot("a"), Robot("b"), Robot("c", ref="main"), Robot("d", ref="dev"), Robot("e", repo="someone/leg")]
-    assert read(pushed(SHA), robots).targets == (MAIN,)
-    assert read(pushed(SHA), [Robot("a", mode="off")]).targets == ()
+    assert interpret_delivery(pushed(SHA), robots).targets == (MAIN,)
+    assert interpret_delivery(pushed(SHA), [Robot("a", mode="off")]).targets == ()
 
 
 def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
-    assert read(pushed(SHA, updatedRefs=None), [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
+    assert interpret_delivery(pushed(SHA, updatedRefs=None), [Robot("a"), Robot("b", ref="v1")]).targets == (
+        MAIN,
+        Target(REPO, "v1"),
+    )
 
 
 def test_a_dataset_of_the_same_name_is_no_policy() -> None:
     payload = pushed(SHA)
     payload.repo.type = "dataset"
-    assert read(payload, [Robot("a")]).targets == ()
+    assert interpret_delivery(payload, [Robot("a")]).targets == ()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_a_dataset_of_the_same_name_is_no_policy() -> None:
 def test_what_is_no_push_deploys_nothing_and_some_of_it_is_an_alert(
     scope: str, action: str, parts: dict, code: str | None
 ) -> None:
-    reading = read(pushed(SHA, event={"scope": scope, "action": action}, **parts), [Robot("a")])
+    reading = interpret_delivery(pushed(SHA, event={"scope": scope, "action": action}, **parts), [Robot("a")])
     if code == "looked at":
         assert reading.targets == (MAIN,)
         return

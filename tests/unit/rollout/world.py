@@ -70,17 +70,19 @@ class Robots:
     def of(self, step: str) -> list[str | None]:
         return [sha for name, _, sha in self.steps if name == step]
 
-    def followers(self) -> Sequence[Robot]:
+    def list_followers(self) -> Sequence[Robot]:
         return self.robots
 
-    async def prepare(self, session_id: str, repo: str, sha: str, folder: Path, tell: Callable[[str], None]) -> Verdict:
+    async def prepare(
+        self, session_id: str, repo: str, sha: str, folder: Path, on_progress: Callable[[str], None]
+    ) -> Verdict:
         self.steps.append(("prepare", session_id, sha))
         self.folders.append(folder)
-        tell("loading")
+        on_progress("loading")
         await self.may_prepare.wait()
         if self.crash:
             raise self.crash
-        tell("checking")
+        on_progress("checking")
         self[session_id].prepared = sha
         return self._verdict("prepare", session_id)
 
@@ -165,7 +167,7 @@ class World:
         return sha
 
     def tell(self, sha: str, ref: str = "main") -> None:
-        self.deployments.hint(pushed(sha, ref), f"delivery-{sha[:6]}")
+        self.deployments.handle_delivery(pushed(sha, ref), f"delivery-{sha[:6]}")
 
     async def arrive(self, files: Mapping[str, bytes | str | None]) -> str:
         """Make a commit, tell of it, and wait for what becomes of it."""

@@ -40,7 +40,7 @@ async def test_what_happened_before_a_question_is_in_its_answer() -> None:
     for number in range(1, 6):
         before = asyncio.create_task(metrics.text())  # somebody else's
         await asyncio.sleep(0)
-        metrics.answered("GET", "/x", 200, 0.001)
+        metrics.count_answer("GET", "/x", 200, 0.001)
         line = f'robojax_requests_total{{method="GET",route="/x",status="200"}} {number}.0'
         assert line.encode() in await metrics.text()
         await before

@@ -334,7 +334,7 @@ async def test_deleting_while_initializing_ends_it_cleanly(rig: Rig, where: str)
 
 
 async def test_the_number_of_sessions_is_limited_and_failed_ones_do_not_count() -> None:
-    async with rigged(SessionSettings(LimitSettings(max_sessions=2), failed_kept=3)) as rig:
+    async with rigged(SessionSettings(LimitSettings(max_sessions=2), max_failed=3)) as rig:
         rig.loader.failure = ConfigError("bad")
         for number in range(6):
             with pytest.raises(PolicyError):

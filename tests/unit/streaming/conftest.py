@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import websockets
 
-from service.api.websockets import openpi_app
+from service.api.websockets import create_openpi_app
 from service.http.server import listen, serve_app
 from service.streaming import codec
 from service.testing import ScriptedLoader, ScriptedPolicy
@@ -64,7 +64,7 @@ def serve() -> Serve:
         settings = {"policy_owners": ("policies",)} | settings
         async with (
             rig.started(Server, load=load, headers=headers, **settings) as server,
-            serve_app(openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
+            serve_app(create_openpi_app(server.app), listen("127.0.0.1", 0)) as beside,
         ):
             server.openpi = beside.replace("http", "ws")
             yield server

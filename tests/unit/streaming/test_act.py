@@ -75,7 +75,7 @@ async def test_single_actions_go_on_after_a_failure_from_where_the_arm_is(serve)
 
 async def test_an_action_that_was_planned_before_a_pause_or_before_the_loop_drove_is_never_told(server):
     assert (await server.act(server.seen(want="action")))[0] == 200
-    ((_, client),) = server.app.ctx.doors._inferences.items()
+    ((_, client),) = server.app.ctx.stream_clients._inferences.items()
     moved = np.add(server.pose, -7.0).astype(np.float32)
 
     async def told() -> np.ndarray:

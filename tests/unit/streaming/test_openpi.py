@@ -15,7 +15,7 @@ import pytest
 import websockets
 
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
-from service.api.websockets import openpi_app
+from service.api.websockets import create_openpi_app
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.control.joints import Joint, JointTable
@@ -184,7 +184,7 @@ async def test_the_end_of_its_port_holds_all_robots_before_it_waits_for_any_clie
         app = server.app
         await app.ctx.sessions.create(NewSession("arm", "policies/act", DIRECT))
         async with AsyncExitStack() as beside:
-            url = await beside.enter_async_context(serve_app(openpi_app(app), listen("127.0.0.1", 0)))
+            url = await beside.enter_async_context(serve_app(create_openpi_app(app), listen("127.0.0.1", 0)))
             # A client that says nothing, not even that it heard the end.
             async with websockets.connect(url.replace("http", "ws"), close_timeout=0.1) as socket:
                 await socket.recv()

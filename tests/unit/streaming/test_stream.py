@@ -80,7 +80,7 @@ async def test_one_client_drives_until_it_is_silent(server):
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 4409
         # As if two seconds had gone by.
-        link = server.app.ctx.doors.direct.links["arm"]
+        link = server.app.ctx.stream_clients.direct.links["arm"]
         link.driver.last_message_at -= 3
         async with server.stream() as third:
             await Client(third).say("observation", **server.seen(number=5))
@@ -210,7 +210,7 @@ async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server
         await client.say("observation", **server.seen())
         await client.say("ping")
         await client.hear("pong")
-        link = server.app.ctx.doors.direct.links["arm"]
+        link = server.app.ctx.stream_clients.direct.links["arm"]
         command = [JointValue("Elbow", 1.0, 2)]
         assert link.send(command)
         monkeypatch.setattr(type(link.driver._socket), "unsent", 4097)
@@ -224,7 +224,7 @@ async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_no
         await server.call("POST", "/sessions/arm/start")
         await client.say("observation", **server.seen())
         await client.hear("command")
-        robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.doors.direct.links["arm"]
+        robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.stream_clients.direct.links["arm"]
         driver, sent = link.driver, link.health()["commands_sent"]
         assert len(robot_io.controller.queue)
         link.release_control(driver, "gone")

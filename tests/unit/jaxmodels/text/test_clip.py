@@ -109,7 +109,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(file: bytes | None, complain
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
     pytest.importorskip("tokenizers", reason="the extra language is not installed")
-    with pytest.raises(CheckpointError, match="has a token 527, and the text encoder a vocabulary of 500"):
+    with pytest.raises(CheckpointError, match="has a token 527, and a text encoder of kind 'clip' a vocabulary of 500"):
         tokenizer(dataclasses.replace(TextConfig.clip(), vocabulary=500), FILE)
 
 

@@ -62,7 +62,7 @@ async def test_a_child_is_ended_also_when_the_context_fails(modules: Path):
 
 
 async def test_a_child_that_will_not_end_is_killed(modules: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processes, "GRACE", 0.3)
+    monkeypatch.setattr(processes, "TERMINATE_TIMEOUT", 0.3)
     (modules / "stubborn.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)\n"
     )
