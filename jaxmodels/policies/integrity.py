@@ -17,6 +17,7 @@ from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, li
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
+from jaxmodels.text.tokenizers import list_added_tokens, read_tokenizer
 
 PIECE = 16 << 20  # bytes that are in memory at a time
 WEIGHTS = "model.safetensors"
@@ -63,7 +64,8 @@ def verify_files(folder: Folder) -> dict[str, int]:
 def read_description(folder: Folder) -> dict[str, Any]:
     """Read a folder without its weights, as JSON: ``config``, ``sidecar`` (or None) and ``renames``.
 
-    The config has the sizes of the model that the policy is built on, where they are in a file of their own.
+    The config has the sizes of the model that the policy is built on, where they are in a file of their own, and which
+    numbers that model's special tokens have, where the policy puts some between others.
 
     Raises:
         CheckpointError: a file is missing or malformed.
@@ -86,6 +88,9 @@ def read_config(folder: Folder) -> dict[str, Any]:
     name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
     if name and (folder / name).exists():
         values[field] = read_json(folder / name)
+        if values.get("add_image_special_tokens") is True:
+            tokenizer = read_tokenizer(folder, str(values.get("vlm_model_name")))
+            values[f"{field}_tokens"] = list_added_tokens(tokenizer or b"")
     return values
 
 

@@ -160,5 +160,6 @@ class SmolVlaModel(nnx.Module):
             else:
                 tokens, _ = layer(tokens, behind, causal, seen)
         # In float32 whatever the weights are, like the integration that follows.
-        kernel, bias = (x[...].astype(jnp.float32) for x in (self.action_out.kernel, self.action_out.bias))
-        return self.norm(tokens).astype(jnp.float32) @ kernel + bias
+        kernel, bias = self.action_out.kernel, self.action_out.bias
+        assert bias is not None  # nnx.Linear's default
+        return self.norm(tokens).astype(jnp.float32) @ kernel[...].astype(jnp.float32) + bias[...].astype(jnp.float32)

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxmodels.checkpoints.tensor_layouts import their_shapes
 from jaxmodels.errors import ConfigError, InputError
-from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig, SmolVlaModel
+from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
 from jaxmodels.policies.smolvla.serving import read_aloha_actions, read_aloha_state, write_aloha_actions
 from jaxmodels.types import Language, Observation, Prefix
-from jaxmodels.weights import blueprint, flatten
+from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_smolvla"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -152,7 +151,7 @@ def test_a_prompt_ends_with_one_newline() -> None:
     assert (config.prompt_length, config.vocabulary, config.noise) == (48, 352, (10, 32))
 
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "input_features": features(state=("STATE", [6]))
     | {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, 8, 8]} for name in ("front", "wrist")},
     "resize_imgs_with_padding": [8, 8],
@@ -169,12 +168,16 @@ SMALL = {
 
 
 @lru_cache
-def small(**changes: Any) -> tuple[SmolVlaConfig, dict[str, jax.Array]]:
-    """A policy of two layers with random weights, which have to differ from one another."""
-    config = read(**SMALL, **changes)
-    weights = flatten(SmolVlaModel(config, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), len(weights)))
-    return config, {name: x + 0.1 * jax.random.normal(next(keys), x.shape) for name, x in weights.items()}
+def small() -> tuple[SmolVlaConfig, dict[str, jax.Array]]:
+    """A policy of two layers with random weights."""
+    config, rng = read(**SMALL), np.random.default_rng(1)
+    weights = {}
+    for name, shape in blueprint(lambda rngs: POLICY.model(config, rngs=rngs)).shapes.items():
+        x = rng.normal(size=shape.shape)
+        x = x / np.sqrt(np.prod(shape.shape[:-1])) if x.ndim > 1 else 0.1 * x + name.endswith("scale")
+        weights[name] = jnp.asarray(x, jnp.float32)
+    weights["action_out.kernel"] /= 8  # a flow that two steps can follow
+    return config, weights
 
 
 def observation(batch: int = 3) -> Observation:
@@ -190,8 +193,8 @@ def observation(batch: int = 3) -> Observation:
 
 
 @lru_cache
-def compiled(**changes: Any) -> Any:
-    config, weights = small(**changes)
+def compiled() -> Any:
+    config, weights = small()
     act = jax.jit(lambda weights, observation: POLICY.act(config, weights, observation))
     return lambda observation: np.asarray(act(weights, observation))
 
@@ -235,7 +238,7 @@ def test_an_observation_without_an_image_or_a_text_is_refused(changes: dict[str,
 
 
 def test_images_of_other_sizes_than_the_config_s_are_refused_where_nobody_resizes_them() -> None:
-    config = read(**SMALL | {"resize_imgs_with_padding": None})
+    config = read(**(SMALL | {"resize_imgs_with_padding": None}))
     weights = small()[1]
     seen = observation()._replace(images=(jnp.zeros((3, 12, 8, 3)), None))
     with pytest.raises(InputError, match=r"an image is 12x8, .* in the sizes of its config, \[\(8, 8\), \(8, 8\)\]"):
