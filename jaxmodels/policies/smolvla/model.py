@@ -24,12 +24,12 @@ class Encoded(NamedTuple):
     """What was seen and said, for all steps of one chunk.
 
     Attributes:
-        seen: what each layer of the action expert looks at: the language model's keys and values, or for
+        key_values: what each layer of the action expert looks at: the language model's keys and values, or for
             cross-attention what the layer makes of them.
         is_valid: which of their tokens count.
     """
 
-    seen: tuple[KeyValues, ...]
+    key_values: tuple[KeyValues, ...]
     is_valid: Bool[Array, "b m"]
 
 
@@ -154,7 +154,7 @@ class SmolVlaModel(nnx.Module):
         behind, alone = (compute_rotation(at, config.expert.head_width) for at in (first + own, own))
         # An action sees those before it in the chunk.
         causal = mask_after_prefix(encoded.is_valid, np.ones(count, bool))
-        for layer, seen, plan in zip(self.layers, encoded.seen, config.expert_steps, strict=True):
+        for layer, seen, plan in zip(self.layers, encoded.key_values, config.expert_steps, strict=True):
             if plan.is_cross:
                 tokens = layer.cross_attend(tokens, alone, seen, encoded.is_valid[:, None])
             else:
