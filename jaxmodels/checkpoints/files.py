@@ -208,7 +208,7 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
-def read_json(path: Source) -> dict[str, Any]:
+def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
     """Read a JSON file that holds an object; pipes and devices are refused.
 
     Raises:
@@ -217,11 +217,11 @@ def read_json(path: Source) -> dict[str, Any]:
     name = path.name
     try:
         with open_source(path) as file:
-            raw = file.read(0, LIMIT + 1)
+            raw = file.read(0, limit + 1)
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
-    if len(raw) > LIMIT:
-        raise CheckpointError(f"{name}: longer than {LIMIT} bytes; wanted a checkpoint's description")
+    if len(raw) > limit:
+        raise CheckpointError(f"{name}: longer than {limit} bytes; wanted a checkpoint's description")
     try:
         value = json.loads(
             raw, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_object

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
-from jaxmodels.checkpoints.folder import Folder, PolicyFolder, is_state_file, list_names
+from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
-from jaxmodels.text.tokenizers import list_added_tokens, read_tokenizer
 
 PIECE = 16 << 20  # bytes that are in memory at a time
 WEIGHTS = "model.safetensors"
@@ -27,6 +26,8 @@ ERROR = 10_000
 CONFIG = "config.json"
 SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
+# SmolVLM's special tokens around an image.
+IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -64,8 +65,7 @@ def verify_files(folder: Folder) -> dict[str, int]:
 def read_description(folder: Folder) -> dict[str, Any]:
     """Read a folder without its weights, as JSON: ``config``, ``sidecar`` (or None) and ``renames``.
 
-    The config has the sizes of the model that the policy is built on, where they are in a file of their own, and which
-    numbers that model's special tokens have, where the policy puts some between others.
+    The config has the sizes of the model that the policy is built on, where they are in a file of their own.
 
     Raises:
         CheckpointError: a file is missing or malformed.
@@ -88,10 +88,19 @@ def read_config(folder: Folder) -> dict[str, Any]:
     name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
     if name and (folder / name).exists():
         values[field] = read_json(folder / name)
-        if values.get("add_image_special_tokens") is True:
-            tokenizer = read_tokenizer(folder, str(values.get("vlm_model_name")))
-            values[f"{field}_tokens"] = list_added_tokens(tokenizer or b"")
+    if values.get("add_image_special_tokens") is True and field == "vlm":
+        tokenizer = name.replace("config.json", "tokenizer.json")
+        if (folder / tokenizer).exists():
+            values["vlm_tokens"] = _read_image_tokens(read_json(folder / tokenizer, TOKENIZER_BYTES))
     return values
+
+
+def _read_image_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Numbers of the special tokens around images, by name, out of a ``tokenizer.json``."""
+    added = tokenizer.get("added_tokens")
+    entries = [entry for entry in (added if isinstance(added, list) else []) if isinstance(entry, dict)]
+    tokens = {entry.get("content"): entry.get("id") for entry in entries}
+    return {name: tokens[name] for name in IMAGE_TOKENS if isinstance(tokens.get(name), int)}
 
 
 def check_weights(folder: Folder, *, has_orbax: bool) -> None:

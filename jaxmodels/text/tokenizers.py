@@ -1,6 +1,5 @@
 """Tokenizers of bytes and of vocabularies."""
 
-import json
 import unicodedata
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -199,18 +198,3 @@ def read_tokenizer(folder: Folder, name: str | None = None) -> bytes | None:
     if len(raw) > LIMIT:
         raise CheckpointError(f"{TOKENIZER}: longer than {LIMIT} bytes; wanted a tokenizer's description")
     return raw
-
-
-def list_added_tokens(file: bytes) -> dict[str, int]:
-    """Tokens that a ``tokenizer.json`` has besides those of its vocabulary, special ones among them, and their numbers.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
-    try:
-        tokens = json.loads(file)["added_tokens"]
-        return {str(token["content"]): int(token["id"]) for token in tokens}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{TOKENIZER}: has no list of added tokens with an id each; wanted what transformers' save_pretrained wrote"
-        ) from error

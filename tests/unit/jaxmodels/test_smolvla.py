@@ -238,7 +238,7 @@ def test_an_observation_without_an_image_or_a_text_is_refused(changes: dict[str,
 
 
 def test_images_of_other_sizes_than_the_config_s_are_refused_where_nobody_resizes_them() -> None:
-    config = read(**(SMALL | {"resize_imgs_with_padding": None}))
+    config = SmolVlaConfig.from_json(fields() | SMALL | {"resize_imgs_with_padding": None})
     weights = small()[1]
     seen = observation()._replace(images=(jnp.zeros((3, 12, 8, 3)), None))
     with pytest.raises(InputError, match=r"an image is 12x8, .* in the sizes of its config, \[\(8, 8\), \(8, 8\)\]"):
