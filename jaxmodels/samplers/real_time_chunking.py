@@ -89,7 +89,8 @@ def continuing(
             each other. For a diffusion schedule the prediction is read as its `prediction_type`: the model is guided as
             the flow that it amounts to (``sigma = noise / (signal + noise)``), where the weight without bound is that
             of https://openreview.net/forum?id=9_gsMA8MRKQ.
-        prefix: the plan, normalised as the samples are.
+        prefix: the plan, normalised as the samples are. Its actions may have fewer numbers than those of the samples,
+            whose others are padding and not pulled.
         bound: the most that `pull` may be: the paper's beta. More holds the plan more firmly; few steps want less.
         through_model: take the gradient through the model, which costs about two more forward passes a step. Without it
             the expected sample counts as if it moved with x one to one, as in lerobot 0.4.4, whose gradient does not
@@ -112,8 +113,9 @@ def begin_with(prefix: Prefix, chunk: Float[Array, "b t a"]) -> Float[Array, "b 
 
 
 def _guided(predict: Predict, prefix: Prefix, way: _Way, x: Array, t: Any, *rest: Any) -> Array:
-    if jnp.shape(prefix.actions) != x.shape:
-        raise InputError(f"prefix has actions of {list(jnp.shape(prefix.actions))}; wanted {list(x.shape)}, as samples")
+    *spans, width = jnp.shape(prefix.actions)
+    if (*spans,) != x.shape[:-1] or width > x.shape[-1]:
+        raise InputError(f"prefix has actions of {[*spans, width]}; wanted {list(x.shape)}, as samples")
 
     def plain(x: Array) -> Array:
         return jnp.asarray(predict(x, t, *rest), jnp.float32)
@@ -128,7 +130,8 @@ def _guided(predict: Predict, prefix: Prefix, way: _Way, x: Array, t: Any, *rest
         else:
             (sample, prediction), back = expected(x), lambda error: (error,)
         mask = soft_mask(prefix.delay, prefix.length, x.shape[1])[..., None]
-        error = jnp.where(mask > 0, mask * (prefix.actions - sample), 0)
+        error = jnp.where(mask > 0, mask * (prefix.actions - sample[..., :width]), 0)
+        error = jnp.pad(error, ((0, 0), (0, 0), (0, x.shape[-1] - width)))
         return _corrected(way, prediction, back(error)[0], t)
 
     return lax.cond(jnp.any(prefix.length > 0), guided, plain, x)

@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
         return self.attention.project_keys(self.attention_norm(x), rotation)
 
     def __call__(
-        self, x: Float[Array, "b n d"], rotation: Rotation, mask: Bool[Array, "b n m"], cache: KeyValues | None = None
+        self, x: Float[Array, "b n d"], rotation: Rotation, mask: Bool[Array, "b #n m"], cache: KeyValues | None = None
     ) -> tuple[Float[Array, "b n d"], KeyValues]:
         """Tokens that look at those of a cache and at each other; also their own keys and values.
 

@@ -5,6 +5,7 @@ Fixtures of the conftests of `unit/jaxmodels` and `parity`, which import all of 
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -91,8 +92,9 @@ def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     def make(name: str) -> Path:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            for path in (GOLDEN / f"lerobot_{name.partition('_')[0]}" / name).iterdir():
-                (folder / path.name).write_bytes(path.read_bytes())
+            golden = GOLDEN / f"lerobot_{name.partition('_')[0]}" / name
+            # Not their permissions, which may be those of files that nobody changes.
+            shutil.copytree(golden, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
             if not (folder / "model.safetensors").exists():
                 keys = json.loads((folder / "keys.json").read_text())
                 with np.load(folder / "io.npz") as io:

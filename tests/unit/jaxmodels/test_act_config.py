@@ -98,6 +98,6 @@ def test_the_folder_is_the_registry() -> None:
     assert "act" in policy_types()
     for name in policy_types():
         assert get_policy_type(name).config is not None
-    for wrong in ("pi0", None, "../act", "__init__"):
+    for wrong in ("groot", None, "../act", "__init__"):
         with pytest.raises(ConfigError, match="known: act"):
             get_policy_type(wrong)

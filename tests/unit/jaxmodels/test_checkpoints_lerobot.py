@@ -132,8 +132,8 @@ def test_missing_files_are_named(folder: Path) -> None:
 
 
 def test_an_unknown_policy_type_is_refused_with_the_known_ones(folder: Path) -> None:
-    edit(folder / "config.json", type="pi0")
-    with pytest.raises(ConfigError, match="'pi0'; known: act, diffusion"):
+    edit(folder / "config.json", type="groot")
+    with pytest.raises(ConfigError, match="'groot'; known: act, diffusion"):
         lerobot_folder.read_checkpoint(folder)
 
 

@@ -33,6 +33,7 @@ from jaxmodels.transformer2d.diffusers_folder import count_parameters
 from jaxmodels.types import Feature
 from jaxmodels.weights import blueprint
 
+BUILT_ON_PALIGEMMA = ("pi0", "pi05")
 GB = 10**9
 ACTION = (Feature("action", "ACTION", (5,)),)
 
@@ -287,11 +288,15 @@ def test_what_no_device_computes_is_refused_when_it_is_asked_what_it_needs(folde
 
 @pytest.mark.parametrize("kind", policy_types())
 def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> None:
-    values: dict[str, Any] = {"n_action_steps": 100, "vision_backbone": "resnet152"}
+    values: dict[str, Any] = {"n_action_steps": 100}
     if kind == "diffusion":
         values |= {"horizon": 128, "resize_shape": [480, 640], "num_inference_steps": 100}
+    elif kind in BUILT_ON_PALIGEMMA:
+        values |= {"chunk_size": 100, "image_resolution": [448, 448], "max_state_dim": 64, "max_action_dim": 64}
     else:
         values |= {"chunk_size": 100, "dim_model": 1024}
+    if kind not in BUILT_ON_PALIGEMMA:
+        values |= {"vision_backbone": "resnet152", "pretrained_backbone_weights": None}
     seen = [
         {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)}
         | {"observation.state": {"type": "STATE", "shape": [64]}},
@@ -303,7 +308,6 @@ def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> Non
             **values,
             "input_features": seen[0],
             "output_features": seen[1],
-            "pretrained_backbone_weights": None,
         }
     )
     sizes = get_policy_type(kind).sizes(config)

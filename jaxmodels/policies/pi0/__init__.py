@@ -1,0 +1,24 @@
+"""pi0, as LeRobot and openpi define it: PaliGemma looks and listens, an expert of actions follows a flow.
+
+Sources: https://arxiv.org/abs/2410.24164; lerobot/policies/pi0 (https://github.com/huggingface/lerobot, 0.6.1).
+"""
+
+from jaxmodels.policies import PolicyType
+from jaxmodels.policies.pi0 import memory, serving, weights
+from jaxmodels.policies.pi0.config import Pi0Config
+from jaxmodels.policies.pi0.model import Pi0Model
+
+POLICY = PolicyType(
+    config=Pi0Config.from_json,
+    model=Pi0Model,
+    tensors=weights.tensors,
+    architecture=Pi0Config.architecture,
+    prepare=weights.prepare,
+    act=serving.act,
+    sizes=memory.compute_sizes,
+    takes_prefix=True,
+    unused=weights.find_unused,
+    tied=weights.TIED,
+)
+
+__all__ = ["POLICY", "Pi0Config", "Pi0Model"]

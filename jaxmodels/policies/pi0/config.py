@@ -1,0 +1,423 @@
+"""Pi0Config: every field of LeRobot's configuration of pi0, and the sizes that LeRobot keeps in its code."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.ranges import (
+    CHUNK,
+    HEADS,
+    LAYERS_WRITTEN_OUT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    find_number_errors,
+    shorten_value,
+)
+from jaxmodels.samplers import FlowSchedule
+from jaxmodels.samplers.sampling import STEPS
+from jaxmodels.types import STATE, Feature
+
+VARIANTS, DTYPES = ("gemma_300m", "gemma_2b"), ("bfloat16", "float32")
+LEROBOT_VERSIONS = ("0.4", "0.6")
+PROMPT = Range(1, 4096)  # tokens
+TOKENIZER = "google/paligemma-3b-pt-224"
+_LAYERS = Range(1, LAYERS_WRITTEN_OUT)
+_SIDE = Range(1, 1024)  # pixels of the square that SigLIP looks at
+
+
+@dataclass(frozen=True)
+class GemmaSizes:
+    """Sizes of a Gemma model, by openpi's names (openpi/models/gemma.py)."""
+
+    width: Annotated[int, Range(2, WIDTH)]
+    depth: Annotated[int, _LAYERS]
+    mlp_dim: Annotated[int, Range(1, 4 * WIDTH)]
+    num_heads: Annotated[int, Range(1, HEADS)]
+    num_kv_heads: Annotated[int, Range(1, HEADS)]
+    head_dim: Annotated[int, Range(2, WIDTH)]
+
+
+@dataclass(frozen=True)
+class SiglipSizes:
+    """Sizes of a SigLIP vision tower, by transformers' names; So400m of PaliGemma."""
+
+    hidden_size: Annotated[int, Range(1, WIDTH)] = 1152
+    intermediate_size: Annotated[int, Range(1, 4 * WIDTH)] = 4304
+    num_hidden_layers: Annotated[int, _LAYERS] = 27
+    num_attention_heads: Annotated[int, Range(1, HEADS)] = 16
+    patch_size: Annotated[int, _SIDE] = 14
+
+
+@dataclass(frozen=True)
+class PaliGemmaSizes:
+    """Sizes that LeRobot and openpi keep in their code; ``architecture.json`` of a policy's folder overrides them.
+
+    Attributes:
+        gemma_2b, gemma_300m: the models that `paligemma_variant` and `action_expert_variant` choose from.
+        vocab_size: tokens that PaliGemma knows.
+        vision: of the tower that looks at the images.
+
+    Raises:
+        ConfigError: a value makes no sense; all errors together.
+    """
+
+    gemma_2b: GemmaSizes = GemmaSizes(2048, 18, 16_384, 8, 1, 256)
+    gemma_300m: GemmaSizes = GemmaSizes(1024, 18, 4096, 8, 1, 256)
+    vocab_size: Annotated[int, Range(1, 1 << 24)] = 257_152
+    vision: SiglipSizes = SiglipSizes()
+
+    def __post_init__(self) -> None:
+        parts = {"": self, "gemma_2b: ": self.gemma_2b, "gemma_300m: ": self.gemma_300m, "vision: ": self.vision}
+        wrong = [where + error for where, part in parts.items() for error in find_number_errors(part, integers=True)]
+        if not wrong:
+            for variant in VARIANTS:
+                wrong += _describe_heads(variant, getattr(self, variant))
+            if self.vision.hidden_size % self.vision.num_attention_heads:
+                wrong.append(
+                    f"vision: hidden_size {self.vision.hidden_size} is no multiple of num_attention_heads "
+                    f"{self.vision.num_attention_heads}"
+                )
+        if wrong:
+            raise ConfigError("architecture.json: " + "; ".join(wrong))
+
+    @classmethod
+    def from_json(cls, values: Any) -> "PaliGemmaSizes":
+        """Reads an ``architecture.json`` that was parsed already.
+
+        Raises:
+            ConfigError: fields are unknown or missing, or values make no sense.
+        """
+        read = dict(_check_names("architecture.json", cls, values))
+        for name, kind in (("gemma_2b", GemmaSizes), ("gemma_300m", GemmaSizes), ("vision", SiglipSizes)):
+            if name in read:
+                read[name] = kind(**_check_names(f"architecture.json: {name}", kind, read[name]))
+        return cls(**read)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _describe_heads(variant: str, sizes: GemmaSizes) -> list[str]:
+    wrong = []
+    if sizes.num_heads % sizes.num_kv_heads:
+        wrong.append(f"{variant}: num_heads {sizes.num_heads} is no multiple of num_kv_heads {sizes.num_kv_heads}")
+    if sizes.head_dim % 2:
+        wrong.append(f"{variant}: head_dim is {sizes.head_dim}; wanted an even number, which positions turn by pairs")
+    if sizes.width % 2:
+        wrong.append(f"{variant}: width is {sizes.width}; wanted an even number, sines and cosines of the time")
+    return wrong
+
+
+def _check_names(where: str, kind: type[Any], values: Any) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is {shorten_value(values)}; wanted an object of sizes")
+    known = {entry.name for entry in fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise ConfigError(f"{where}: unknown fields {', '.join(unknown)[:400]}; known: {', '.join(sorted(known))}")
+    if kind is GemmaSizes and (missing := sorted(known - set(values))):
+        raise ConfigError(f"{where}: lacks {', '.join(missing)}")
+    return values
+
+
+@dataclass(frozen=True)
+class Pi0Config(PolicyConfig):
+    """LeRobot's `PI0Config`, field by field (lerobot/policies/pi0/configuration_pi0.py, 0.6.1).
+
+    Differences: features are tuples, because their order is the order of the tokens; `sizes` and `lerobot` are no
+    fields of a ``config.json``.
+
+    Attributes:
+        chunk_size: actions that are sampled together.
+        max_state_dim, max_action_dim: what states and actions are padded to with zeros.
+        num_inference_steps: of the flow, from noise (time 1) to actions (time 0).
+        min_period, max_period: of the sines and cosines that tell the expert the time.
+        use_relative_actions: whether actions are differences to the observed state; see `relative_action_mask`.
+        relative_exclude_joints: parts of names of actions that are not.
+        image_resolution: height and width of the square that each image is resized to with padding.
+        tokenizer_max_length: tokens of a prompt.
+        sizes: of the networks; of an ``architecture.json`` where the folder has one.
+        lerobot: the version of LeRobot whose padding is followed: 0.4 pads images darker than black (-3 of [-1, 1])
+            and the state in a prompt with zeros to `max_state_dim`.
+
+    Raises:
+        ConfigError: a value makes no sense; all errors together.
+    """
+
+    type: ClassVar[str] = "pi0"
+    temporal_ensemble_coeff: ClassVar[None] = None
+    text_encoder: ClassVar[None] = None
+    # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
+    noise_seed: ClassVar[int] = 0
+    resizes_frames: ClassVar[bool] = True
+    allows_absent_cameras: ClassVar[bool] = True
+    processor_steps: ClassVar[frozenset[str]] = frozenset(
+        {"tokenizer_processor", "pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
+    )
+    # Fields, or how their names begin, that neither a program nor its weights depend on.
+    indifferent: ClassVar[tuple[str, ...]] = (
+        *LEROBOT_INDIFFERENT,
+        "pretrained_",
+        "dtype",
+        "normalization_mapping",
+        "time_sampling_",
+        "rtc_config",
+        "gradient_checkpointing",
+        "compile_",
+        "freeze_vision_encoder",
+        "train_expert_only",
+        "optimizer_",
+        "scheduler_",
+    )
+
+    n_obs_steps: Annotated[int, Range(1, 64)] = 1
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    device: str | None = None
+    use_amp: bool = False
+    use_peft: bool = False
+    push_to_hub: bool = True
+    repo_id: str | None = None
+    private: bool | None = None
+    tags: tuple[str, ...] | None = None
+    license: str | None = None
+    pretrained_path: str | None = None
+    pretrained_revision: str | None = None
+    paligemma_variant: str = "gemma_2b"
+    action_expert_variant: str = "gemma_300m"
+    dtype: str = "float32"
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 50
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
+    max_state_dim: Annotated[int, Range(1, WIDTH)] = 32
+    max_action_dim: Annotated[int, Range(1, WIDTH)] = 32
+    num_inference_steps: Annotated[int, STEPS] = 10
+    time_sampling_beta_alpha: Annotated[float, POSITIVE] = 1.5
+    time_sampling_beta_beta: Annotated[float, POSITIVE] = 1.0
+    time_sampling_scale: Annotated[float, NOT_NEGATIVE] = 0.999
+    time_sampling_offset: Annotated[float, NOT_NEGATIVE] = 0.001
+    min_period: Annotated[float, POSITIVE] = 4e-3
+    max_period: Annotated[float, POSITIVE] = 4.0
+    use_relative_actions: bool = False
+    relative_exclude_joints: tuple[str, ...] = ("gripper",)
+    action_feature_names: tuple[str, ...] | None = None
+    rtc_config: tuple[tuple[str, Any], ...] | None = None
+    image_resolution: Annotated[tuple[int, int], _SIDE] = (224, 224)
+    empty_cameras: Annotated[int, Range(0, 64)] = 0
+    tokenizer_max_length: Annotated[int, PROMPT] = 48
+    normalization_mapping: tuple[tuple[str, str], ...] = (
+        ("VISUAL", "IDENTITY"),
+        ("STATE", "MEAN_STD"),
+        ("ACTION", "MEAN_STD"),
+    )
+    gradient_checkpointing: bool = False
+    compile_model: bool = False
+    compile_mode: str = "max-autotune"
+    freeze_vision_encoder: bool = False
+    train_expert_only: bool = False
+    optimizer_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-5
+    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
+    optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
+    optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 0.01
+    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
+    scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
+    scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
+    sizes: PaliGemmaSizes = field(default_factory=PaliGemmaSizes)
+    lerobot: str = "0.6"
+
+    def __post_init__(self) -> None:
+        wrong = find_number_errors(self, integers=True) or [
+            *self._wrong_numbers(),
+            *find_number_errors(self, integers=False),
+            *self.wrong_features(),
+        ]
+        if wrong:
+            raise ConfigError(f"{self.type} config: " + "; ".join(wrong))
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = [
+            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
+            for name, known in (
+                ("paligemma_variant", VARIANTS),
+                ("action_expert_variant", VARIANTS),
+                ("dtype", DTYPES),
+                ("lerobot", LEROBOT_VERSIONS),
+            )
+            if getattr(self, name) not in known
+        ]
+        if self.n_obs_steps != 1:
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; {self.type} looks at 1 observation")
+        if self.n_action_steps > self.chunk_size:
+            wrong.append(f"n_action_steps is {self.n_action_steps}, more than chunk_size {self.chunk_size}")
+        if self.min_period >= self.max_period:
+            wrong.append(f"min_period is {self.min_period}; wanted less than max_period {self.max_period}")
+        if self.image_resolution[0] != self.image_resolution[1]:
+            wrong.append(f"image_resolution is {list(self.image_resolution)}; PaliGemma looks at squares")
+        elif self.image_resolution[0] < self.sizes.vision.patch_size:
+            wrong.append(
+                f"image_resolution is {list(self.image_resolution)}; wanted {self.sizes.vision.patch_size} or more, "
+                "a patch"
+            )
+        if self.use_peft:
+            wrong.append("use_peft is true; merge the adapter into the weights first")
+        return wrong if any("variant" in error for error in wrong) else wrong + self._wrong_sizes()
+
+    def _wrong_sizes(self) -> list[str]:
+        shared = ("depth", "num_heads", "num_kv_heads", "head_dim")
+        return [
+            f"{name} of {self.paligemma_variant} is {getattr(self.vlm, name)} and of {self.action_expert_variant} "
+            f"{getattr(self.expert, name)}; every layer of the expert looks at one of the language model, so both are "
+            "the same"
+            for name in shared
+            if getattr(self.vlm, name) != getattr(self.expert, name)
+        ]
+
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
+        states = [feature.name for feature in self.input_features if feature.type == "STATE"]
+        if states != [STATE]:
+            wrong.append(f"features of type STATE are {states}; wanted one, {STATE!r}")
+        if self.environment_state is not None:
+            wrong.append(
+                f"input_features has {self.environment_state.name!r} of type ENV, which {self.type} never reads"
+            )
+        if not self.cameras:
+            wrong.append(f"input_features has no image; {self.type} looks at one or more")
+        if wrong:
+            return wrong
+        for what, width, name in (
+            ("state", self.state.shape[0], "max_state_dim"),
+            ("action", self.action.shape[0], "max_action_dim"),
+        ):
+            if width > getattr(self, name):
+                wrong.append(f"the {what} has {width} numbers; {name} is {getattr(self, name)}, to which it is padded")
+        if self.use_relative_actions and self.state.shape[0] < self.action.shape[0]:
+            wrong.append(
+                f"use_relative_actions is true, and the state has {self.state.shape[0]} numbers for "
+                f"{self.action.shape[0]} of an action"
+            )
+        return wrong
+
+    @property
+    def state(self) -> Feature:
+        return next(feature for feature in self.input_features if feature.type == "STATE")
+
+    @property
+    def vlm(self) -> GemmaSizes:
+        """Sizes of PaliGemma's language model."""
+        return getattr(self.sizes, self.paligemma_variant)
+
+    @property
+    def expert(self) -> GemmaSizes:
+        """Sizes of the action expert."""
+        return getattr(self.sizes, self.action_expert_variant)
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of one image."""
+        return (self.image_resolution[0] // self.sizes.vision.patch_size) ** 2
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens a prompt may be made of."""
+        return self.sizes.vocab_size
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that a prompt is cut to."""
+        return self.tokenizer_max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return TOKENIZER
+
+    @property
+    def noise(self) -> tuple[int, int]:
+        """Shape of one member's first sample: its actions are padded."""
+        return (self.chunk_size, self.max_action_dim)
+
+    @property
+    def schedule(self) -> FlowSchedule:
+        return FlowSchedule(spacing="uniform")
+
+    @property
+    def image_padding(self) -> float:
+        """What images in [0, 1] are padded with."""
+        return -1.0 if self.lerobot == "0.4" else 0.0
+
+    @property
+    def relative_action_mask(self) -> tuple[bool, ...] | None:
+        """Which numbers of an un-normalised action the raw state is to be added to; None where it is to none."""
+        if not self.use_relative_actions:
+            return None
+        excluded = [part.lower() for part in self.relative_exclude_joints if part]
+        names = (self.action_feature_names or ())[: self.action.shape[0]]
+        mask = [not any(part in name.lower() for part in excluded) for name in names]
+        return (*mask, *(True,) * (self.action.shape[0] - len(mask)))
+
+    def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
+        """The text that is tokenized: the task on a line of its own."""
+        del state
+        return task if task.endswith("\n") else f"{task}\n"
+
+    def dump_architecture(self) -> dict[str, Any]:
+        return {} if self.sizes == PaliGemmaSizes() else {"architecture.json": self.sizes.to_json()}
+
+    def architecture(self) -> "Pi0Config":
+        """The config with every indifferent field at its default: equal ones share programs."""
+        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
+        return replace(self, **defaults)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
+        """Reads a ``config.json`` that was parsed already.
+
+        Args:
+            values: its fields; besides, ``architecture``: the parsed ``architecture.json``, and ``lerobot``: see above.
+
+        Raises:
+            ConfigError: unknown fields, or values that make no sense.
+        """
+        what = f"{cls.type} config"
+        read = dict(values)
+        architecture, lerobot = read.pop("architecture", None), read.pop("lerobot", cls.lerobot)
+        if read.pop("sizes", None) is not None:
+            raise ConfigError(f"{what}: unknown fields sizes; they are those of an architecture.json")
+        for name in ("relative_exclude_joints", "action_feature_names"):
+            if read.get(name) is not None:
+                read[name] = _read_names(what, name, read[name])
+        if read.get("relative_exclude_joints", ()) is None:
+            read["relative_exclude_joints"] = ()
+        if read.get("rtc_config") is not None:
+            read["rtc_config"] = _read_flat(what, "rtc_config", read["rtc_config"])
+        sizes = PaliGemmaSizes() if architecture is None else PaliGemmaSizes.from_json(architecture)
+        read |= {"sizes": sizes, "lerobot": lerobot}
+        return cls(**read_fields(cls, read, what, "this reads the fields of LeRobot 0.6.1"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as LeRobot writes them, ``type`` first."""
+        values = dump_fields(self)
+        del values["sizes"], values["lerobot"]
+        for name in ("relative_exclude_joints", "action_feature_names", "image_resolution", "optimizer_betas"):
+            values[name] = None if values[name] is None else list(values[name])
+        if self.rtc_config is not None:
+            values["rtc_config"] = dict(self.rtc_config)
+        return values
+
+
+def _read_names(what: str, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
+        raise ConfigError(f"{what}: {name} is {shorten_value(value)}; wanted a list of strings")
+    return tuple(value)
+
+
+def _read_flat(what: str, name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(value, Mapping) or any(isinstance(part, list | dict) for part in value.values()):
+        raise ConfigError(f"{what}: {name} is {shorten_value(value)}; wanted an object of numbers, texts and booleans")
+    return tuple(value.items())

@@ -1,0 +1,169 @@
+"""The network of pi0, most of it also of pi0.5: PaliGemma sees and reads, an expert denoises a chunk of actions."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxmodels.errors import ObservationError
+from jaxmodels.layers.embeddings import flow_time_sinusoid
+from jaxmodels.layers.images import resize_with_padding
+from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
+from jaxmodels.types import Observation
+from jaxmodels.vlm.decoder import DecoderSizes
+from jaxmodels.vlm.gemma import EPSILON, Expert, ExpertModulations, PaliGemma, PrefixCache
+from jaxmodels.vlm.siglip import VisionSizes
+
+
+def decoder_sizes(sizes: GemmaSizes) -> DecoderSizes:
+    """Sizes of a Gemma as the layers name them."""
+    return DecoderSizes(
+        width=sizes.width,
+        hidden=sizes.mlp_dim,
+        layers=sizes.depth,
+        heads=sizes.num_heads,
+        kv_heads=sizes.num_kv_heads,
+        head_width=sizes.head_dim,
+        epsilon=EPSILON,
+    )
+
+
+def vision_sizes(config: Pi0Config) -> VisionSizes:
+    """Sizes of the vision tower."""
+    sizes = config.sizes.vision
+    return VisionSizes(
+        width=sizes.hidden_size,
+        hidden=sizes.intermediate_size,
+        layers=sizes.num_hidden_layers,
+        heads=sizes.num_attention_heads,
+        image_size=config.image_resolution[0],
+        patch_size=sizes.patch_size,
+    )
+
+
+class StepInputs(NamedTuple):
+    """What the time of a step contributes; with a leading axis, of all steps of a sampler.
+
+    Attributes:
+        hidden: what is added to the actions before their SiLU (pi0).
+        modulations: of the expert's norms (pi0.5).
+    """
+
+    hidden: Float[Array, "*s d"] | None
+    modulations: ExpertModulations | None
+
+
+class PiModel(nnx.Module):
+    """What pi0 and pi0.5 share: images and words become keys and values once per chunk."""
+
+    def __init__(self, config: Pi0Config, *, rngs: nnx.Rngs):
+        self.config = config
+        width = config.expert.width
+        self.paligemma = PaliGemma(vision_sizes(config), decoder_sizes(config.vlm), config.vocabulary, rngs=rngs)
+        self.action_in = nnx.Linear(config.max_action_dim, width, rngs=rngs)
+        self.action_out = nnx.Linear(width, config.max_action_dim, rngs=rngs)
+
+    def encode(self, observation: Observation) -> PrefixCache:
+        """Images and words to keys and values: once per chunk.
+
+        A camera that is absent is left out: it would be masked, and nobody would see it.
+
+        Raises:
+            ObservationError: all cameras are absent (when traced).
+        """
+        images, masks = observation.images, observation.image_masks
+        present = [camera for camera, frames in enumerate(images) if frames is not None]
+        if not present:
+            raise ObservationError(f"all {len(images)} cameras are absent; wanted one or more")
+        language = observation.language
+        assert language is not None
+        batch, size = language.tokens.shape[0], self.config.image_resolution
+        resized = [self._resize(images[camera], size) for camera in present]
+        seen = self.paligemma.embed_images(jnp.concatenate(resized))
+        words = self.paligemma.embed_words(language.tokens)
+        tokens = jnp.concatenate([*jnp.split(seen, len(present)), words.astype(seen.dtype)], axis=1)
+        each = seen.shape[1]
+        is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
+        is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
+        return self.paligemma.compute_cache(tokens, is_valid)
+
+    def _resize(self, frames: Float[Array, "b h w 3"], size: tuple[int, int]) -> Float[Array, "b h2 w2 3"]:
+        """Pixels of [0, 1] to squares of [-1, 1]."""
+        frames = frames.astype(jnp.float32)
+        if frames.shape[1:3] != size:
+            # Padding is no pixel: in LeRobot 0.4 it is darker than black.
+            inside = resize_with_padding(frames, size, place="center", value=self.config.image_padding)
+            lowest = min(self.config.image_padding, 0.0)
+            frames = jnp.clip(inside, lowest, 1.0)
+        return 2 * frames - 1
+
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
+        """What each of some times contributes, for all steps of a sampler at once; in float32."""
+        raise NotImplementedError
+
+    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"] | None:
+        """The token of a normalised state; None where there is none."""
+        raise NotImplementedError
+
+    def denoise(
+        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
+    ) -> Float[Array, "b t a"]:
+        """The velocity (noise - actions) at a noisy chunk, float32."""
+        raise NotImplementedError
+
+    def embed_times(self, times: Float[np.ndarray, " s"]) -> Float[Array, "s d"]:
+        config = self.config
+        return jnp.asarray(flow_time_sinusoid(times, config.expert.width, config.min_period, config.max_period))
+
+
+class Pi0Model(PiModel):
+    """pi0: the expert sees the state as a token, and the time in the tokens of the actions.
+
+    Source: https://arxiv.org/abs/2410.24164; openpi/models/pi0.py.
+    """
+
+    def __init__(self, config: Pi0Config, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        width = config.expert.width
+        self.expert = Expert(decoder_sizes(config.expert), rngs=rngs)
+        self.state_in = nnx.Linear(config.max_state_dim, width, rngs=rngs)
+        self.time_in = nnx.Linear(2 * width, width, rngs=rngs)
+        self.time_out = nnx.Linear(width, width, rngs=rngs)
+
+    def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
+        # Actions and time go through one layer side by side: the time's half of it is the same for all actions.
+        kernel, bias = read_linear(self.time_in)
+        return StepInputs(self.embed_times(times) @ kernel[self.config.expert.width :] + bias, None)
+
+    def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"]:
+        padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
+        return self.state_in(padded.astype(self.state_in.kernel.dtype))[:, None]
+
+    def denoise(
+        self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
+    ) -> Float[Array, "b t a"]:
+        assert state is not None
+        assert step.hidden is not None
+        actions = self.action_in(x.astype(self.action_in.kernel.dtype))
+        hidden = (actions @ self.time_in.kernel[...][: actions.shape[-1]]).astype(jnp.float32) + step.hidden
+        actions = self.time_out(jax.nn.silu(hidden).astype(actions.dtype))
+        # The state sees no action, and the actions see each other.
+        starts = np.arange(1 + x.shape[1]) < 2
+        out = self.expert(jnp.concatenate((state, actions), axis=1), prefix, starts)
+        return apply_linear(self.action_out, out[:, 1:])
+
+
+def read_linear(linear: nnx.Linear) -> tuple[Float[Array, "d e"], Float[Array, " e"]]:
+    """Kernel and bias in float32."""
+    bias = linear.bias
+    assert bias is not None
+    return linear.kernel[...].astype(jnp.float32), bias[...].astype(jnp.float32)
+
+
+def apply_linear(linear: nnx.Linear, x: Float[Array, "... d"]) -> Float[Array, "... e"]:
+    """A linear layer in float32, whatever its weights and its input are in."""
+    kernel, bias = read_linear(linear)
+    return x.astype(jnp.float32) @ kernel + bias

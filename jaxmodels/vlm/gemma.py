@@ -1,0 +1,198 @@
+"""PaliGemma, images and words to keys and values of every layer, and a Gemma of actions that looks at them.
+
+Sources: https://arxiv.org/abs/2407.07726 (PaliGemma), https://arxiv.org/abs/2410.24164 (pi0: two Gemmas of one depth,
+layer by layer in one attention), openpi/models/gemma.py (pi0.5: the time modulates the expert's norms).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.layers.feed_forward import GatedFeedForward, tanh_gelu
+from jaxmodels.layers.grouped_attention import (
+    GroupedQueryAttention,
+    KeyValues,
+    Rotation,
+    append,
+    compute_rotation,
+    count_positions,
+    mask_after_prefix,
+)
+from jaxmodels.layers.norm import AdaptiveRMSNorm, Modulation, RMSNorm
+from jaxmodels.vlm.decoder import DecoderLayer, DecoderSizes, decoder_tensor
+from jaxmodels.vlm.siglip import VisionSizes, VisionTower
+
+EPSILON = 1e-6  # of every norm of Gemma
+OFFSET = 1.0  # of their scales: files hold scale - 1
+
+
+class PrefixCache(NamedTuple):
+    """Keys and values of what was seen and said, layer by layer, and which of its tokens count."""
+
+    layers: tuple[KeyValues, ...]
+    is_valid: Bool[Array, "b m"]
+
+
+class ExpertModulations(NamedTuple):
+    """What a condition makes of an adaptive expert's norms: two in each layer, and the last one."""
+
+    layers: tuple[tuple[Modulation, Modulation], ...]
+    norm: Modulation
+
+
+class PaliGemma(nnx.Module):
+    """Images and words to keys and values of every layer, for others to look at."""
+
+    def __init__(self, vision: VisionSizes, sizes: DecoderSizes, vocabulary: int, *, rngs: nnx.Rngs):
+        self.head_width = sizes.head_width
+        self.vision = VisionTower(vision, rngs=rngs)
+        self.projector = nnx.Linear(vision.width, sizes.width, rngs=rngs)
+        init = nnx.initializers.normal(sizes.width**-0.5)
+        self.embedding = nnx.Param(init(rngs.params(), (vocabulary, sizes.width), jnp.float32))
+        self.layers = nnx.List(
+            [DecoderLayer(sizes, activation=tanh_gelu, offset=OFFSET, rngs=rngs) for _ in range(sizes.layers)]
+        )
+
+    def embed_images(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b n d"]:
+        """Tokens of images, pixels in [-1, 1]; unlike those of words they are not scaled."""
+        return self.projector(self.vision(images))
+
+    def embed_words(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n d"]:
+        embedding = self.embedding[...]
+        return embedding[tokens] * embedding.shape[1] ** 0.5
+
+    def compute_cache(self, tokens: Float[Array, "b m d"], is_valid: Bool[Array, "b m"]) -> PrefixCache:
+        """Keys and values of tokens that all see each other; the last layer is needed no further."""
+        rotation, mask = compute_rotation(count_positions(is_valid), self.head_width), is_valid[:, None]
+        kept = []
+        for layer in self.layers[:-1]:
+            tokens, own = layer(tokens, rotation, mask)
+            kept.append(own)
+        kept.append(self.layers[-1].compute_key_values(tokens, rotation))
+        return PrefixCache(tuple(kept), is_valid)
+
+
+class AdaptiveLayer(nnx.Module):
+    """A Gemma layer whose two norms a condition modulates, which also gates what each half adds."""
+
+    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+        width = sizes.width
+        self.attention_norm = AdaptiveRMSNorm(width, width, epsilon=sizes.epsilon, rngs=rngs)
+        self.attention = GroupedQueryAttention(width, sizes.heads, sizes.kv_heads, sizes.head_width, rngs=rngs)
+        self.feed_forward_norm = AdaptiveRMSNorm(width, width, epsilon=sizes.epsilon, rngs=rngs)
+        self.feed_forward = GatedFeedForward(width, sizes.hidden, tanh_gelu, rngs=rngs)
+
+    def modulate(self, condition: Float[Array, "*s d"]) -> tuple[Modulation, Modulation]:
+        """Modulations of both norms."""
+        return self.attention_norm.modulate(condition), self.feed_forward_norm.modulate(condition)
+
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        modulations: tuple[Modulation, Modulation],
+        rotation: Rotation,
+        mask: Bool[Array, "b n m"],
+        cache: KeyValues,
+    ) -> Float[Array, "b n d"]:
+        first, second = modulations
+        normal = self.attention_norm(x, first)
+        seen = append(cache, self.attention.project_keys(normal, rotation))
+        mixed = self.attention.mix(self.attention.project_query(normal, rotation), seen, mask)
+        x = x + mixed * first.gate.astype(x.dtype)
+        return x + self.feed_forward(self.feed_forward_norm(x, second)) * second.gate.astype(x.dtype)
+
+
+class Expert(nnx.Module):
+    """A Gemma over states and actions; its layers look at PaliGemma's keys and values and at their own."""
+
+    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+        self.head_width = sizes.head_width
+        self.norm = RMSNorm(sizes.width, epsilon=sizes.epsilon, offset=OFFSET)
+        self.layers = nnx.List(
+            [DecoderLayer(sizes, activation=tanh_gelu, offset=OFFSET, rngs=rngs) for _ in range(sizes.layers)]
+        )
+
+    def __call__(
+        self, x: Float[Array, "b n d"], prefix: PrefixCache, starts: Bool[np.ndarray, " n"]
+    ) -> Float[Array, "b n d"]:
+        """Tokens behind a prefix; ``starts``: where a new block of them starts, which those before do not see."""
+        rotation, mask = locate_suffix(prefix, starts, self.head_width)
+        for layer, seen in zip(self.layers, prefix.layers, strict=True):
+            x, _ = layer(x, rotation, mask, seen)
+        return self.norm(x)
+
+
+class AdaptiveExpert(nnx.Module):
+    """An `Expert` with norms that a condition modulates."""
+
+    def __init__(self, sizes: DecoderSizes, *, rngs: nnx.Rngs):
+        self.head_width = sizes.head_width
+        self.norm = AdaptiveRMSNorm(sizes.width, sizes.width, epsilon=sizes.epsilon, rngs=rngs)
+        self.layers = nnx.List([AdaptiveLayer(sizes, rngs=rngs) for _ in range(sizes.layers)])
+
+    def modulate(self, condition: Float[Array, "*s d"]) -> ExpertModulations:
+        """Modulations of all norms by a condition; for a sampler, of all its steps at once."""
+        return ExpertModulations(
+            tuple(layer.modulate(condition) for layer in self.layers), self.norm.modulate(condition)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "b n d"],
+        prefix: PrefixCache,
+        starts: Bool[np.ndarray, " n"],
+        modulations: ExpertModulations,
+    ) -> Float[Array, "b n d"]:
+        """Tokens behind a prefix, as of `Expert`."""
+        rotation, mask = locate_suffix(prefix, starts, self.head_width)
+        for layer, seen, modulation in zip(self.layers, prefix.layers, modulations.layers, strict=True):
+            x = layer(x, modulation, rotation, mask, seen)
+        return self.norm(x, modulations.norm)
+
+
+def locate_suffix(
+    prefix: PrefixCache, starts: Bool[np.ndarray, " n"], head_width: int
+) -> tuple[Rotation, Bool[Array, "b n m_n"]]:
+    """Positions of tokens behind a prefix, which go on from its valid tokens, and what they see."""
+    first = jnp.sum(prefix.is_valid, axis=1, dtype=jnp.int32)[:, None]
+    rotation = compute_rotation(first + jnp.arange(len(starts), dtype=jnp.int32), head_width)
+    return rotation, mask_after_prefix(prefix.is_valid, starts)
+
+
+def gemma_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
+    """Where transformers keeps a weight of a stack of layers, ``layers.N.…`` or ``norm.…``.
+
+    Args:
+        ours, theirs: what comes before it here and there, each with its dot.
+    """
+    if ".dense." in inside:
+        norm = inside.partition(".dense.")[0]
+        place = {"attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm"}
+        above, _, last = norm.rpartition(".")
+        name = f"{theirs}{above}{'.' if above else ''}{place.get(last, last)}.dense"
+        is_kernel = inside.endswith("kernel")
+        layout = LINEAR if is_kernel else SAME
+        return Tensor(f"{name}.{'weight' if is_kernel else 'bias'}", (f"{ours}{inside}",), layout)
+    if inside == "norm.scale":
+        return Tensor(f"{theirs}norm.weight", (f"{ours}{inside}",), SAME)
+    stack, number, rest = inside.split(".", 2)
+    layer = f"{stack}.{number}."
+    return decoder_tensor(rest, ours=f"{ours}{layer}", theirs=f"{theirs}{layer}")
+
+
+def count_decoder(sizes: DecoderSizes, *, is_adaptive: bool = False) -> int:
+    """Parameters of a stack of layers, without the norm behind the last."""
+    norms = 2 * _count_adaptive_norm(sizes.width) - 2 * sizes.width if is_adaptive else 0
+    return sizes.layers * (sizes.count_layer() + norms)
+
+
+def count_last_norm(sizes: DecoderSizes, *, is_adaptive: bool = False) -> int:
+    return _count_adaptive_norm(sizes.width) if is_adaptive else sizes.width
+
+
+def _count_adaptive_norm(width: int) -> int:
+    return 3 * width * width + 3 * width

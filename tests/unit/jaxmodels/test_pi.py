@@ -1,0 +1,230 @@
+"""pi0 and pi0.5: their configs, prompts, weights, memory, and what a chunk depends on."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmodels.checkpoints.tensor_layouts import their_shapes
+from jaxmodels.errors import ConfigError, ObservationError
+from jaxmodels.policies import get_policy_type
+from jaxmodels.policies.pi0 import Pi0Config
+from jaxmodels.policies.pi05 import Pi05Config
+from jaxmodels.types import Language, Observation, Prefix
+from jaxmodels.weights import blueprint
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+KINDS = ("pi0", "pi05")
+NAMES = sorted(path.name for kind in KINDS for path in (GOLDEN / f"lerobot_{kind}").iterdir() if path.is_dir())
+TINY_GEMMA = {"depth": 2, "mlp_dim": 12, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+TINY = {
+    "gemma_2b": {"width": 10, **TINY_GEMMA},
+    "gemma_300m": {"width": 8, **TINY_GEMMA},
+    "vocab_size": 30,
+    "vision": {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    },
+}
+
+
+def read_file(name: str, file: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / f"lerobot_{name.partition('_')[0]}" / name / file).read_text())
+
+
+def read(name: str = "pi0_two_cameras", **changes: Any) -> Pi0Config:
+    values = {**read_file(name, "config.json"), "architecture": read_file(name, "architecture.json"), **changes}
+    return get_policy_type(values["type"]).config(values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_is_written_as_it_was_read(name: str) -> None:
+    config = read(name)
+    assert json.loads(json.dumps(config.to_json())) == read_file(name, "config.json")
+    assert config.dump_architecture() == {"architecture.json": read_file(name, "architecture.json")}
+    assert hash(read(name, rtc_config={"enabled": True, "execution_horizon": 10})) != hash(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"n_obs_steps": 2}, "n_obs_steps is 2; pi0 looks at 1 observation"),
+        ({"n_action_steps": 11}, "n_action_steps is 11, more than chunk_size 10"),
+        ({"paligemma_variant": "gemma_7b"}, "paligemma_variant is 'gemma_7b'; known: gemma_300m, gemma_2b"),
+        ({"dtype": "float16"}, "dtype is 'float16'; known: bfloat16, float32"),
+        ({"image_resolution": [56, 70]}, r"image_resolution is \[56, 70\]; PaliGemma looks at squares"),
+        ({"image_resolution": [13, 13]}, "wanted 14 or more, a patch"),
+        ({"max_state_dim": 5}, "the state has 6 numbers; max_state_dim is 5, to which it is padded"),
+        ({"max_action_dim": 5}, "the action has 6 numbers; max_action_dim is 5"),
+        ({"min_period": 4.0}, "min_period is 4.0; wanted less than max_period 4.0"),
+        ({"use_peft": True}, "merge the adapter"),
+        ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "has no image; pi0 looks at one"),
+        ({"relative_exclude_joints": "gripper"}, "relative_exclude_joints is 'gripper'; wanted a list of strings"),
+        ({"rtc_config": [1]}, r"rtc_config is \[1\]; wanted an object"),
+        ({"sizes": {}}, "unknown fields sizes; they are those of an architecture.json"),
+        ({"of_the_future": 1}, "unknown fields of_the_future; this reads the fields of LeRobot 0.6.1"),
+        ({"lerobot": "0.3"}, "lerobot is '0.3'; known: 0.4, 0.6"),
+        ({"architecture": {"gemma_7b": {}}}, "architecture.json: unknown fields gemma_7b; known: gemma_2b"),
+        ({"architecture": {"vision": 5}}, "architecture.json: vision is 5; wanted an object of sizes"),
+        ({"architecture": {"gemma_2b": {"width": 64}}}, "architecture.json: gemma_2b: lacks depth, head_dim"),
+        ({"architecture": TINY | {"vocab_size": 0}}, "vocab_size is 0; wanted an integer of 1 or more"),
+        ({"architecture": TINY | {"gemma_2b": {"width": 10, **TINY_GEMMA, "head_dim": 5}}}, "wanted an even number"),
+        ({"architecture": TINY | {"gemma_2b": {"width": 10, **TINY_GEMMA, "depth": 3}}}, "depth of gemma_2b is 3 and"),
+        ({"architecture": TINY | {"vision": {"hidden_size": 9}}}, "no multiple of num_attention_heads 16"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        read(**changes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_of_a_file_is_read_or_known_to_be_of_no_use(name: str) -> None:
+    config, stored = read(name), read_file(name, "keys.json")["keys"]
+    kind = get_policy_type(config.type)
+    shapes = {key: shape.shape for key, shape in blueprint(lambda rngs: kind.model(config, rngs=rngs)).shapes.items()}
+    wanted = their_shapes(kind.tensors(shapes), shapes)
+    assert kind.unused is not None
+    assert {**wanted, **kind.unused(config)} == {key: tuple(entry["shape"]) for key, entry in stored.items()}
+    assert not wanted.keys() & kind.unused(config).keys()
+    assert kind.sizes(config).parameters == sum(int(np.prod(shape)) for shape in shapes.values())
+    assert all(same in stored for same in (*kind.tied, *kind.tied.values()))
+
+
+@pytest.mark.parametrize(("kind", "parameters"), [("pi0", 3_238_046_480), ("pi05", 3_353_431_824)])
+def test_policies_of_full_size_have_the_parameters_that_they_are_known_for(kind: str, parameters: int) -> None:
+    values = read_file(f"{kind}_two_cameras", "config.json") | {"image_resolution": [224, 224]}
+    sizes = get_policy_type(kind).sizes(get_policy_type(kind).config(values))
+    assert sizes.parameters == parameters
+    sizes.check()
+
+
+def test_a_prompt_of_pi0_ends_with_a_line() -> None:
+    assert [read().format_prompt(task) for task in ("push", "push\n")] == ["push\n"] * 2
+
+
+@pytest.mark.parametrize(("lerobot", "padding"), [("0.6", ""), ("0.4", " 128" * 26)])
+def test_a_prompt_of_pi05_says_the_normalised_state(lerobot: str, padding: str) -> None:
+    config = read("pi05_two_cameras", lerobot=lerobot)
+    assert isinstance(config, Pi05Config)
+    state = np.array([-1.01, -1, 0, 127 / 128, 5, -0.5], np.float32)
+    assert (
+        config.format_prompt(" push_the\nblock ", state)
+        == f"Task: push the block, State: -1 0 128 255 255 64{padding};\nAction: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "mask"),
+    [
+        ({}, (True,) * 6 + (False,)),
+        ({"relative_exclude_joints": []}, (True,) * 7),
+        ({"relative_exclude_joints": ["J1", "j7", ""]}, (False, *(True,) * 6)),
+        ({"action_feature_names": None}, (True,) * 7),
+        ({"action_feature_names": ["gripper"]}, (False, *(True,) * 6)),
+        ({"use_relative_actions": False}, None),
+    ],
+)
+def test_actions_are_relative_but_for_those_of_excluded_names(changes: dict[str, Any], mask: Any) -> None:
+    assert read("pi05_relative_actions", **changes).relative_action_mask == mask
+
+
+def test_actions_cannot_be_relative_to_a_state_that_is_shorter() -> None:
+    short = read_file("pi05_relative_actions", "config.json")["input_features"]
+    short["observation.state"]["shape"] = [6]
+    with pytest.raises(ConfigError, match="the state has 6 numbers for 7 of an action"):
+        read("pi05_relative_actions", input_features=short)
+
+
+@lru_cache
+def tiny(kind: str) -> Any:
+    """`act` of a policy that compiles quickly."""
+    changes = {
+        "architecture": TINY,
+        "image_resolution": [28, 28],
+        "chunk_size": 4,
+        "n_action_steps": 4,
+        "num_inference_steps": 2,
+        "tokenizer_max_length": 5,
+        "max_action_dim": 8,
+    }
+    config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
+    shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
+    random = np.random.default_rng(0)
+    weights = {
+        name: jnp.asarray(random.normal(size=entry.shape, scale=0.4).astype(np.float32))
+        for name, entry in shapes.items()
+    }
+    return jax.jit(lambda observation: policy.act(config, weights, observation))
+
+
+def observe(**changes: Any) -> Observation:
+    random = np.random.default_rng(3)
+    images = tuple(random.random((2, *size, 3), np.float32) for size in ((20, 28), (28, 28)))
+    state = random.normal(size=(2, 6)).astype(np.float32)
+    language = Language(np.arange(10, dtype=np.int32).reshape(2, 5), np.arange(5) < np.array([[3], [5]]))
+    plan = Prefix(random.normal(size=(2, 4, 6)).astype(np.float32), *np.zeros((2, 2), np.int32))
+    masks = np.ones((2, 2), bool)
+    return Observation(images, state, language=language, prefix=plan, image_masks=masks)._replace(**changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_depends_on_what_is_seen_and_said_and_on_nothing_that_is_masked(kind: str) -> None:
+    act = tiny(kind)
+    seen = observe()
+    chunk = np.asarray(act(seen))
+    assert chunk.shape == (2, 4, 6)
+    assert np.isfinite(chunk).all()
+
+    def differs(**changes: Any) -> list[bool]:
+        return (np.abs(np.asarray(act(seen._replace(**changes))) - chunk).max(axis=(1, 2)) > 1e-5).tolist()
+
+    language = seen.language
+    assert language is not None
+    assert differs(language=language._replace(tokens=language.tokens + np.array([[0, 0, 0, 7, 7]], np.int32))) == [
+        False,
+        True,
+    ]
+    assert differs(language=language._replace(tokens=language.tokens + np.int32(1))) == [True, True]
+    masks = np.array([[True, False], [True, True]])
+    assert differs(image_masks=masks) == [True, False]
+    hidden = (seen.images[0], np.where(masks[:, 1][:, None, None, None], seen.images[1], np.float32(0)))
+    np.testing.assert_array_equal(
+        act(seen._replace(image_masks=masks)), act(seen._replace(image_masks=masks, images=hidden))
+    )
+    assert differs(state=-seen.state) == [kind == "pi0"] * 2  # pi0.5 reads it in its prompt
+    assert differs(images=(1 - seen.images[0], seen.images[1])) == [True, True]
+
+
+def test_a_camera_that_is_absent_is_one_that_is_masked_and_one_must_be_there() -> None:
+    act = tiny("pi0")
+    seen = observe()
+    masked = act(seen._replace(image_masks=np.array([[True, False]] * 2)))
+    absent = act(seen._replace(images=(seen.images[0], None)))
+    np.testing.assert_allclose(absent, masked, atol=2e-5)
+    with pytest.raises(ObservationError, match="all 2 cameras are absent"):
+        act(seen._replace(images=(None, None)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> None:
+    act = tiny(kind)
+    seen = observe()
+    plan = seen.prefix
+    assert plan is not None
+    plain = np.asarray(act(seen))
+    none = np.asarray(act(seen._replace(prefix=None)))
+    np.testing.assert_allclose(plain, none, atol=2e-5)
+    delay, length = np.array([0, 2], np.int32), np.array([0, 4], np.int32)
+    continued = np.asarray(act(seen._replace(prefix=plan._replace(delay=delay, length=length))))
+    np.testing.assert_allclose(continued[0], plain[0], atol=2e-5)
+    np.testing.assert_array_equal(continued[1, :2], plan.actions[1, :2])
+    assert np.abs(continued[1, 2:] - plan.actions[1, 2:]).mean() < np.abs(plain[1, 2:] - plan.actions[1, 2:]).mean()
