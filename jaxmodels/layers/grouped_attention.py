@@ -99,7 +99,33 @@ def attend_grouped(
     return rearrange((mixed / total).astype(query.dtype), "b kv (n g) k -> b n (kv g) k", g=groups)
 
 
-class GroupedQueryAttention(nnx.Module):
+class KeyValueProjection(nnx.Module):
+    """Keys and values of tokens, without biases.
+
+    Args:
+        width: of the tokens.
+        heads: of keys and values.
+    """
+
+    def __init__(self, width: int, heads: int, head_width: int, *, rngs: nnx.Rngs):
+        self.kv_heads = heads
+        self.key = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
+        self.value = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
+
+    def project_keys(self, x: Float[Array, "b m c"], rotation: Rotation) -> KeyValues:
+        """Keys, rotated, and values of tokens."""
+        split = "b m (kv k) -> b m kv k"
+        key = rearrange(self.key(x), split, kv=self.kv_heads)
+        return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
+
+    def project_again(self, cache: KeyValues) -> KeyValues:
+        """Keys of another model's keys and values of its values, all heads of a token together; nothing is rotated."""
+        flat, split = "b m kv k -> b m (kv k)", "b m (kv k) -> b m kv k"
+        key, value = self.key(rearrange(cache.key, flat)), self.value(rearrange(cache.value, flat))
+        return KeyValues(rearrange(key, split, kv=self.kv_heads), rearrange(value, split, kv=self.kv_heads))
+
+
+class GroupedQueryAttention(KeyValueProjection):
     """Grouped-query attention without biases, in parts: a caller decides what is kept and what is seen.
 
     Args:
@@ -119,21 +145,13 @@ class GroupedQueryAttention(nnx.Module):
         context_width: int | None = None,
         rngs: nnx.Rngs,
     ):
-        context = context_width or width
-        self.heads, self.kv_heads = heads, kv_heads
+        super().__init__(context_width or width, kv_heads, head_width, rngs=rngs)
+        self.heads = heads
         self.query = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
-        self.key = nnx.Linear(context, kv_heads * head_width, use_bias=False, rngs=rngs)
-        self.value = nnx.Linear(context, kv_heads * head_width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(heads * head_width, width, use_bias=False, rngs=rngs)
 
     def project_query(self, x: Float[Array, "b n d"], rotation: Rotation) -> Float[Array, "b n h k"]:
         return rotate(rearrange(self.query(x), "b n (h k) -> b n h k", h=self.heads), rotation)
-
-    def project_keys(self, x: Float[Array, "b m c"], rotation: Rotation) -> KeyValues:
-        """Keys, rotated, and values of tokens."""
-        split = "b m (kv k) -> b m kv k"
-        key = rearrange(self.key(x), split, kv=self.kv_heads)
-        return KeyValues(rotate(key, rotation), rearrange(self.value(x), split, kv=self.kv_heads))
 
     def mix(
         self, query: Float[Array, "b n h k"], seen: KeyValues, mask: Bool[Array, "b #n m"] | None = None

@@ -57,7 +57,7 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
 }
 
 # Served from checkpoints of LeRobot, and not trained here yet.
-SERVED_ONLY = frozenset({"diffusion", "pi0", "pi05"})
+SERVED_ONLY = frozenset({"diffusion", "pi0", "pi05", "smolvla"})
 
 
 def trained_types() -> tuple[str, ...]:

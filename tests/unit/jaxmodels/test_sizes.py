@@ -293,9 +293,11 @@ def test_the_largest_policies_there_are_stay_below_every_bound(kind: str) -> Non
         values |= {"horizon": 128, "resize_shape": [480, 640], "num_inference_steps": 100}
     elif kind in BUILT_ON_PALIGEMMA:
         values |= {"chunk_size": 100, "image_resolution": [448, 448], "max_state_dim": 64, "max_action_dim": 64}
+    elif kind == "smolvla":
+        values |= {"chunk_size": 100, "max_state_dim": 64, "max_action_dim": 64, "num_vlm_layers": 32}
     else:
         values |= {"chunk_size": 100, "dim_model": 1024}
-    if kind not in BUILT_ON_PALIGEMMA:
+    if kind not in {*BUILT_ON_PALIGEMMA, "smolvla"}:
         values |= {"vision_backbone": "resnet152", "pretrained_backbone_weights": None}
     seen = [
         {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 1080, 1920]} for i in range(4)}

@@ -1,0 +1,373 @@
+"""SmolVlaConfig: every field of LeRobot's configuration of SmolVLA, and the sizes of the model it is built on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxmodels.errors import ConfigError
+from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.ranges import (
+    CHUNK,
+    LAYERS_WRITTEN_OUT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE_BELOW_ONE,
+    WIDTH,
+    Range,
+    find_number_errors,
+    is_number,
+    shorten_value,
+)
+from jaxmodels.samplers import FlowSchedule
+from jaxmodels.samplers.real_time_chunking import BOUND
+from jaxmodels.samplers.sampling import STEPS
+from jaxmodels.types import STATE, Feature
+from jaxmodels.vlm.decoder import DecoderSizes
+from jaxmodels.vlm.smolvlm import AROUND_IMAGE, BEFORE_IMAGE, SMOLVLM2_500M, VLMS, SmolVlmSizes
+
+MODES = ("cross_attn", "self_attn")
+PADDINGS = ("longest", "max_length")
+TOKENIZER_FILE = "tokenizer.json"
+ALOHA_JOINTS = 14
+_LAYERS = Range(-1, LAYERS_WRITTEN_OUT)
+
+
+class ExpertStep(NamedTuple):
+    """Layer of the action expert, and the layer of the language model whose keys and values it looks at.
+
+    Attributes:
+        vlm_layer: its number.
+        is_cross: whether it looks at those alone; else at the other actions, too.
+        has_context: whether its projections of keys and values are made for those of the language model.
+    """
+
+    vlm_layer: int
+    is_cross: bool
+    has_context: bool
+
+
+@dataclass(frozen=True)
+class SmolVlaConfig(PolicyConfig):
+    """LeRobot's `SmolVLAConfig`, field by field (lerobot/policies/smolvla/configuration_smolvla.py, 0.6.1).
+
+    Differences: features are tuples, because their order is that of the cameras' tokens.
+
+    Attributes:
+        resize_imgs_with_padding: (width, height) that images are resized to; None leaves them as they are.
+        empty_cameras: so many cameras may be missing and still have their special tokens, if there are any.
+        num_vlm_layers: of the language model that are kept; 0 or less for all.
+        num_expert_layers: of the action expert; 0 or less for as many.
+        self_attn_every_n_layers: layers with a multiple of this number look at the other actions; 0 or less for none.
+        vlm: sizes of the vision-language model, which are no field of LeRobot's.
+
+    Raises:
+        ConfigError: a value makes no sense; all errors together.
+    """
+
+    type: ClassVar[str] = "smolvla"
+    temporal_ensemble_coeff: ClassVar[None] = None
+    text_encoder: ClassVar[None] = None
+    # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
+    noise_seed: ClassVar[int] = 0
+    processor_steps: ClassVar[frozenset[str]] = frozenset({"tokenizer_processor", "smolvla_new_line_processor"})
+    resizes_frames: ClassVar[bool] = True
+    allows_absent_cameras: ClassVar[bool] = True
+    # Fields, or how their names begin, that neither a program nor its weights depend on. Padding of the prefix
+    # (`prefix_length`, `pad_language_to`) is seen by nobody.
+    indifferent: ClassVar[tuple[str, ...]] = (
+        *LEROBOT_INDIFFERENT,
+        "pretrained_",
+        "normalization_mapping",
+        "tokenizer_max_length",
+        "freeze_vision_encoder",
+        "train_",
+        "optimizer_",
+        "scheduler_",
+        "vlm_model_name",
+        "load_vlm_weights",
+        "prefix_length",
+        "pad_language_to",
+        "compile_",
+    )
+
+    n_obs_steps: Annotated[int, Range(1, 64)] = 1
+    input_features: tuple[Feature, ...] = ()
+    output_features: tuple[Feature, ...] = ()
+    device: str | None = None
+    use_amp: bool = False
+    use_peft: bool = False
+    push_to_hub: bool = True
+    repo_id: str | None = None
+    private: bool | None = None
+    tags: tuple[str, ...] | None = None
+    license: str | None = None
+    pretrained_path: str | None = None
+    pretrained_revision: str | None = None
+    chunk_size: Annotated[int, Range(1, CHUNK)] = 50
+    n_action_steps: Annotated[int, Range(1, CHUNK)] = 50
+    normalization_mapping: tuple[tuple[str, str], ...] = (
+        ("VISUAL", "IDENTITY"),
+        ("STATE", "MEAN_STD"),
+        ("ACTION", "MEAN_STD"),
+    )
+    max_state_dim: Annotated[int, Range(1, WIDTH)] = 32
+    max_action_dim: Annotated[int, Range(1, WIDTH)] = 32
+    resize_imgs_with_padding: Annotated[tuple[int, int] | None, Range(1, 8192)] = (512, 512)
+    empty_cameras: Annotated[int, Range(0, 64)] = 0
+    adapt_to_pi_aloha: bool = False
+    use_delta_joint_actions_aloha: bool = False
+    tokenizer_max_length: Annotated[int, Range(1, 4096)] = 48
+    num_steps: Annotated[int, STEPS] = 10
+    use_cache: bool = True
+    freeze_vision_encoder: bool = True
+    train_expert_only: bool = True
+    train_state_proj: bool = True
+    optimizer_lr: Annotated[float, NOT_NEGATIVE] = 1e-4
+    optimizer_betas: Annotated[tuple[float, float], SHARE_BELOW_ONE] = (0.9, 0.95)
+    optimizer_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
+    optimizer_weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-10
+    optimizer_grad_clip_norm: Annotated[float, NOT_NEGATIVE] = 10.0
+    scheduler_warmup_steps: Annotated[int, Range(0, 10**9)] = 1000
+    scheduler_decay_steps: Annotated[int, Range(0, 10**9)] = 30_000
+    scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
+    vlm_model_name: str = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+    load_vlm_weights: bool = False
+    add_image_special_tokens: bool = False
+    attention_mode: str = "cross_attn"
+    prefix_length: Annotated[int, Range(-1, 1 << 20)] = -1
+    pad_language_to: str = "longest"
+    num_expert_layers: Annotated[int, _LAYERS] = -1
+    num_vlm_layers: Annotated[int, _LAYERS] = 16
+    self_attn_every_n_layers: Annotated[int, _LAYERS] = 2
+    expert_width_multiplier: Annotated[float, Range(0, 16, above=True)] = 0.75
+    min_period: Annotated[float, POSITIVE] = 4e-3
+    max_period: Annotated[float, POSITIVE] = 4.0
+    rtc_config: tuple[tuple[str, Any], ...] | None = None
+    compile_model: bool = False
+    compile_mode: str = "max-autotune"
+    vlm: SmolVlmSizes = SMOLVLM2_500M
+
+    def __post_init__(self) -> None:
+        wrong = find_number_errors(self, integers=True) or [
+            *find_number_errors(self, integers=False),
+            *self._wrong_values(),
+            *self.wrong_features(),
+        ]
+        # What follows is computed of values that make sense.
+        wrong = wrong or [*self._wrong_layers(), *self._wrong_images()]
+        if wrong:
+            raise ConfigError("smolvla config: " + "; ".join(wrong))
+
+    def _wrong_values(self) -> list[str]:
+        wrong = [
+            f"{name} is {shorten_value(getattr(self, name))}; known: {', '.join(known)}"
+            for name, known in (("attention_mode", MODES), ("pad_language_to", PADDINGS))
+            if getattr(self, name) not in known
+        ]
+        if self.n_obs_steps != 1:
+            wrong.append(f"n_obs_steps is {self.n_obs_steps}; SmolVLA looks at 1 observation")
+        if self.n_action_steps > self.chunk_size:
+            wrong.append(f"n_action_steps is {self.n_action_steps}; wanted {self.chunk_size} at most, chunk_size")
+        if self.min_period >= self.max_period:
+            wrong.append(f"min_period is {self.min_period}; wanted less than max_period {self.max_period}")
+        if self.use_delta_joint_actions_aloha:
+            wrong.append("use_delta_joint_actions_aloha is true, which LeRobot does not support either")
+        if not self.use_cache:
+            wrong.append("use_cache is false, with which LeRobot predicts nothing; wanted true")
+        if self.use_peft:
+            wrong.append("use_peft is true; merge the adapter into the weights first")
+        if self.add_image_special_tokens and None in (self.vlm.around_image, self.vlm.before_image):
+            wrong.append(
+                f"add_image_special_tokens is true, and nobody says which tokens {AROUND_IMAGE} and {BEFORE_IMAGE} "
+                f"are; copy the model's {TOKENIZER_FILE} to {self.vlm_model_name}/{TOKENIZER_FILE} in the folder"
+            )
+        return wrong
+
+    def _wrong_layers(self) -> list[str]:
+        wrong, layers, count = [], self.vlm_layers, self.expert_layers
+        if layers % count:
+            return [
+                f"num_expert_layers is {count}; wanted a divisor of {layers}, the layers of the language model, or -1"
+            ]
+        if self.expert.width < 2 or self.expert.width % 2:
+            wrong.append(
+                f"expert_width_multiplier {self.expert_width_multiplier} makes the action expert {self.expert.width} "
+                "wide; wanted an even number, sines and cosines of the time"
+            )
+        every = self._self_attn_every
+        alone = [i for i in range(layers) if every and i % every == 0 and i % (layers // count)]
+        if alone:
+            wrong.append(
+                f"layers {alone} of the language model are to attend together with the action expert, which has none "
+                f"for them: num_expert_layers {count}, self_attn_every_n_layers {self.self_attn_every_n_layers}, "
+                f"attention_mode {self.attention_mode!r}"
+            )
+        keys = self.vlm.text.kv_heads * self.vlm.text.head_width
+        if keys != self.expert.width and any(step.has_context and not step.is_cross for step in self.expert_steps):
+            wrong.append(
+                f"num_expert_layers {count} and self_attn_every_n_layers {self.self_attn_every_n_layers} give layers "
+                "that look at other actions keys made for the language model's; LeRobot cannot run them either"
+            )
+        return wrong
+
+    def _wrong_images(self) -> list[str]:
+        sizes = set(self.frames)
+        if self.resize_imgs_with_padding is not None:
+            sizes = {self.resize_imgs_with_padding[::-1]}
+        return [
+            f"images of {height}x{width} are {' x '.join(map(str, self.vlm.vision.grid(height, width)))} patches, of "
+            f"which no square of a multiple of {self.vlm.scale_factor} can be made"
+            for height, width in sorted(sizes)
+            if self.vlm.count_image_tokens(height, width) is None
+        ]
+
+    def wrong_features(self) -> list[str]:
+        wrong = super().wrong_features()
+        states = [feature.name for feature in self.input_features if feature.type == "STATE"]
+        if states != [STATE]:
+            wrong.append(f"features of type STATE are {states}; wanted one, {STATE!r}")
+        if not self.cameras:
+            wrong.append("input_features has no image; SmolVLA looks at one or more")
+        if wrong:
+            return wrong
+        aloha = ALOHA_JOINTS if self.adapt_to_pi_aloha else 0
+        for what, count, name in (
+            ("state", self.state.shape[0], "max_state_dim"),
+            ("action", self.action.shape[0], "max_action_dim"),
+        ):
+            if count > getattr(self, name):
+                wrong.append(f"the {what} has {count} numbers; {name} is {getattr(self, name)}, to which it is padded")
+            if count < aloha:
+                wrong.append(f"adapt_to_pi_aloha is true, and the {what} has {count} numbers; wanted {aloha} or more")
+        return wrong
+
+    @property
+    def state(self) -> Feature:
+        return next(feature for feature in self.input_features if feature.type == "STATE")
+
+    @property
+    def environment_state(self) -> None:
+        """SmolVLA never looks at one, like LeRobot's."""
+        return None
+
+    @property
+    def vlm_layers(self) -> int:
+        """Layers of the language model that LeRobot keeps."""
+        every = self.vlm.text.layers
+        return min(self.num_vlm_layers, every) if self.num_vlm_layers > 0 else every
+
+    @property
+    def expert_layers(self) -> int:
+        return self.num_expert_layers if self.num_expert_layers > 0 else self.vlm_layers
+
+    @property
+    def expert(self) -> DecoderSizes:
+        """Sizes of the action expert, whose heads are those of the language model."""
+        text = self.vlm.text
+        width = int(text.width * self.expert_width_multiplier)
+        hidden = 256 * -(-4 * int(2 * width / 3) // 256)
+        return replace(text, width=width, hidden=hidden, layers=self.expert_layers)
+
+    @property
+    def _self_attn_every(self) -> int:
+        """Every how many layers of the language model the expert's look at the other actions; 0 for never."""
+        return 1 if self.attention_mode == "self_attn" else max(self.self_attn_every_n_layers, 0)
+
+    @property
+    def expert_steps(self) -> tuple[ExpertStep, ...]:
+        """What each layer of the action expert looks at."""
+        apart, every = self.vlm_layers // self.expert_layers, self._self_attn_every
+        return tuple(
+            ExpertStep(
+                vlm_layer=i * apart,
+                is_cross=not every or i * apart % every != 0,
+                # LeRobot shapes the projections by the expert's own count of layers.
+                has_context=not every or i % every != 0,
+            )
+            for i in range(self.expert_layers)
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        return self.vlm.vocabulary
+
+    @property
+    def prompt_length(self) -> int:
+        return self.tokenizer_max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.vlm_model_name
+
+    def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
+        """The text that is tokenized: the task on a line of its own."""
+        del state
+        return task if task.endswith("\n") else f"{task}\n"
+
+    @property
+    def noise(self) -> tuple[int, int]:
+        """Shape of one member's first sample: its actions are padded."""
+        return (self.chunk_size, self.max_action_dim)
+
+    @property
+    def schedule(self) -> FlowSchedule:
+        return FlowSchedule(spacing="uniform")
+
+    @property
+    def prefix_bound(self) -> float:
+        """The most that a plan may pull, see `jaxmodels.samplers.continuing`."""
+        return dict(self.rtc_config or ()).get("max_guidance_weight") or BOUND
+
+    def architecture(self) -> "SmolVlaConfig":
+        """The config with every indifferent field at its default: equal ones share programs."""
+        defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
+        return replace(self, **defaults)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "SmolVlaConfig":
+        """Reads a ``config.json`` that was parsed already.
+
+        Args:
+            values: its fields; besides, ``vlm``: the parsed ``config.json`` of the vision-language model, and
+                ``vlm_tokens``: numbers of its special tokens by name. Without them it is one that is known by name.
+
+        Raises:
+            ConfigError: unknown fields, values that make no sense, or a model that is not known.
+        """
+        what = "smolvla config"
+        read = dict(values)
+        file, tokens = read.pop("vlm", None), read.pop("vlm_tokens", None)
+        name = read.get("vlm_model_name", cls.vlm_model_name)
+        if file is not None:
+            read["vlm"] = SmolVlmSizes.from_json(file, tokens)
+        elif name in VLMS:
+            read["vlm"] = VLMS[name]
+        else:
+            raise ConfigError(
+                f"{what}: vlm_model_name is {shorten_value(name)}, whose sizes are not known; known: "
+                f"{', '.join(VLMS)}. Copy the model's config.json to {str(name)[:90]}/config.json in the folder"
+            )
+        rtc = read.get("rtc_config")
+        if rtc is not None:
+            if not isinstance(rtc, Mapping) or any(isinstance(part, list | dict) for part in rtc.values()):
+                raise ConfigError(f"{what}: rtc_config is {shorten_value(rtc)}; wanted an object of numbers and texts")
+            weight = rtc.get("max_guidance_weight")
+            if weight is not None and not is_number(weight, POSITIVE):
+                raise ConfigError(f"{what}: max_guidance_weight is {shorten_value(weight)}; wanted a number above 0")
+            read["rtc_config"] = tuple(rtc.items())
+        return cls(**read_fields(cls, read, what, "this reads the fields of LeRobot 0.6.1"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as LeRobot writes them, ``type`` first."""
+        values = dump_fields(self)
+        del values["vlm"]
+        if self.rtc_config is not None:
+            values["rtc_config"] = dict(self.rtc_config)
+        return values
+
+    def dump_architecture(self) -> dict[str, Any]:
+        """The vision-language model's ``config.json``, by its name in the policy's folder."""
+        file = self.vlm.to_json()
+        return {f"{self.vlm_model_name}/config.json": file} if file else {}

@@ -1,0 +1,92 @@
+"""SmolVLA for serving: what is seen and said once per chunk, then a velocity for each step of the flow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+from jaxtyping import Array, Float
+
+from jaxmodels.policies.smolvla.config import SmolVlaConfig
+from jaxmodels.policies.smolvla.model import Encoded, SmolVlaModel
+from jaxmodels.samplers import begin_with, continuing, flow_euler
+from jaxmodels.types import Observation
+from jaxmodels.weights import blueprint
+
+
+def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
+    """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
+    model = blueprint(lambda rngs: SmolVlaModel(config, rngs=rngs)).assemble(weights)
+    encoded = encode(model, observation)
+    schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
+    key, noise = jax.random.key(config.noise_seed), observation.noise
+    shape = (encoded.is_valid.shape[0], *config.noise)
+    if noise is None:
+        noise = jnp.broadcast_to(jax.random.normal(key, config.noise, jnp.float32), shape)
+    predict, plan = Partial(denoise, model, encoded), observation.prefix
+    if plan is not None:
+        actions = plan.actions
+        inside = plan._replace(actions=write_aloha_actions(actions) if config.adapt_to_pi_aloha else actions)
+        predict = continuing(predict, inside, schedule, bound=config.prefix_bound)
+    extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
+    chunk = flow_euler(predict, shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
+    if config.adapt_to_pi_aloha:
+        chunk = read_aloha_actions(chunk)
+    return chunk if plan is None else begin_with(plan, chunk)
+
+
+def encode(model: SmolVlaModel, observation: Observation) -> Encoded:
+    """What the action expert looks at: once per chunk."""
+    if model.config.adapt_to_pi_aloha:
+        observation = observation._replace(state=read_aloha_state(observation.state))
+    return model.encode(observation)
+
+
+def denoise(
+    model: SmolVlaModel, encoded: Encoded, x: Float[Array, "b t a"], t: Any, step: Float[Array, " d"]
+) -> Float[Array, "b t a"]:
+    """The velocity of a noisy chunk at one step."""
+    del t  # is in step
+    return model.denoise(encoded, x, step)
+
+
+# ALOHA's joints, as LeRobot's policy sees them (`adapt_to_pi_aloha`): some are turned round, and grippers are angles
+# instead of how far they are open. Constants: lerobot/policies/smolvla/modeling_smolvla.py.
+FLIPPED, GRIPPERS = (1, 2, 8, 9), (6, 13)
+_OPENING = (0.01844, 0.058)
+_ANGLE = (0.4, 1.5)
+_JOINT = (-0.6213, 1.4910)
+_ARM, _HORN = 0.036, 0.022  # of the gripper's linkage
+
+
+def _flip(width: int) -> Float[np.ndarray, " {width}"]:
+    return np.where(np.isin(np.arange(width), FLIPPED), np.float32(-1), np.float32(1))
+
+
+def _is_gripper(width: int) -> np.ndarray:
+    return np.isin(np.arange(width), GRIPPERS)
+
+
+def read_aloha_state(state: Float[Array, "b s"]) -> Float[Array, "b s"]:
+    """A state as the network wants it."""
+    flipped = state * _flip(state.shape[-1])
+    opening = flipped * (_OPENING[1] - _OPENING[0]) + _OPENING[0]
+    opening = jnp.where(_is_gripper(state.shape[-1]), opening, _OPENING[1])  # of the others there is no angle
+    angle = jnp.arcsin(jnp.clip((_HORN**2 + opening**2 - _ARM**2) / (2 * _HORN * opening), -1, 1))
+    return jnp.where(_is_gripper(state.shape[-1]), (angle - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0]), flipped)
+
+
+def read_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
+    """Actions of the network as ALOHA's."""
+    flipped = actions * _flip(actions.shape[-1])
+    angle = flipped * (_ANGLE[1] - _ANGLE[0]) + _ANGLE[0]
+    return jnp.where(_is_gripper(actions.shape[-1]), (angle - _JOINT[0]) / (_JOINT[1] - _JOINT[0]), flipped)
+
+
+def write_aloha_actions(actions: Float[Array, "b t a"]) -> Float[Array, "b t a"]:
+    """Actions of ALOHA as the network's: the way back."""
+    joint = actions * (_JOINT[1] - _JOINT[0]) + _JOINT[0]
+    angle = (joint - _ANGLE[0]) / (_ANGLE[1] - _ANGLE[0])
+    return jnp.where(_is_gripper(actions.shape[-1]), angle, actions) * _flip(actions.shape[-1])
