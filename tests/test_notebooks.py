@@ -33,7 +33,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NUMBERED = [path for path in NOTEBOOKS if path.stem[:2].isdigit()]
 # They train, and compile what a user's second run reads from the disk; a busy machine takes its time.
 PATIENCE = 600
-SHORTER = 20  # nothing in a notebook depends on how well it has learned
+SHORTER = 20  # nothing in a notebook depends on how well it has learned, or how often it measures
 # Whether a machine can draw is known by trying, in a process of its own: OpenGL may end it.
 DRAWING = "import robojax.sim, mujoco; mujoco.GLContext(8, 8)"
 
@@ -55,10 +55,10 @@ def text(path: Path) -> str:
 
 
 def shortened(source: str) -> str:
-    """A cell whose trainings go a twentieth of their way, and save and stop as early."""
-    counts = r"\b(steps=|log_freq=|save_freq=|progress\.step == )(\d+)"
-    if "TrainingConfig(" not in source:
-        return source
+    """A cell whose trainings go a twentieth of their way, and save and stop as early; calls are timed as few times."""
+    counts = r"\b(runs=|for _ in range\()(\d+)"
+    if "TrainingConfig(" in source:
+        counts = r"\b(runs=|steps=|log_freq=|save_freq=|progress\.step == )(\d+)"
     return re.sub(counts, lambda found: f"{found[1]}{max(1, int(found[2]) // SHORTER)}", source)
 
 

@@ -83,10 +83,14 @@ class Writer:
             raise OSError(f"checkpoint{name} cannot be written ({reason})") from error
 
 
-def restore(folder: Path, target: Tree) -> Tree:
+def restore(folder: Path, target: Tree, *, is_nested: bool = False) -> Tree:
     """Read the arrays of an Orbax checkpoint that `target` names, a tree of `jax.ShapeDtypeStruct` or arrays.
 
     An array goes where its structure's ``sharding`` says, or onto the default device.
+
+    Args:
+        is_nested: the checkpoint is another program's, who left its tree of dictionaries to Orbax; names of `target`
+            are the paths in it, joined by ``/``.
 
     Raises:
         CheckpointError: no such checkpoint, unreadable files, or (`WeightsMismatch`, all listed) other names, shapes
@@ -103,7 +107,8 @@ def restore(folder: Path, target: Tree) -> Tree:
     try:
         with _checkpointer() as checkpointer:
             _check(folder, checkpointer, abstract)
-            restored = checkpointer.restore(folder.resolve(), abstract)
+            wanted = _nest(abstract) if is_nested else abstract
+            restored = _flatten(checkpointer.restore(folder.resolve(), wanted))
         if check_tree(folder) != before:
             raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     except CheckpointError:
@@ -117,6 +122,15 @@ def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
     """Dtypes of an Orbax checkpoint's arrays by name, as its files state them.
 
     Raises:
+        CheckpointError: as of `float_shapes`.
+    """
+    return {name: np.dtype(shape.dtype) for name, shape in float_shapes(folder).items()}
+
+
+def float_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of an Orbax checkpoint's arrays by name, as its files state them; whether true or not.
+
+    Raises:
         CheckpointError: no such checkpoint, unreadable files, or arrays that are no floats (all listed).
     """
     if not folder.is_dir():
@@ -124,12 +138,16 @@ def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:
     check_tree(folder)
     try:
         with _checkpointer() as checkpointer:
-            dtypes = {name: np.dtype(entry.dtype) for name, entry in _metadata(folder, checkpointer).items()}
+            shapes = {
+                name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
+                for name, entry in _metadata(folder, checkpointer).items()
+            }
     except UNREADABLE as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
-    if others := [f"{name} ({dtype})" for name, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.floating)]:
+    others = [f"{name} ({x.dtype})" for name, x in shapes.items() if not jnp.issubdtype(x.dtype, jnp.floating)]
+    if others:
         raise CheckpointError(f"{folder.name}: arrays that are no floats: {', '.join(others)}")
-    return dtypes
+    return shapes
 
 
 def _checkpointer() -> "StandardCheckpointer":
@@ -146,7 +164,7 @@ def _get_sharding(leaf: Any) -> Any:
 def _metadata(folder: Path, checkpointer: "StandardCheckpointer") -> dict[str, Any]:
     metadata = checkpointer.metadata(folder.resolve())
     tree: Any = getattr(metadata, "item_metadata", metadata)
-    return dict(getattr(tree, "tree", tree))
+    return _flatten(dict(getattr(tree, "tree", tree)))
 
 
 def _check(folder: Path, checkpointer: "StandardCheckpointer", target: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -170,3 +188,15 @@ def _flatten(tree: Any) -> dict[str, Any]:
     # One level of names keeps the structure out of Orbax's hands, which turns tuples and classes into dictionaries.
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """A tree of dictionaries out of its leaves by path."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *above, last = path.split("/")
+        branch = tree
+        for name in above:
+            branch = branch.setdefault(name, {})
+        branch[last] = leaf
+    return tree

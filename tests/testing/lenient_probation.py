@@ -8,5 +8,5 @@ from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
 
 if __name__ == "__main__":
-    webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9, starvations=1_000_000, standing=1e9)  # type: ignore[misc]
+    webhooks.ProbationSettings = partial(ProbationSettings, missed=1e9, starvations=1_000_000, max_still=1e9)  # type: ignore[misc]
     main()

@@ -163,10 +163,13 @@ async def test_whoever_gives_up_waiting_for_a_compile_finds_it_under_way_when_as
     async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         before, sizes = len(policy.compiled), {"front": (480, 640)}
         policy.gate = threading.Event()
+        policy.begun.clear()
         for _ in range(3):
+            asking = asyncio.create_task(engine.compile(served, sizes))
+            await until(policy.begun.is_set)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
-                    await engine.compile(served, sizes)
+                    await asking
             assert engine.building.locked(), "nothing else is loaded meanwhile"
         policy.gate.set()
         await engine.compile(served, sizes)
@@ -177,9 +180,12 @@ async def test_a_compile_that_fails_when_nobody_waits_any_more_is_tried_anew(eng
     policy = Compiling()
     async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore) as served:
         policy.gate, policy.compile_failure = threading.Event(), RuntimeError("no")
+        policy.begun.clear()
+        asking = asyncio.create_task(engine.compile(served, {"front": (4, 4)}))
+        await until(policy.begun.is_set)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await engine.compile(served, {"front": (4, 4)})
+                await asking
         policy.gate.set()
         async with engine.building:  # it is over
             pass
