@@ -1,0 +1,176 @@
+"""Policies built on a language model (SmolVLA, pi0, pi0.5), by golden checkpoints: folders, prompts and cameras."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxmodels
+from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+
+SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
+PREPROCESSOR = "policy_preprocessor.json"
+TOKENIZE, NEW_LINE = "tokenizer_processor", "smolvla_new_line_processor"
+STATE = "pi05_prepare_state_tokenizer_processor_step"
+TOKENIZERS = {SMOLVLA: "vlm/tokenizer.json", PI05: "google/paligemma-3b-pt-224/tokenizer.json"}
+
+
+@pytest.fixture(scope="module")
+def policies(golden_folder) -> Callable[[str], jaxmodels.Policy]:
+    """Policies that are loaded once."""
+    loaded: dict[str, jaxmodels.Policy] = {}
+    return lambda name: loaded.setdefault(name, jaxmodels.load_policy(golden_folder(name)))
+
+
+@pytest.fixture
+def folder(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies of golden policies that a test may change."""
+    return lambda name: Path(shutil.copytree(golden_folder(name), tmp_path / name))
+
+
+def recorded(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
+    """Observation and noise of a golden checkpoint."""
+    with np.load(folder / "io.npz") as io:
+        seen: dict[str, Any] = {
+            name.removeprefix("in.0."): io[name] for name in io.files if name.startswith("in.0.observation")
+        }
+        return seen | {"task": io["in.0.task"].tolist()}, io["in.0.noise"]
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def step(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return next(entry for entry in values["steps"] if entry["registry_name"] == name)
+
+
+@pytest.mark.parametrize("name", [SMOLVLA, PI05])
+def test_a_tokenizer_is_read_from_the_folder_or_the_cache_and_never_fetched(
+    name: str, folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    policy = folder(name)
+    content = (policy / TOKENIZERS[name]).read_bytes()
+    (policy / TOKENIZERS[name]).unlink()
+    model = TOKENIZERS[name].removesuffix("/tokenizer.json")
+    with pytest.raises(CheckpointError, match=f"no tokenizer.json of '{model}'.*hf download {model}"):
+        jaxmodels.load_policy(policy)
+    (policy / "tokenizer.json").write_bytes(content)
+    jaxmodels.load_policy(policy)
+    (policy / "tokenizer.json").unlink()
+    if "/" in model:
+        cached = tmp_path / "cache" / f"models--{model.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0" * 40)
+        (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        (cached / "snapshots" / ("0" * 40) / "tokenizer.json").write_bytes(content)
+        jaxmodels.load_policy(policy)
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_of_another_model(folder) -> None:
+    policy = folder(SMOLVLA)
+    edit(policy / "vlm" / "tokenizer.json", lambda values: values["model"]["vocab"].update(strange=999))
+    with pytest.raises(CheckpointError, match=r"a vocabulary of 352; they are not of one model"):
+        jaxmodels.load_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(max_length=12), "max_length 12"),
+        (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(padding_side="left"), "padding_side 'left'"),
+        (SMOLVLA, lambda v: step(v, TOKENIZE)["config"].update(tokenizer_name="../x"), "tokenizer_name"),
+        (SMOLVLA, lambda v: step(v, NEW_LINE).update(registry_name="pi0_new_line_processor"), "none of a"),
+        (SMOLVLA, lambda v: step(v, NEW_LINE).update(registry_name="x"), "'x' .* is not known"),
+        (PI05, lambda v: v["steps"].insert(1, v["steps"].pop(v["steps"].index(step(v, STATE)))), "comes before"),
+        (RELATIVE, lambda v: step(v, "relative_actions_processor")["config"].update(enabled=False), "both or none"),
+        (RELATIVE, lambda v: step(v, "relative_actions_processor")["config"].update(exclude_joints=[]), "do not agree"),
+    ],
+    ids=["length", "side", "name", "other type", "unknown", "order", "half relative", "other relative"],
+)  # fmt: skip
+def test_steps_that_mean_something_else_are_refused(name: str, change, text: str, folder) -> None:
+    policy = folder(name)
+    edit(policy / PREPROCESSOR, change)
+    with pytest.raises(CheckpointError, match=text):
+        jaxmodels.load_policy(policy)
+
+
+def test_a_policy_of_a_language_model_says_what_it_needs(policies) -> None:
+    requirements = policies(SMOLVLA).requirements
+    assert requirements.language
+    assert requirements.cameras == {"front": (48, 72), "wrist": (60, 44)}
+    # A camera that no robot has is none that a robot must have.
+    assert policies(RELATIVE).requirements.cameras == {"top": (40, 64)}
+
+
+def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, golden_folder) -> None:
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    with np.load(golden_folder(SMOLVLA) / "io.npz") as io:
+        whole = io["out.0.chunk"]
+    masked = policy.act(seen | {"observation.images.wrist_padding_mask": np.array([False, True])}, noise=noise)
+    assert np.abs(masked[1] - whole[1]).max() < 1e-4 * np.abs(whole).max()
+    assert np.abs(masked[0] - whole[0]).max() > 1e-3 * np.abs(whole).max()
+    left_out = {name: value for name, value in seen.items() if not name.endswith("wrist")}
+    wrong = left_out | {"observation.images.wirst": seen["observation.images.wrist"]}
+    with pytest.raises(ObservationError, match=r"images\.wirst is no camera .*images\.wrist missing"):
+        policy.act(wrong, noise=noise)
+    with pytest.raises(ObservationError, match="no image at all"):
+        policy.act({name: value for name, value in seen.items() if "images" not in name}, noise=noise)
+    with pytest.raises(ObservationError, match=r"padding_mask is float64\[2\]; wanted bool\[2\]"):
+        policy.act(seen | {"observation.images.wrist_padding_mask": np.ones(2)}, noise=noise)
+
+
+def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> None:
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    both = policy.act(seen, noise=noise)
+    compiled = len(policy._programs._compiled)
+    other = policy.act(seen | {"task": ["open the drawer", "grasp the lid"]}, noise=noise)
+    assert len(policy._programs._compiled) == compiled
+    assert np.abs(other - both).max() > 1e-3
+
+
+def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pytest.LogCaptureFixture) -> None:
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    words = " ".join(["cube"] * 60)
+    policy.act(seen | {"task": [words, f"{words} and what is behind is not read"]}, noise=noise)
+    assert "the policy reads 48; its end is cut off" in caplog.text
+    with pytest.raises(ObservationError, match="blank"):
+        policy.act(seen | {"task": ["push", "  "]}, noise=noise)
+
+
+@pytest.mark.parametrize("name", [SMOLVLA, PI05, RELATIVE])
+def test_a_saved_policy_is_the_same_policy(name: str, policies, golden_folder, tmp_path: Path) -> None:
+    policy, (seen, noise) = policies(name), recorded(golden_folder(name))
+    policy.save(tmp_path / "saved")
+    again = jaxmodels.load_policy(tmp_path / "saved", like=policy)
+    assert again._programs is policy._programs
+    assert np.array_equal(again.act(seen, noise=noise), policy.act(seen, noise=noise))
+
+
+def test_which_lerobot_is_meant_is_said_in_the_sidecar(folder, golden_folder) -> None:
+    policy, (seen, _) = folder(PI05), recorded(golden_folder(PI05))
+    now = jaxmodels.load_policy(policy)._prompts
+    (policy / "robojax.json").write_text('{"lerobot": "0.4"}')
+    before = jaxmodels.load_policy(policy)._prompts
+    assert now is not None
+    assert before is not None
+    # It pads the state in the prompt, so that the policy is told something else.
+    texts, state = seen["task"], seen["observation.state"]
+    assert not np.array_equal(now(texts, state).tokens, before(texts, state).tokens)
+    (policy / "robojax.json").write_text('{"lerobot": "1.0"}')
+    with pytest.raises(ConfigError, match=r"lerobot is '1.0'; wanted one of 0.4, 0.6"):
+        jaxmodels.load_policy(policy)
+
+
+def test_a_model_that_nobody_knows_the_sizes_of_is_refused(folder) -> None:
+    policy = folder(SMOLVLA)
+    edit(policy / "config.json", lambda values: values.update(vlm_model_name="somebody/model"))
+    with pytest.raises(ConfigError, match=r"somebody/model.*whose sizes are not known"):
+        jaxmodels.load_policy(policy)
