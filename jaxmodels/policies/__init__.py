@@ -29,6 +29,7 @@ class PolicyType:
             `Language` that `act` finds in its observation; None for a kind of policy that reads no language. Whether a
             policy of the kind does says the `text_encoder` of its config, which every config has, or None.
         unused: tensors that files may have and that acting does not need, and their shapes, from a config.
+        rename: the table's name of a tensor of a file, where files may have others.
         tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
         small: fields of the config that make a policy which a CPU trains in minutes, and their values.
     """
@@ -43,6 +44,7 @@ class PolicyType:
     takes_prefix: bool = False
     read: Callable[..., Language] | None = None
     unused: Callable[[Any], Mapping[str, tuple[int, ...]]] | None = None
+    rename: Callable[[str], str] = str
     tied: Mapping[str, str] = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)
 

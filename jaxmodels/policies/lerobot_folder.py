@@ -21,7 +21,7 @@ from jaxmodels.checkpoints import orbax
 from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json, write_json, write_safetensors
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Source
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
-from jaxmodels.errors import CheckpointError, ConfigError
+from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import Sizes
 from jaxmodels.normalization import Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
@@ -282,10 +282,15 @@ def _find_tensors(path: Source, kind: PolicyType, config: Any) -> tuple[dict[str
     """The tensors of a file that a policy acts with, and the statistics that older policies keep among them.
 
     Raises:
-        WeightsMismatch: a tensor that acting does not need is not the one of the config either.
+        WeightsMismatch: a tensor that acting does not need is not the one of the config either, or one is there twice.
     """
     tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
     buffers = {name: tensors.pop(name) for name in list(tensors) if lerobot_processors.is_buffer(name)}
+    renamed = {kind.rename(name): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        twice = sorted(name for name in tensors if kind.rename(name) != name and kind.rename(name) in tensors)
+        raise WeightsMismatch(f"{path.name}: {', '.join(twice)[:400]} is there under two names; keep one of them")
+    tensors = renamed
     for name, same in kind.tied.items():
         if name not in tensors and same in tensors:
             tensors[name] = tensors[same]

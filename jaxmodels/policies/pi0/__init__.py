@@ -18,6 +18,7 @@ POLICY = PolicyType(
     sizes=memory.compute_sizes,
     takes_prefix=True,
     unused=weights.find_unused,
+    rename=weights.rename,
     tied=weights.TIED,
 )
 

@@ -56,6 +56,15 @@ class StepInputs(NamedTuple):
     modulations: ExpertModulations | None
 
 
+def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
+    """Pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
+    frames = frames.astype(jnp.float32)
+    if frames.shape[1:3] != config.image_resolution:
+        padded = resize_with_padding(frames, config.image_resolution, place="center", value=config.image_padding)
+        frames = jnp.clip(padded, min(config.image_padding, 0.0), 1.0)
+    return 2 * frames - 1
+
+
 class PiModel(nnx.Module):
     """What pi0 and pi0.5 share: images and words become keys and values once per chunk."""
 
@@ -80,8 +89,8 @@ class PiModel(nnx.Module):
             raise ObservationError(f"all {len(images)} cameras are absent; wanted one or more")
         language = observation.language
         assert language is not None
-        batch, size = language.tokens.shape[0], self.config.image_resolution
-        resized = [self._resize(images[camera], size) for camera in present]
+        batch = language.tokens.shape[0]
+        resized = [fit_into_square(self.config, images[camera]) for camera in present]
         seen = self.paligemma.embed_images(jnp.concatenate(resized))
         words = self.paligemma.embed_words(language.tokens)
         tokens = jnp.concatenate([*jnp.split(seen, len(present)), words.astype(seen.dtype)], axis=1)
@@ -89,16 +98,6 @@ class PiModel(nnx.Module):
         is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
         is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
         return self.paligemma.compute_cache(tokens, is_valid)
-
-    def _resize(self, frames: Float[Array, "b h w 3"], size: tuple[int, int]) -> Float[Array, "b h2 w2 3"]:
-        """Pixels of [0, 1] to squares of [-1, 1]."""
-        frames = frames.astype(jnp.float32)
-        if frames.shape[1:3] != size:
-            # Padding is no pixel: in LeRobot 0.4 it is darker than black.
-            inside = resize_with_padding(frames, size, place="center", value=self.config.image_padding)
-            lowest = min(self.config.image_padding, 0.0)
-            frames = jnp.clip(inside, lowest, 1.0)
-        return 2 * frames - 1
 
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
         """What each of some times contributes, for all steps of a sampler at once; in float32."""
@@ -140,19 +139,21 @@ class Pi0Model(PiModel):
 
     def embed_state(self, state: Float[Array, "b s"]) -> Float[Array, "b 1 d"]:
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
-        return self.state_in(padded.astype(self.state_in.kernel.dtype))[:, None]
+        return apply_linear(self.state_in, padded)[:, None]
 
     def denoise(
         self, prefix: PrefixCache, state: Float[Array, "b 1 d"] | None, x: Float[Array, "b t a"], step: StepInputs
     ) -> Float[Array, "b t a"]:
         assert state is not None
         assert step.hidden is not None
-        actions = self.action_in(x.astype(self.action_in.kernel.dtype))
-        hidden = (actions @ self.time_in.kernel[...][: actions.shape[-1]]).astype(jnp.float32) + step.hidden
-        actions = self.time_out(jax.nn.silu(hidden).astype(actions.dtype))
+        # In float32, as LeRobot keeps it in any precision: few numbers, and all that follows is made of them.
+        actions = apply_linear(self.action_in, x)
+        hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step.hidden
+        actions = apply_linear(self.time_out, jax.nn.silu(hidden))
+        tokens = jnp.concatenate((state, actions), axis=1).astype(self.action_in.kernel.dtype)
         # The state sees no action, and the actions see each other.
         starts = np.arange(1 + x.shape[1]) < 2
-        out = self.expert(jnp.concatenate((state, actions), axis=1), prefix, starts)
+        out = self.expert(tokens, prefix, starts)
         return apply_linear(self.action_out, out[:, 1:])
 
 

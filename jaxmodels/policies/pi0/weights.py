@@ -53,6 +53,11 @@ def _tensor(name: str, linears: Mapping[str, str]) -> Tensor:
     return Tensor(theirs, (name,), LINEAR if is_kernel else SAME)
 
 
+def rename(name: str) -> str:
+    """The table's name of a tensor of a file: files that were converted from openpi's lack ``model.`` in front."""
+    return name if name.startswith(ROOT) else f"{ROOT}{name}"
+
+
 def find_unused(config: Pi0Config) -> dict[str, Shape]:
     """Tensors of LeRobot's files that no action depends on, and their shapes."""
     words, actions = config.vlm.width, config.expert.width

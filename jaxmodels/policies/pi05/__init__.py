@@ -20,6 +20,7 @@ POLICY = PolicyType(
     sizes=partial(memory.compute_sizes, is_adaptive=True),
     takes_prefix=True,
     unused=weights.find_unused,
+    rename=weights.rename,
     tied=weights.TIED,
 )
 

@@ -36,6 +36,6 @@ class Pi05Model(PiModel):
     ) -> Float[Array, "b t a"]:
         del state
         assert step.modulations is not None
-        actions = self.action_in(x.astype(self.action_in.kernel.dtype))
+        actions = apply_linear(self.action_in, x).astype(self.action_in.kernel.dtype)
         starts = np.arange(x.shape[1]) < 1
         return apply_linear(self.action_out, self.expert(actions, prefix, starts, step.modulations))

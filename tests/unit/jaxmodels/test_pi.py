@@ -1,6 +1,7 @@
 """pi0 and pi0.5: their configs, prompts, weights, memory, and what a chunk depends on."""
 
 import json
+import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxmodels.checkpoints.tensor_layouts import their_shapes
-from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
-from jaxmodels.policies import get_policy_type
+from jaxmodels.errors import CheckpointError, ConfigError, ObservationError, WeightsMismatch
+from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.pi0 import Pi0Config
+from jaxmodels.policies.pi0.model import fit_into_square
 from jaxmodels.policies.pi0.openpi import CAMERAS, read_openpi
 from jaxmodels.policies.pi05 import Pi05Config
 from jaxmodels.types import Language, Observation, Prefix
@@ -98,6 +101,36 @@ def test_every_tensor_of_a_file_is_read_or_known_to_be_of_no_use(name: str) -> N
     assert not wanted.keys() & kind.unused(config).keys()
     assert kind.sizes(config).parameters == sum(int(np.prod(shape)) for shape in shapes.values())
     assert all(same in stored for same in (*kind.tied, *kind.tied.values()))
+
+
+def test_an_embedding_that_is_only_the_head_and_names_without_a_root_are_read_as_lerobot_reads_them(
+    golden_folder, tmp_path: Path
+) -> None:
+    golden = golden_folder("pi05_relative_actions")
+    folder = tmp_path / "policy"
+    shutil.copytree(golden, folder)
+    stored, (embedding,) = load_file(golden / "model.safetensors"), get_policy_type("pi05").tied
+    head = get_policy_type("pi05").tied[embedding]
+    tied = {name.removeprefix("model."): array for name, array in stored.items() if name != embedding}
+    save_file(tied, folder / "model.safetensors")
+    weights = lerobot_folder.read_checkpoint(folder).weights
+    np.testing.assert_array_equal(weights["paligemma.embedding"], stored[head])
+    np.testing.assert_array_equal(weights["action_in.kernel"], stored["model.action_in_proj.weight"].T)
+    save_file({**tied, "model.action_in_proj.bias": tied["action_in_proj.bias"]}, folder / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"action_in_proj\.bias is there under two names; keep one of them"):
+        lerobot_folder.read_checkpoint(folder)
+    other = np.zeros((7, 8), np.float32)
+    save_file({**tied, "paligemma_with_expert.gemma_expert.lm_head.weight": other}, folder / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"gemma_expert.lm_head.weight: found \[7, 8\], wanted \[420, 32\]"):
+        lerobot_folder.read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("lerobot", "darkest"), [("0.6", -1), ("0.4", -3)])
+def test_images_are_padded_on_both_sides_as_that_lerobot_does(lerobot: str, darkest: int) -> None:
+    image = jnp.full((1, 28, 56, 3), 0.75)
+    square = fit_into_square(read(lerobot=lerobot), image)[0]
+    assert square.shape == (56, 56, 3)
+    assert [float(square[row, 9, 0]) for row in (0, 13, 14, 41, 42, 55)] == [darkest] * 2 + [0.5] * 2 + [darkest] * 2
 
 
 @pytest.mark.parametrize(("kind", "parameters"), [("pi0", 3_238_046_480), ("pi05", 3_353_431_824)])
