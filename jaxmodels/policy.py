@@ -468,7 +468,10 @@ class Policy:
         return other
 
     def save(self, path: str | Path) -> None:
-        """Write the policy in LeRobot's layout, with ``robojax.json`` for the fields LeRobot lacks."""
+        """Write the policy in LeRobot's layout, with ``robojax.json`` for the fields LeRobot lacks.
+
+        Tensors that acting does not need (the heads for words of SmolVLA and pi0) are not kept: they are zeros.
+        """
         lerobot_folder.write_checkpoint(Path(path), self._checkpoint)
 
 

@@ -233,6 +233,8 @@ def _read_tokenizer(folder: PolicyFolder, config: Any, normalization: Normalizat
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write a policy in LeRobot's current layout; each file appears whole or not at all, the weights last.
 
+    Tensors that LeRobot's files have and that acting does not need (`PolicyType.unused`) are zeros.
+
     Raises:
         WeightsMismatch: the weights are not those of the config.
     """
@@ -253,6 +255,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             (draft / file).parent.mkdir(parents=True, exist_ok=True)
             write_json(draft / file, dict(values), indent=2)
         tensors = write_tensors(kind.tensors(plan.shapes), dict(checkpoint.weights))
+        # LeRobot takes a file that lacks one for no file at all (pi0), or for another model.
+        for name, shape in ({} if kind.unused is None else kind.unused(checkpoint.config)).items():
+            tensors.setdefault(name, np.zeros(shape, np.float32))
         write_safetensors(draft / WEIGHTS, tensors)
         files = [path for path in draft.rglob("*") if path.is_file()]
         for path in sorted(files, key=lambda path: path.name == WEIGHTS):

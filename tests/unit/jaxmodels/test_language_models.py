@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
@@ -149,6 +150,10 @@ def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pyt
 def test_a_saved_policy_is_the_same_policy(name: str, policies, golden_folder, tmp_path: Path) -> None:
     policy, (seen, noise) = policies(name), recorded(golden_folder(name))
     policy.save(tmp_path / "saved")
+    # LeRobot wants every tensor of its own files.
+    keys = json.loads((golden_folder(name) / "keys.json").read_text())["keys"]
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {key: list(tensor.shape) for key, tensor in stored.items()} == {key: v["shape"] for key, v in keys.items()}
     again = jaxmodels.load_policy(tmp_path / "saved", like=policy)
     assert again._programs is policy._programs
     assert np.array_equal(again.act(seen, noise=noise), policy.act(seen, noise=noise))
