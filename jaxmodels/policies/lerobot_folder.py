@@ -23,7 +23,7 @@ from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Sour
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import Sizes
-from jaxmodels.normalization import Normalization, check_normalization
+from jaxmodels.normalization import Normalization, Normalizer, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
@@ -216,10 +216,25 @@ def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
     for step in (normalization.inputs, normalization.outputs):
-        if names := step.without_stats():
+        names = step.without_stats()
+        if names and config.prompt_length is not None:
+            raise CheckpointError(_describe_missing_statistics(folder.name, names, step))
+        if names:
             logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
     return Checkpoint(
         config, weights, normalization, _sidecar(sidecar, config), _read_tokenizer(folder, config, normalization)
+    )
+
+
+def _describe_missing_statistics(where: str, names: list[str], step: Normalizer) -> str:
+    """Error text for a policy that knows actions only as multiples of a spread, and not of which."""
+    found = ", ".join(sorted(step.stats)[:20]) or "none"
+    return (
+        f"{where}: no statistics for {', '.join(names)}; found those of {found}. A policy that was trained on many "
+        "robots ships them by dataset, and which are your robot's nobody can guess: without them its actions are "
+        "numbers around 0 instead of places. Train it on your dataset, or write mean and std (or what the processors "
+        "ask for) of your robot's data under the features' names, e.g. action.mean, into the files of statistics of "
+        "both processors"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
@@ -100,6 +100,16 @@ def test_steps_that_mean_something_else_are_refused(name: str, change, text: str
     policy = folder(name)
     edit(policy / PREPROCESSOR, change)
     with pytest.raises(CheckpointError, match=text):
+        jaxmodels.load_policy(policy)
+
+
+def test_statistics_by_dataset_are_refused_and_named(folder) -> None:
+    """As the base model of SmolVLA ships them; LeRobot moves the arm by numbers around 0 then."""
+    policy = folder(SMOLVLA)
+    for path in policy.glob("policy_*normalizer_processor.safetensors"):
+        statistics = {f"so100.buffer.{name}": value for name, value in load_file(path).items()}
+        save_file(statistics, path)
+    with pytest.raises(CheckpointError, match=r"no statistics for observation.state.*found those of so100.buffer"):
         jaxmodels.load_policy(policy)
 
 
