@@ -6,7 +6,9 @@ The peer is any Python 3.12 that can import lerobot 0.6.1 with its extras smolvl
 benchmarks/vla_latency_peer.py); without it only this package is measured. Both run in processes of their own, never at
 the same time, in alternating rounds, so that whatever else the machine does meets both alike. Batch 1, float32, every
 processor core, random weights in the sizes that people run: SmolVLA's 450 million parameters over two cameras, and
-Diffusion Policy at LeRobot's defaults with 10 steps of DDIM.
+Diffusion Policy at LeRobot's defaults with 10 steps of DDIM. Beside that, of this package alone: how much memory
+loading takes over the size of the weights, and (--batching) how many robots are answered a second, eight together and
+one at a time, by a SmolVLA of a quarter of its width.
 
 Last result, 2 cores: benchmarks/results/vla_latency.json
 """
@@ -81,8 +83,19 @@ def observation(case: str) -> dict[str, Any]:
     return seen | ({"task": [TASK]} if case == "smolvla" else {})
 
 
-def write_policy(folder: Path, case: str) -> None:
-    """A policy of the size that people run with random weights, as LeRobot's files."""
+def shrink(vlm: dict[str, Any], parts: int) -> dict[str, Any]:
+    """The same model at a part of its width, heads included."""
+    text, vision = dict(vlm["text_config"]), dict(vlm["vision_config"])
+    for sizes, names in (
+        (text, ("head_dim", "hidden_size", "intermediate_size")),
+        (vision, ("hidden_size", "intermediate_size")),
+    ):
+        sizes |= {name: sizes[name] // parts for name in names}
+    return vlm | {"text_config": text, "vision_config": vision}
+
+
+def write_policy(folder: Path, case: str, parts: int = 1) -> None:
+    """A policy of the size that people run, or a part of its width, with random weights, as LeRobot's files."""
     from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep, build_normalization
     from jaxmodels.policies import get_policy_type, lerobot_folder
     from jaxmodels.policies.lerobot_folder import Checkpoint, model_blueprint
@@ -97,7 +110,7 @@ def write_policy(folder: Path, case: str) -> None:
     }
     steps: tuple[ProcessorStep, ...] = ()
     if case == "smolvla":
-        values |= {"vlm_model_name": "vlm", "vlm": VLM}
+        values |= {"vlm_model_name": "vlm", "vlm": shrink(VLM, parts)}
         tokenize = {
             "max_length": 48,
             "task_key": "task",
@@ -203,6 +216,39 @@ def noise_of(case: str) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
+def memory_bytes(field: str) -> int:
+    """Of this process: ``VmRSS``, what it has, or ``VmHWM``, the most that it had since `forget_peak` (Linux)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    """A process begins with its parent's peak; from now on it counts its own."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure_batching(rounds: int) -> dict[str, float]:
+    """Robots per second, eight together and one at a time, by a SmolVLA of a quarter of its width."""
+    import jaxmodels
+
+    with tempfile.TemporaryDirectory() as name:
+        write_policy(Path(name), "smolvla", parts=4)
+        policy = jaxmodels.load_policy(name)
+        one = observation("smolvla")
+        eight = {key: value * 8 if key == "task" else np.repeat(value, 8, axis=0) for key, value in one.items()}
+        seconds: dict[int, list[float]] = {1: [], 8: []}
+        for seen in (one, eight):
+            policy.act(seen)
+        for _ in range(rounds):
+            for batch, seen in ((1, one), (8, eight)):
+                for _ in range(8 // batch):
+                    start = time.perf_counter()
+                    policy.act(seen)
+                    seconds[batch].append(time.perf_counter() - start)
+    alone, together = (1 / float(np.median(seconds[1])), 8 / float(np.median(seconds[8])))
+    return {"alone_per_s": round(alone, 3), "eight_per_s": round(together, 3), "ratio": round(together / alone, 3)}
+
+
 def nothing_loaded() -> np.ndarray:
     raise SystemExit("the first order must be to load a policy")
 
@@ -213,11 +259,17 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "load":
-            start = time.perf_counter()
+            import jaxmodels.policy
+
+            assert jaxmodels.policy  # what importing takes is not loading's
+            forget_peak()
+            start, before = time.perf_counter(), memory_bytes("VmRSS")
             act = load(order["folder"], observation(order["case"]), noise_of(order["case"]))
-            loaded = time.perf_counter()
+            loaded, peak = time.perf_counter(), memory_bytes("VmHWM")
             chunk = act()
             answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
+            size = (Path(order["folder"]) / "model.safetensors").stat().st_size
+            answer["load_bytes_over_weights"] = round((peak - before) / size, 3)
             answer["chunk"] = chunk[0].tolist()
         else:
             seconds = []
@@ -264,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1")
     parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
+    parser.add_argument("--batching", action="store_true", help="also measure eight robots together")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--count", type=int, default=2, help="inferences per round and side")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
@@ -291,6 +344,9 @@ def main() -> None:
                 f"{case:10} {side:22} p50 {figures['p50_ms']:8.1f} ms  min {figures['min_ms']:8.1f} ms  "
                 f"ours takes {ratio:5.2f} of it  difference {figures['largest_difference']:.1e}"
             )
+    if options.batching:
+        result["batching"] = figures = measure_batching(options.rounds)
+        print(f"eight robots together: {figures['ratio']:.2f} times as many answers as one at a time")
     write(options.output, result)
 
 
