@@ -83,6 +83,13 @@ def act(found: Mapping[str, Any]) -> str:
     return f"{name}: " + ", ".join(f"{side} {one['p50_ms']:.0f} ms" for side, one in sides.items())
 
 
+def vla(found: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{case}: " + ", ".join(f"{side} {one['p50_ms'] / 1e3:.1f} s" for side, one in sides.items())
+        for case, sides in found["cases"].items()
+    )
+
+
 def load(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
     return f"{sum(bool(row['passes']) for row in rows)} of {len(rows)} rows hold: " + ", ".join(

@@ -187,6 +187,17 @@ ALL: Sequence[Benchmark] = (
         takes=LEROBOT,
     ),
     Benchmark(
+        "vla_latency",
+        "How long do SmolVLA and Diffusion Policy take?",
+        "From NumPy frames to NumPy actions, batch 1, beside LeRobot 0.6.1 in torch over the same files; memory of "
+        "loading over the size of the weights; and SmolVLA of a quarter of its width for eight robots at once.",
+        (8, 3),
+        answers.vla,
+        ("--rounds", "1", "--count", "1", "--case", "smolvla"),
+        ("--batching",),
+        takes=LEROBOT,
+    ),
+    Benchmark(
         "load",
         "Are the server's times kept under load?",
         "Rows L1 to L9, each with its target and, where it is about lateness, bare loops beside it. A row that misses "
