@@ -197,6 +197,7 @@ def tiny(kind: str) -> Any:
         name: jnp.asarray(random.normal(size=entry.shape, scale=0.4).astype(np.float32))
         for name, entry in shapes.items()
     }
+    weights["action_out.kernel"] /= 8  # a flow that two steps can follow
     return jax.jit(lambda observation: policy.act(config, weights, observation))
 
 
@@ -278,17 +279,18 @@ def write_openpi(folder: Path, kind: str, weights: dict[str, np.ndarray], config
         width, heads, head = sizes.width, sizes.num_heads, sizes.head_dim
 
         def of(part: str, ours: str = ours) -> np.ndarray:
-            return stack(f"{ours}.layers.{i}.{part}" for i in layers)
+            array = stack(f"{ours}.layers.{i}.{part}" for i in layers)
+            return array.swapaxes(1, 2) if part.endswith("weight") else array
 
         place = "PaliGemma/llm/layers"
-        query = of("attention.query.kernel").reshape(-1, width, heads, head)
-        keys = np.stack([of(f"attention.{which}.kernel") for which in ("key", "value")], axis=1)
+        query = of("attention.query.weight").reshape(-1, width, heads, head)
+        keys = np.stack([of(f"attention.{which}.weight") for which in ("key", "value")], axis=1)
         tree[f"{place}/attn/q_einsum{end}/w"] = query.swapaxes(1, 2)
         tree[f"{place}/attn/kv_einsum{end}/w"] = keys[:, :, None]
-        tree[f"{place}/attn/attn_vec_einsum{end}/w"] = of("attention.out.kernel").reshape(-1, heads, head, width)
-        gates = [of(f"feed_forward.{which}.kernel") for which in ("gate", "up")]
+        tree[f"{place}/attn/attn_vec_einsum{end}/w"] = of("attention.out.weight").reshape(-1, heads, head, width)
+        gates = [of(f"feed_forward.{which}.weight") for which in ("gate", "up")]
         tree[f"{place}/mlp{end}/gating_einsum"] = np.stack(gates, axis=1)
-        tree[f"{place}/mlp{end}/linear"] = of("feed_forward.down.kernel")
+        tree[f"{place}/mlp{end}/linear"] = of("feed_forward.down.weight")
         for norm, name in (("attention_norm", "pre_attention_norm"), ("feed_forward_norm", "pre_ffw_norm")):
             if kind == "pi05" and end:
                 tree[f"{place}/{name}_1/Dense_0/kernel"] = of(f"{norm}.dense.kernel")
