@@ -180,9 +180,9 @@ class OpenpiConfig:
         return tuple(f"joint_{number + 1}" for number in range(count))
 
     @property
-    def has_names(self) -> bool:
-        """Whether numbers of actions are known by the robot's names, and not counted."""
-        return self.robot is not None and self.action_names == ROBOTS[self.robot].actions
+    def joint_names(self) -> tuple[str, ...] | None:
+        """What the numbers of an action are, where they are those of a robot that is known."""
+        return self.action_names if self.robot and self.action_names == ROBOTS[self.robot].actions else None
 
     @property
     def controls_joints(self) -> bool:
@@ -216,14 +216,13 @@ class OpenpiConfig:
         """Fields of a ``config.json`` of LeRobot's for this policy."""
         quantiles = self.model == "pi05" if self.use_quantile_norm is None else self.use_quantile_norm
         mode, side = "QUANTILES" if quantiles else "MEAN_STD", self.image_size
-        names = {"names": list(self.action_names)} if self.has_names else {}
         return {
             "type": self.model,
             "input_features": {
                 **{f"{IMAGES}{key}": {"type": "VISUAL", "shape": [3, side, side]} for _, key in self.views},
                 STATE: {"type": "STATE", "shape": [len(self.state_names)]},
             },
-            "output_features": {ACTION: {"type": "ACTION", "shape": [len(self.action_names)], **names}},
+            "output_features": {ACTION: {"type": "ACTION", "shape": [len(self.action_names)]}},
             "chunk_size": self.action_horizon,
             "n_action_steps": self.action_horizon,
             "max_state_dim": self.action_dim,
