@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from jaxmodels import POLICY_FILES, open_file
+from jaxmodels import is_policy_file, list_policy_files, open_file
 from jaxmodels.errors import CheckpointError
 
 # Bytes that are read at a time where only their hash is needed.
@@ -74,27 +73,22 @@ class Digest:
         return Listing(self._whole.hexdigest(), tuple(self._files))
 
 
-def is_policy_file(name: str) -> bool:
-    """Return whether this is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
-    return "/" not in name and any(fnmatchcase(name, known) for known in POLICY_FILES)
-
-
-def list_files(folder: Path) -> Sequence[Path]:
-    """Return the files of a policy's folder that are sent to other machines, in the order of their names.
+def list_files(folder: Path) -> Sequence[str]:
+    """Return the names of a policy's files that are sent to other machines, in their order.
 
     Raises:
         CheckpointError: there are none, or its weights are in a form that does not travel.
         OSError: it cannot be read.
     """
-    if (folder / "orbax").is_dir() and not (folder / "model.safetensors").exists():
+    names = list_policy_files(folder)
+    if (folder / "orbax").is_dir() and not any(name.startswith("model") for name in names):
         raise CheckpointError(
             f"{folder.name}: its weights are Orbax's, which are not sent to other machines; load it on one and save it "
             "again (jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"
         )
-    files = sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
-    if not files:
-        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it ({', '.join(POLICY_FILES[:2])})")
-    return files
+    if not names:
+        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it (config.json, model.safetensors)")
+    return names
 
 
 def read_pieces(file: Path, size: int = HASH_BYTES) -> Iterator[bytes]:
@@ -112,8 +106,8 @@ def read_pieces(file: Path, size: int = HASH_BYTES) -> Iterator[bytes]:
 def make_listing(folder: Path) -> Listing:
     """Return the listing of a policy's folder, with the hash of all files; raises as `list_files`."""
     digest = Digest()
-    for file in list_files(folder):
-        for _ in digest.hash_pieces(file.name, read_pieces(file)):
+    for name in list_files(folder):
+        for _ in digest.hash_pieces(name, read_pieces(folder / name)):
             pass
     return digest.listing
 
@@ -121,7 +115,7 @@ def make_listing(folder: Path) -> Listing:
 def matches_listing(folder: Path, listing: Listing) -> bool:
     """Return whether a folder has exactly the listed files; reads them only where their sizes match."""
     try:
-        sizes = tuple((file.name, file.stat().st_size) for file in list_files(folder))
+        sizes = tuple((name, (folder / name).stat().st_size) for name in list_files(folder))
         return sizes == listing.files and make_listing(folder) == listing
     except (OSError, CheckpointError):
         return False
@@ -162,6 +156,7 @@ def _write(listing: Listing, folder: Path, fetch: Callable[[str], Iterable[bytes
     temporary, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
     try:
         for name, _ in listing.files:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             with (temporary / name).open("wb") as file:
                 for piece in digest.hash_pieces(name, fetch(name)):
                     file.write(piece)
@@ -180,7 +175,7 @@ def _free_space(cache: Path, now: float) -> None:
     for folder in cache.iterdir():
         with suppress(FileNotFoundError):  # another process has just finished it
             if folder.is_dir():
-                folders.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.iterdir())))
+                folders.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.rglob("*"))))
     total = sum(size for _, _, size in folders)
     for used_at, folder, size in sorted(folders):
         if total > CACHE_BYTES and now - used_at > IN_USE_SECONDS:
@@ -216,8 +211,8 @@ def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
         put: gives a piece to the object store.
     """
     digest, pieces = Digest(), {}
-    for file in list_files(folder):
-        pieces[file.name] = tuple(put(piece) for piece in digest.hash_pieces(file.name, read_pieces(file, PIECE_BYTES)))
+    for name in list_files(folder):
+        pieces[name] = tuple(put(piece) for piece in digest.hash_pieces(name, read_pieces(folder / name, PIECE_BYTES)))
     return PolicyArtifact(digest.listing, pieces)
 
 

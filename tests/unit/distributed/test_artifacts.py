@@ -28,6 +28,7 @@ def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert {name: len(pieces) for name, pieces in artifact.pieces.items()} == {
         "config.json": 1,
         "model.safetensors": 21,
+        "owner/vlm/tokenizer.json": 1,
     }
     assert artifact.sha == whole
     assert read(unpack(artifact, tmp_path / "cache", same)) == FILES
