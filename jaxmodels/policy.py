@@ -35,7 +35,7 @@ from jaxmodels.types import TASK, Language, Observation, Requirements, camera_na
 
 logger = logging.getLogger(__name__)
 
-DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot_folder.WEIGHTS)
+DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # all but weights
 
 
 def read_requirements(

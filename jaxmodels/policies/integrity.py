@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
+from jaxmodels.checkpoints.files import (
+    NEVER_USED,
+    WEIGHTS,
+    Stored,
+    find_floats,
+    find_policy_weights,
+    has_policy_weights,
+    read_json,
+)
 from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 
 PIECE = 16 << 20  # bytes that are in memory at a time
-WEIGHTS = "model.safetensors"
 # Of what is told, and of an error that lists the names of a stranger: characters.
 ANSWER = 100_000
 ERROR = 10_000
@@ -46,20 +53,26 @@ def verify_files(folder: Folder) -> dict[str, int]:
             read_json(folder / name)
     if any(name in names for name in PROCESSORS):
         read_processors(folder)
-    tensors = size = 0
-    broken: list[str] = []
-    for name in names:
-        if name != WEIGHTS and not (name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)):
-            continue
-        for tensor, stored in find_floats(folder / name, lambda name: not name.endswith(NEVER_USED)).items():
-            count, is_finite = _read(stored)
-            tensors, size = tensors + 1, size + count
-            if name == WEIGHTS and not is_finite:
-                broken.append(tensor)
+    read = [
+        _read(stored)
+        for name in names
+        if name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)
+        for stored in find_floats(folder / name, _is_used).values()
+    ]
+    broken: dict[str, str] = {}
+    for tensor, stored in find_policy_weights(folder, _is_used).items() if has_policy_weights(folder) else ():
+        read.append(_read(stored))
+        if not read[-1][1]:
+            broken[tensor] = stored.path.name
     if broken:
         others = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
-        raise CheckpointError(f"{WEIGHTS}: a NaN or an infinity in {', '.join(broken[:20])}{others}")
-    return {"tensors": tensors, "bytes": size}
+        where = ", ".join(sorted(set(broken.values())))
+        raise CheckpointError(f"{where}: a NaN or an infinity in {', '.join(list(broken)[:20])}{others}")
+    return {"tensors": len(read), "bytes": sum(count for count, _ in read)}
+
+
+def _is_used(tensor: str) -> bool:
+    return not tensor.endswith(NEVER_USED)
 
 
 def read_description(folder: Folder) -> dict[str, Any]:
@@ -109,7 +122,7 @@ def check_weights(folder: Folder, *, has_orbax: bool) -> None:
     Raises:
         CheckpointError: there is none.
     """
-    if not (folder / WEIGHTS).exists() and not has_orbax:
+    if not has_policy_weights(folder) and not has_orbax:
         raise CheckpointError(describe_missing_weights(folder))
 
 

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from jaxmodels import POLICY_FILES, open_file
+from jaxmodels import is_policy_file, list_policy_files, open_file
 from jaxmodels.errors import CheckpointError
 
 # Bytes that are read at a time where nothing but their hash is wanted.
@@ -74,27 +73,22 @@ class Digest:
         return Listing(self._whole.hexdigest(), tuple(self._files))
 
 
-def is_policy_file(name: str) -> bool:
-    """Return whether this is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
-    return "/" not in name and any(fnmatchcase(name, known) for known in POLICY_FILES)
-
-
-def files_of(folder: Path) -> Sequence[Path]:
-    """Return the files of a policy's folder that are sent to other machines, in the order of their names.
+def files_of(folder: Path) -> Sequence[str]:
+    """Return the names of a policy's files that are sent to other machines, in their order.
 
     Raises:
         CheckpointError: there are none, or its weights are in a form that does not travel.
         OSError: it cannot be read.
     """
-    if (folder / "orbax").is_dir() and not (folder / "model.safetensors").exists():
+    names = list_policy_files(folder)
+    if (folder / "orbax").is_dir() and not any(name.startswith("model") for name in names):
         raise CheckpointError(
             f"{folder.name}: its weights are Orbax's, which are not sent to other machines; load it on one and save it "
             "again (jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"
         )
-    files = sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
-    if not files:
-        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it ({', '.join(POLICY_FILES[:2])})")
-    return files
+    if not names:
+        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it (config.json, model.safetensors)")
+    return names
 
 
 def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
@@ -112,8 +106,8 @@ def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
 def listing_of(folder: Path) -> Listing:
     """Hash all files of a policy's folder; raises as `files_of`."""
     digest = Digest()
-    for file in files_of(folder):
-        for _ in digest.passing(file.name, pieces_of(file)):
+    for name in files_of(folder):
+        for _ in digest.passing(name, pieces_of(folder / name)):
             pass
     return digest.listing
 
@@ -121,7 +115,7 @@ def listing_of(folder: Path) -> Listing:
 def is_like(folder: Path, listing: Listing) -> bool:
     """Return whether a folder has exactly the listed files; reads them only where their sizes match."""
     try:
-        sizes = tuple((file.name, file.stat().st_size) for file in files_of(folder))
+        sizes = tuple((name, (folder / name).stat().st_size) for name in files_of(folder))
         return sizes == listing.files and listing_of(folder) == listing
     except (OSError, CheckpointError):
         return False
@@ -162,6 +156,7 @@ def _write(listing: Listing, folder: Path, fetch: Callable[[str], Iterable[bytes
     part, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
     try:
         for name, _ in listing.files:
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
             with (part / name).open("wb") as file:
                 for piece in digest.passing(name, fetch(name)):
                     file.write(piece)
@@ -180,7 +175,7 @@ def _make_room(cache: Path, now: float) -> None:
     for folder in cache.iterdir():
         with suppress(FileNotFoundError):  # another process has just finished it
             if folder.is_dir():
-                found.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.iterdir())))
+                found.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.rglob("*"))))
     there = sum(size for _, _, size in found)
     for used_at, folder, size in sorted(found):
         if there > KEPT and now - used_at > IN_USE:
@@ -216,8 +211,8 @@ def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
         put: gives a piece to the object store.
     """
     digest, pieces = Digest(), {}
-    for file in files_of(folder):
-        pieces[file.name] = tuple(put(piece) for piece in digest.passing(file.name, pieces_of(file, PIECE)))
+    for name in files_of(folder):
+        pieces[name] = tuple(put(piece) for piece in digest.passing(name, pieces_of(folder / name, PIECE)))
     return PolicyArtifact(digest.listing, pieces)
 
 

@@ -25,7 +25,11 @@ def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pyt
     whole = pack(folder, same).sha
     monkeypatch.setattr(artifacts, "PIECE", 100)
     parcel = pack(folder, same)
-    assert {name: len(pieces) for name, pieces in parcel.pieces.items()} == {"config.json": 1, "model.safetensors": 21}
+    assert {name: len(pieces) for name, pieces in parcel.pieces.items()} == {
+        "config.json": 1,
+        "model.safetensors": 21,
+        "owner/vlm/tokenizer.json": 1,
+    }
     assert parcel.sha == whole
     assert read(unpack(parcel, tmp_path / "cache", same)) == FILES
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.policies import integrity, lerobot_folder
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -80,6 +81,56 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_of_another_model(folder) -> None:
     edit(policy / "vlm" / "tokenizer.json", lambda values: values["model"]["vocab"].update(strange=999))
     with pytest.raises(CheckpointError, match=r"a vocabulary of 352; they are not of one model"):
         jaxmodels.load_policy(policy)
+
+
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def split_weights(folder: Path) -> None:
+    """As transformers saves a model that is larger than one file may be."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: SHARDS[number % 2] for number, name in enumerate(tensors)}
+    for shard in SHARDS:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_weights_may_be_in_shards(folder, golden_folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    whole = lerobot_folder.read_checkpoint(golden_folder(SMOLVLA)).weights
+    shards = lerobot_folder.read_checkpoint(policy)
+    assert whole.keys() == shards.weights.keys()
+    assert all(np.array_equal(whole[name], shards.weights[name]) for name in whole)
+    assert integrity.verify_files(policy) == integrity.verify_files(golden_folder(SMOLVLA))
+    lerobot_folder.write_checkpoint(policy, shards)
+    assert not [path.name for path in policy.iterdir() if path.name in (INDEX, *SHARDS)]
+
+
+def move_tensor(policy: Path) -> None:
+    edit(policy / INDEX, lambda values: values["weight_map"].update({min(values["weight_map"]): SHARDS[1]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda policy: (policy / SHARDS[1]).unlink(), f"{SHARDS[1]}: cannot be read"),
+        (lambda policy: (policy / INDEX).unlink(), f"{SHARDS[0]}, {SHARDS[1]} without {INDEX}"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / "model.safetensors"), "in shards .*keep one of them"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / SHARDS[0].replace("1", "3")), "names no tensor"),
+        (move_tensor, f"is in {SHARDS[0]}, not in {SHARDS[1]}"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a="../x.safetensors")), "wanted plain"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
+    ],
+    ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown"],
+)  # fmt: skip
+def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    change(policy)
+    with pytest.raises(CheckpointError, match=text):
+        lerobot_folder.read_checkpoint(policy)
 
 
 @pytest.mark.parametrize(
