@@ -103,7 +103,6 @@ def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
         *_type_mismatches(requirements, new),
         *_camera_mismatches(requirements, new),
         *_width_mismatches(requirements),
-        *_history_mismatches(requirements, new),
     ]
 
 
@@ -113,15 +112,6 @@ def _type_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     return [
         f"it is of type {requirements.policy_type!r}, the request says {new.policy_type!r}; "
         f"send policy_type {requirements.policy_type!r}"
-    ]
-
-
-def _history_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
-    if requirements.observation_steps == 1 or not new.is_direct:
-        return []
-    return [
-        f"it looks at {requirements.observation_steps} observations at once, and a client without rooms sends one; "
-        "use a transport server"
     ]
 
 
