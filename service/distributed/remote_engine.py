@@ -252,7 +252,7 @@ class RemoteWorker:
 
     @property
     def _usual(self) -> float:
-        usual = max(3 * self._took.median(1), OVERDUE) if self._took.is_measured else UNKNOWN
+        usual = max(3 * self._took.measured(1).median, OVERDUE) if self._took.is_measured else UNKNOWN
         return min(usual, self._stuck_after)
 
     async def _answer(
