@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels import observations
-from jaxmodels.checkpoints.folder import PolicyFolder
+from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
@@ -72,7 +72,7 @@ def read_requirements(
         if revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         with PolicyFolder(folder, roots=roots) as opened:
-            check_weights(opened, has_orbax=opened.has_tree())
+            check_weights(opened, has_orbax=opened.has_tree() or opened.has_tree(PARAMS))
             return _check_description(lerobot_folder.build_description(read(opened)))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
@@ -114,6 +114,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
+        controls_joints=config.controls_joints,
     )
 
 
@@ -222,7 +223,9 @@ class Prompts:
         """Tokens (b, n) and their mask, for one text per member and the raw states (b, s)."""
         states: list[Any] = [None] * len(texts)
         if self._state is not None and state is not None:
-            states = list(np.asarray(self._state.normalize(state), np.float32))
+            joints = self._config.joint_map
+            own = state if joints is None else joints.read_state(state)
+            states = list(np.asarray(self._state.normalize(own), np.float32))
         rows = [
             self._tokenize(self._config.format_prompt(text, part)) for text, part in zip(texts, states, strict=True)
         ]
@@ -275,7 +278,9 @@ class Policy:
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
             sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
             relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
-            _programs = Programs(act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative)
+            _programs = Programs(
+                act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative, config.joint_map
+            )
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None

@@ -94,6 +94,8 @@ class Requirements:
         language: whether an observation must say what to do, in words (`TASK`).
         observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
             two on, every feature has a time axis behind the batch's, oldest first.
+        controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
+            velocities or displacements, which only a client without rooms takes that knows them.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -111,6 +113,7 @@ class Requirements:
     takes_prefix: bool = False
     language: bool = False
     observation_steps: int = 1
+    controls_joints: bool = True
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
 
 
