@@ -124,7 +124,11 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
         differences.append(f"camera_names lacks {sorted(expected - sent)}")
     if sent - expected:
         differences.append(f"camera_names has {sorted(sent - expected)}, which it does not know")
-    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}"]
+    rename = ""
+    if new.rename is None and len(expected - sent) == len(sent - expected):
+        pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
+        rename = f", or rename {{{pairs}}} with the robot's names"
+    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}{rename}"]
 
 
 def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:

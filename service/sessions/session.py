@@ -404,6 +404,7 @@ class Session(BaseSession):
             engine=self._engine,
             load=self._load,
             notify=lambda stage: self.progress.report("loading the shadow policy"),
+            rename=self.new.rename,
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
