@@ -121,10 +121,10 @@ class ObservationWindow:
                 ("body", "timestamp"),
             )
         for back, (frames, joints) in zip(range(len(snapshot.past), 0, -1), snapshot.past, strict=True):
-            self._history.add(at - back * period, frames, joints)
-        past = snapshot.past or self._history.before(at, snapshot.frames, snapshot.joints)
+            self._history.add(at - back * period, replace(snapshot, frames=frames, joints=joints))
+        past = snapshot.past or self._history.before(at, snapshot)
         if at - self._newest >= period / _KEPT_PER_STEP:
-            self._history.add(at, snapshot.frames, snapshot.joints)
+            self._history.add(at, snapshot)
             self._newest = at
         return replace(snapshot, past=past)
 
@@ -304,7 +304,8 @@ class DirectInference:
         frames = await observed.decode_images(spec) if observed.files else observed.frames
         past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
-        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, past=past)
+        sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, sizes, past=past)
         for before, _ in past:
             observation.check_same_sizes(before, snapshot.sizes)
         if instruction != self._instruction:
