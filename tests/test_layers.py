@@ -267,6 +267,7 @@ FIXED_NAMES = {
     "robojax": {"drive_mode", "found"},
     "service/api": set(),
     "service/auth": set(),
+    "service/distributed": {"engine_patience"},
     "service/http": set(),
     "service/inference": set(),
     "service/rollout": {"update_patience"},
@@ -316,3 +317,5 @@ def test_both_packages_that_fetch_policies_take_the_same_files() -> None:
 
     # Neither may import the other; a file that only one of them knows would be missing after an update.
     assert policy_files.POLICY_FILES == hub.POLICY_FILES
+    names = ("config.json", "model-00001-of-00002.safetensors", "vlm/config.json", "a/b/c/tokenizer.json")
+    assert all(one.is_policy_file(name) for one in (policy_files, hub) for name in names)

@@ -25,6 +25,7 @@ class Welcome:
         rate: of the session's control loop, per second.
         silence_s: a client that was not heard of for so long counts as gone.
         max_bytes: the largest message that is taken.
+        observation_steps: moments that the policy looks at together; the server keeps those before.
     """
 
     session_id: str
@@ -36,6 +37,7 @@ class Welcome:
     silence_s: float
     max_bytes: int | None
     reads_prompt: bool
+    observation_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def _welcome(fields: dict[str, Any]) -> Welcome:
         silence_s=float(fields.get("silence_s") or 2.0),
         max_bytes=fields.get("max_bytes"),
         reads_prompt=bool(fields.get("reads_prompt")),
+        observation_steps=int(fields.get("observation_steps") or 1),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels import Policy
+from jaxmodels import Policy, list_policy_files
 from jaxmodels.types import TASK
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, Arm
 from robojax.sim.tasks import PICK, Outcome, Score, Task
@@ -98,8 +98,7 @@ def hash_policy_files(policy: str) -> Mapping[str, str] | None:
     folder = Path(policy)
     if not folder.is_dir():
         return None
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return {path.name: _digest(path) for path in files}
+    return {name: _digest(folder / name) for name in list_policy_files(folder)}
 
 
 def _digest(path: Path) -> str:

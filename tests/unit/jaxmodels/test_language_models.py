@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.policies import integrity, lerobot_folder
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -82,6 +83,56 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_of_another_model(folder) -> None:
         jaxmodels.load_policy(policy)
 
 
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def split_weights(folder: Path) -> None:
+    """As transformers saves a model that is larger than one file may be."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: SHARDS[number % 2] for number, name in enumerate(tensors)}
+    for shard in SHARDS:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_weights_may_be_in_shards(folder, golden_folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    whole = lerobot_folder.read_checkpoint(golden_folder(SMOLVLA)).weights
+    shards = lerobot_folder.read_checkpoint(policy)
+    assert whole.keys() == shards.weights.keys()
+    assert all(np.array_equal(whole[name], shards.weights[name]) for name in whole)
+    assert integrity.verify_files(policy) == integrity.verify_files(golden_folder(SMOLVLA))
+    lerobot_folder.write_checkpoint(policy, shards)
+    assert not [path.name for path in policy.iterdir() if path.name in (INDEX, *SHARDS)]
+
+
+def move_tensor(policy: Path) -> None:
+    edit(policy / INDEX, lambda values: values["weight_map"].update({min(values["weight_map"]): SHARDS[1]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda policy: (policy / SHARDS[1]).unlink(), f"{SHARDS[1]}: cannot be read"),
+        (lambda policy: (policy / INDEX).unlink(), f"{SHARDS[0]}, {SHARDS[1]} without {INDEX}"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / "model.safetensors"), "in shards .*keep one of them"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / SHARDS[0].replace("1", "3")), "names no tensor"),
+        (move_tensor, f"is in {SHARDS[0]}, not in {SHARDS[1]}"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a="../x.safetensors")), "wanted plain"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
+    ],
+    ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown"],
+)  # fmt: skip
+def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    change(policy)
+    with pytest.raises(CheckpointError, match=text):
+        lerobot_folder.read_checkpoint(policy)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
@@ -136,6 +187,36 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
         policy.act({name: value for name, value in seen.items() if "images" not in name}, noise=noise)
     with pytest.raises(ObservationError, match=r"padding_mask is float64\[2\]; wanted bool\[2\]"):
         policy.act(seen | {"observation.images.wrist_padding_mask": np.ones(2)}, noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        ({"front": "top", "wrist": "front"}, None),
+        ({"frnt": "top"}, "rename frnt=top names no camera of the policy, which has front, wrist"),
+        ({"top": "front"}, "the policy's name comes first, as front=top"),
+        ({"front": "wrist"}, "two cameras of the policy one name, front and wrist"),
+        ({"front": "top", "wrist": "top"}, "two cameras of the policy one name, front and wrist"),
+    ],
+    ids=["other names", "unknown", "turned", "taken", "one for two"],
+)
+def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_folder, tmp_path: Path) -> None:
+    if text is not None:
+        with pytest.raises(ConfigError, match=text):
+            jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename)
+        return
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    renamed = jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename, like=policy)
+    assert renamed.requirements.cameras == {"top": (48, 72), "front": (60, 44)}
+    named = {name: value for name, value in seen.items() if "images" not in name}
+    named |= {f"observation.images.{rename[camera]}": seen[f"observation.images.{camera}"] for camera in rename}
+    np.testing.assert_array_equal(renamed.act(named, noise=noise), policy.act(seen, noise=noise))
+    # The policy's own front is left out now; it is not the robot's of that name.
+    alone = {name: value for name, value in named.items() if not name.endswith("top")}
+    without = {name: value for name, value in seen.items() if not name.endswith("front")}
+    np.testing.assert_array_equal(renamed.act(alone, noise=noise), policy.act(without, noise=noise))
+    lerobot_folder.write_checkpoint(tmp_path / "saved", renamed.checkpoint)
+    assert jaxmodels.read_requirements(tmp_path / "saved").cameras == renamed.requirements.cameras
 
 
 def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> None:
