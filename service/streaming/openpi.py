@@ -101,9 +101,11 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
     states = [key for key in _STATE_KEYS if key in flat][:1] or [key for key in _DROID_KEYS if key in flat]
     if not states or states == [_DROID_KEYS[1]]:
         problems.append(
-            "no state (send it as 'observation.state'; DROID's as 'observation/joint_position' and "
-            "'observation/gripper_position')"
+            "no state (send it as 'observation.state' or 'observation/state'; DROID's as "
+            "'observation/joint_position' and 'observation/gripper_position')"
         )
+    elif states == [_DROID_KEYS[0]] and np.shape(flat[states[0]])[-1:] == (len(spec.joints) - 1,):
+        problems.append(f"no {_DROID_KEYS[1]!r} beside {_DROID_KEYS[0]!r}, which are one state")
     prompts = [key for key in _PROMPT_KEYS if key in flat]
     if problems:
         received = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 from contextlib import AsyncExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from service.auth.keys import KeyFile
 from service.control.joints import Joint, JointTable
 from service.errors import InvalidRequest
 from service.http.server import listen, serve_app
+from service.sessions.compatibility import find_mismatches
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import ObservationSpec
@@ -121,34 +123,29 @@ async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serv
         metadata={"reset_pose": [0.5]},
     )
     async with serve(policy=ScriptedPolicy(requirements)) as server:
-        told = await server.create(
-            policy_type="pi05", camera_names=list(cameras), language_instruction="wait", joint_names=None
-        )
-        assert told["camera_names"] == list(cameras)
+        await server.create(policy_type="pi05", camera_names=list(cameras), language_instruction="wait")
         async with server.stream("/sessions/arm/openpi") as socket:
             assert codec.unpack(await socket.recv())["reset_pose"] == [0.5]
             answer = await infer(socket, prompt="fold the towel", **sent)
             np.testing.assert_allclose(answer["actions"], np.array(seen) + 0.1 * np.arange(1, 6)[:, None], rtol=1e-5)
             assert answer["clamped"] == []
         assert server.policy.told[-1] == ("fold the towel",)
-        status, answer = await server.post("/sessions/arm/start")
-        assert status == (200 if controls_joints else 409)
         for missing in (name for name in sent if name != "images"):
             async with server.stream("/sessions/arm/openpi") as socket:
                 await socket.recv()
                 text = await infer(socket, **{name: value for name, value in sent.items() if name != missing})
-                assert (missing in text) == isinstance(text, str)
+                assert isinstance(text, str)
+                assert missing in text
+        status, _ = await server.call("POST", "/sessions/arm/start")
+        assert status == (200 if controls_joints else 409)
 
 
-async def test_actions_that_are_no_targets_of_joints_are_for_clients_without_rooms(serve):
+def test_actions_that_are_no_targets_of_joints_are_for_clients_without_rooms():
     requirements = Requirements("act", {"front": (48, 64)}, 8, None, 7, 5, 5, controls_joints=False)
-    async with serve(policy=ScriptedPolicy(requirements)) as server:
-        status, answer = await server.post(
-            "/policies/check", {"policy_path": "policies/act", "policy_type": "act", "camera_names": ["front"]}
-        )
-        assert status == 200
-        assert not answer["fits"]
-        assert "no targets of joints" in answer["misfits"][0]
+    new = NewSession("arm", "policies/act", "http://localhost", ("front",), "act")
+    (text,) = find_mismatches(requirements, new)
+    assert "no targets of joints" in text
+    assert find_mismatches(requirements, replace(new, transport_server_url=DIRECT)) == []
 
 
 REFUSED = [
