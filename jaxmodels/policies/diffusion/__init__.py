@@ -16,6 +16,8 @@ POLICY = PolicyType(
     prepare=weights.prepare,
     act=serving.act,
     sizes=memory.compute_sizes,
+    stages=serving.STAGES,
+    parts={"encoder": "vision", "": "denoiser"},
 )
 
 __all__ = ["POLICY", "DiffusionConfig", "DiffusionPolicyModel"]
