@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from jaxmodels.types import (
     Language,
     Observation,
     Requirements,
+    StageTime,
     camera_name,
     is_empty_camera,
     rename_cameras,
@@ -117,15 +118,6 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         controls_joints=config.controls_joints,
         metadata=config.client_metadata,
     )
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Seconds of one run of a part of `Policy.act`, and how often it runs for one chunk."""
-
-    name: str
-    seconds: float
-    count: int
 
 
 Key = TypeVar("Key")

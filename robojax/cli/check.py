@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from jaxmodels import LoadedModel, Policy, Requirements
-    from jaxmodels.policy import StageTime
+    from jaxmodels.types import StageTime
     from service.inference.measurement import Speed, Verdict
 
 
