@@ -140,7 +140,7 @@ async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeyp
 
 async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(server):
     live = server.app.ctx.live
-    live.settings = LiveSettings(patience=2.0)
+    live.settings = LiveSettings(view_timeout=2.0)
     async with opened(server) as slow, opened(server) as quick:
         keeping_up = asyncio.create_task(quick.until(lambda message: message["number"] == 12))
         assert [(await slow.next(is_seen=False))["number"] for _ in range(2)] == [1, 2]
