@@ -81,7 +81,8 @@ def list_files(folder: Path) -> Sequence[str]:
         OSError: it cannot be read.
     """
     names = list_policy_files(folder)
-    if (folder / "orbax").is_dir() and not any(name.startswith("model") for name in names):
+    has_tree = any((folder / tree).is_dir() for tree in ("orbax", "params"))
+    if has_tree and not any(name.startswith("model") for name in names):
         raise CheckpointError(
             f"{folder.name}: its weights are Orbax's, which are not sent to other machines; load it on one and save it "
             "again (jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"

@@ -253,7 +253,8 @@ class RemoteWorker:
 
     @property
     def _usual_latency(self) -> float:
-        usual = max(3 * self._latency.median(1), MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
+        usual = self._latency.measured(1).median
+        usual = max(3 * usual, MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
         return min(usual, self._stuck_after)
 
     async def _answer(

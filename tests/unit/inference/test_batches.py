@@ -188,7 +188,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     # One whose programs are there already, because it took over from another, need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
     async with engine.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
-        await until(lambda: len(served.replicas[0].batch_sizes(frozenset(policy.requirements.cameras.items()))) == 3)
+        await until(lambda: served.replicas[0].batch_sizes[frozenset(policy.requirements.cameras.items())] == (1, 2, 4))
     await engine.close()
 
 
@@ -258,7 +258,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     policy = Small()
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
-        assert served.replicas[0].batch_sizes(frozenset({("front", (4, 6))})) == (1, 2)
+        assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
