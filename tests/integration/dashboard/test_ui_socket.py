@@ -121,7 +121,7 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
     arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
     assert live.pictures.encoded == made
-    assert not server.app.ctx.sessions.get("arm")._observers, "nobody observes it any more"
+    assert not server.app.ctx.sessions.get("arm")._observers.attached, "nobody observes it any more"
 
 
 async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeypatch):
