@@ -325,8 +325,9 @@ class Controller:
         return self.command
 
     def _wait_for_policy(self, now: float) -> None:
-        if self.hold is not None and self.hold.code not in OF_POLICY:
-            self._hold_state.hold = None  # the robot can be seen again; the policy has yet to answer
+        held = self._hold_state
+        if held.hold is not None and held.hold.code not in OF_POLICY:
+            held.hold = None  # the robot can be seen again; the policy has yet to answer
         if not self._is_moving:
             return
         self._history.rest()
