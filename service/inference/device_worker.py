@@ -26,7 +26,7 @@ class Overdue(Exception):
 
     Attributes:
         is_counted: whether it was held against the device already; all members of the batch have this one error.
-        answer: what the device will say all the same, where it can still be heard.
+        answer: what the device will answer all the same, where that can still be received.
     """
 
     is_counted = False
@@ -202,7 +202,7 @@ class _Inbox:
             os.write(self._write_end, b"\0")
 
     def receive(self, *, wait: bool) -> bool:
-        """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when the worker is closed."""
+        """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when closed."""
         while wait and not self._arriving:
             self._is_reader_asleep = True
             # Looked at again: what was put before that was said has woken nobody.
@@ -383,10 +383,10 @@ class InferenceWorker:
         if not (batch.is_abandoned or self._abandon(batch)):
             return
         self._abandoned_batches = [other for other in self._abandoned_batches if other is not batch]
-        mine = [member for member in batch.members if member.is_awaited and member.batch is batch]
-        if mine:
+        waiting = [member for member in batch.members if member.is_awaited and member.batch is batch]
+        if waiting:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
-        for member in mine:
+        for member in waiting:
             member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
 
     def _requeue(self, member: Request) -> None:

@@ -39,7 +39,7 @@ class Policy(Protocol):
     def prepare_task(self, text: str) -> None:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
 
-        Raises JaxModelsError with a text that may be shown: it cannot be read.
+        Raises JaxModelsError with a text that clients may read: it cannot be read.
         """
         ...
 
@@ -72,7 +72,7 @@ class LoadPolicy(Protocol):
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Policy:
-        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that may be shown.
+        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that clients may read.
 
         ``like`` is a policy that it gave before: what was compiled for it may be used again.
         """
@@ -180,10 +180,10 @@ class Replica:
             return
         for frames, sizes in tuple(before.batch_sizes.items()):
             shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
-            if known := [
+            if inherited := [
                 size for size in shared if self.latency_model(frames).copy_from(before.latency_model(frames), size)
             ]:
-                self._inherited[frames] = known
+                self._inherited[frames] = inherited
 
 
 class LoadedPolicy:
