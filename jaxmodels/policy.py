@@ -31,7 +31,16 @@ from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
-from jaxmodels.types import TASK, Language, Observation, Requirements, camera_name, is_empty_camera
+from jaxmodels.types import (
+    IMAGES,
+    TASK,
+    Language,
+    Observation,
+    Requirements,
+    camera_name,
+    is_empty_camera,
+    rename_cameras,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +115,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
+        metadata=config.client_metadata,
     )
 
 
@@ -502,6 +512,7 @@ def load_policy(
     inspect: Callable[[PolicyFolder], None] | None = None,
     largest: int | None = None,
     roots: Iterable[Path] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -518,10 +529,11 @@ def load_policy(
         largest: bytes that the files of a repo may have, asked before they are fetched, or the weights of a folder.
         roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
             the Hub's cache.
+        rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
-        ConfigError: the config, dtype or device makes no sense.
+        ConfigError: the config, dtype, device or names of cameras make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     report = on_progress or (lambda stage: None)
@@ -535,6 +547,7 @@ def load_policy(
         checkpoint = lerobot_folder.read_checkpoint(
             opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize)
         )
+    checkpoint = _rename_checkpoint(checkpoint, rename or {})
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)
@@ -543,3 +556,15 @@ def load_policy(
     policy.commit = commit
     report("ready")
     return policy
+
+
+def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:
+    """A checkpoint whose cameras have a robot's names; LeRobot has a step of the pre-processor for that."""
+    config: Any = checkpoint.config
+    normalization = checkpoint.normalization
+    known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
+    rename_cameras(build_requirements(known), rename)  # which says what is wrong with it
+    outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
+    new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
+    renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new
+    return replace(checkpoint, normalization=replace(normalization, renames=renames))

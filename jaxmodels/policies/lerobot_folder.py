@@ -164,6 +164,7 @@ def build_description(small: Mapping[str, Any]) -> Description:
     """
     values = small["config"]
     config: Any = read_config_values(values, small["sidecar"])
+    lerobot_processors.check_renames(small["renames"], config.input_features)
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
 
 
@@ -227,6 +228,7 @@ def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
     check_normalization(normalization)
+    lerobot_processors.check_renames(normalization.renames, config.input_features)
     lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
     relative = lerobot_processors.get_relative_actions(normalization, config.action.shape[0])
     if relative != config.relative_action_mask:

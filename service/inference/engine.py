@@ -336,8 +336,9 @@ class Engine:
         Raises:
             PolicyFailed: it cannot be compiled for them.
         """
-        await self._policy_cache.compile(loaded, sizes)
-        self.batch_compiler.schedule(loaded, sizes)
+        sizes = loaded.to_own_names(sizes)
+        await self._policy_cache.compile(loaded.unnamed, sizes)
+        self.batch_compiler.schedule(loaded.unnamed, sizes)
 
     async def infer(
         self,
@@ -366,6 +367,8 @@ class Engine:
             self._pending += 1
             self._idle.clear()
             try:
+                if loaded.own_names:
+                    loaded, observation = loaded.unnamed, loaded.to_own_names(observation)
                 result = await self._dispatcher.run(loaded, observation, due, is_alone=state.probation > 0)
             except Exception:
                 state.probation = PROBATION
@@ -388,17 +391,18 @@ class Engine:
                 of this policy's most expensive session count, or those that it was trained with.
             holder: whose present reservation is to be replaced; it counts no more.
         """
-        return self._reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
+        own = _to_own_names(loaded, read_sizes)
+        return self._reservations.check_admission(loaded.unnamed, per_second, read_sizes=own, holder=holder)
 
     def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
         """Reserve so many inferences per second for a holder, until ``release``; their load follows the frames it
         sends.
         """
-        self._reservations.reserve(holder, loaded, per_second, read_sizes)
+        self._reservations.reserve(holder, loaded.unnamed, per_second, _to_own_names(loaded, read_sizes))
 
     def move_reservation(self, holder: object, loaded: LoadedPolicy) -> None:
         """Move a holder's reservation to another policy, whose inferences may take more or less time."""
-        self._reservations.move(holder, loaded)
+        self._reservations.move(holder, loaded.unnamed)
 
     def release(self, holder: object) -> None:
         """Release a holder's reservation."""
@@ -416,9 +420,11 @@ class Engine:
             PolicyFailed: the policy raised.
         """
 
+        named = loaded.to_own_names(observation)
+
         def infer() -> tuple[np.ndarray, float]:
             began = time.perf_counter()
-            chunk = loaded.policy.act(observation)
+            chunk = loaded.policy.act(named)
             return chunk, time.perf_counter() - began
 
         # Robots that keep the device busy all the time are yielded to by the thread's priority alone.
@@ -459,3 +465,13 @@ class Engine:
         self.batch_compiler.close()
         self._replica_manager.close()
         await self._devices.close()
+
+
+def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
+    """Return what gives the sizes of frames by the policy's own names of cameras."""
+
+    def read() -> FrameSizes | None:
+        sizes = read_sizes()
+        return None if sizes is None else loaded.to_own_names(sizes)
+
+    return read

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jaxmodels import Requirements
-from jaxmodels.types import TASK
+from jaxmodels.types import TASK, rename_cameras
 from service.errors import PolicyFailed
 from service.inference.latency_model import LatencyModel
 
@@ -15,6 +16,7 @@ FrameSizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
 FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
 IMAGES = "observation.images."
+Value = TypeVar("Value")
 # How often a batch size is tried: three times, and more often where there is time for it.
 PROFILE_RUNS = (3, 16)
 
@@ -196,7 +198,10 @@ class LoadedPolicy:
         usable: the copies that requests may go to; none while no device works and others may come.
         is_on_several_devices: whether a request that one of them fails can go to another device.
         users: sessions that hold it.
+        own_names: a robot's names of cameras and of features to the policy's, where they differ.
     """
+
+    own_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, policy: Policy, replicas: Sequence[Replica] = ()):
         self.policy = policy
@@ -233,6 +238,15 @@ class LoadedPolicy:
             self._compiled.clear()
         self._use(working or (() if may_wait else self.replicas))
 
+    @property
+    def unnamed(self) -> "LoadedPolicy":
+        """The policy with its own names of cameras, which engines run."""
+        return self
+
+    def to_own_names(self, named: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Return what comes by a robot's names of cameras or of features by the policy's."""
+        return named
+
     def _use(self, replicas: tuple[Replica, ...]) -> None:
         self.usable = replicas
         self.is_on_several_devices = len({replica.policy.device for replica in replicas}) > 1
@@ -246,6 +260,35 @@ class LoadedPolicy:
                     return False
             self._compiled.add(key)
         return True
+
+
+class RenamedPolicy(LoadedPolicy):
+    """A loaded policy as a session sees it whose robot calls cameras otherwise; all of it is the policy's own.
+
+    Args:
+        rename: the policy's names of cameras, and the robot's.
+
+    Raises:
+        ConfigError: they are none of the policy's, or two would be one.
+    """
+
+    def __init__(self, policy: LoadedPolicy, rename: Mapping[str, str]):
+        self._policy = policy
+        self.own_names = {prefix + name: prefix + own for own, name in rename.items() for prefix in ("", IMAGES)}
+        self.requirements = rename_cameras(policy.requirements, rename)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    @property
+    def unnamed(self) -> LoadedPolicy:
+        return self._policy
+
+    def to_own_names(self, named: Mapping[str, Value]) -> Mapping[str, Value]:
+        return {self.own_names.get(name, name): value for name, value in named.items()}
+
+    def is_compiled(self, sizes: FrameSizes) -> bool:
+        return self._policy.is_compiled(self.to_own_names(sizes))
 
 
 def frame_sizes_of(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:

@@ -342,6 +342,10 @@ class Pi0Config(PolicyConfig):
         return TOKENIZER
 
     @property
+    def client_metadata(self) -> Mapping[str, Any]:
+        return {} if self.openpi is None else dict(self.openpi.policy_metadata)
+
+    @property
     def controls_joints(self) -> bool:
         return self.openpi is None or self.openpi.controls_joints
 
