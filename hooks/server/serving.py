@@ -392,13 +392,13 @@ class WebhooksApp(Sanic[Any, Any]):
             await super().__call__(_add_raw_path(scope), receive, send)
             return
 
-        async def receive_there() -> Message:
+        async def receive_on_loop() -> Message:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(receive), here))
 
-        async def send_there(message: Message) -> None:
+        async def send_on_loop(message: Message) -> None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(send, message), here))
 
-        answered = super().__call__(_add_raw_path(scope), receive_there, send_there)
+        answered = super().__call__(_add_raw_path(scope), receive_on_loop, send_on_loop)
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered, serving))
 
 

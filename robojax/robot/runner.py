@@ -56,7 +56,7 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-LOOK = 0.1  # seconds between looks at the arm
+POLL_PERIOD = 0.1  # seconds between looks at the arm
 LEAVE = 3.0  # seconds that saying goodbye to the server may take
 EMERGENCY, QUIT = " ", "q"
 # SIGHUP: the terminal was closed, or the connection to it was lost.
@@ -325,7 +325,7 @@ async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
                 f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
             )
             clamped |= new
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_PERIOD)
 
 
 async def _keys(
