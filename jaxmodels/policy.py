@@ -233,6 +233,13 @@ class Prompts:
         ]
         return Language(np.stack([ids for ids, _ in rows]), np.stack([mask for _, mask in rows]))
 
+    def count_cut(self, text: str, width: int | None) -> int:
+        """Tokens of an instruction's prompt that are cut off, for a normalised state of so many zeros."""
+        prompt = self._config.format_prompt(text, None if self._state is None else np.zeros(width or 0, np.float32))
+        with self._lock:
+            ids, _, length = self._tokenizer(prompt)
+        return max(length - len(ids), 0)
+
     def _tokenize(self, prompt: str) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:  # the tokenizer's truncation is switched on and off
             if prompt not in self._texts:
@@ -368,16 +375,24 @@ class Policy:
         actions, self._timings = self._run(program, arrays)
         return actions
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of the next `act`; nothing for a policy without language.
 
         May run in one thread while `act` runs in another.
 
+        Returns:
+            how many tokens at the end of its prompt are cut off, which the policy never reads. Where the prompt says
+            the state, too, they are counted for a state in the middle of its range.
+
         Raises:
             ObservationError: the policy cannot read it.
         """
+        if self._instructions is None and self._prompts is None:
+            return 0
+        texts = read_texts({TASK: [text]}, 1)
         if self._instructions is not None:
-            self._instructions(read_texts({TASK: [text]}, 1))
+            self._instructions(texts)
+        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state)
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])

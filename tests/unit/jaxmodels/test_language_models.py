@@ -1,6 +1,7 @@
 """Policies built on a language model (SmolVLA, pi0, pi0.5), by golden checkpoints: folders, prompts and cameras."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -234,6 +235,10 @@ def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pyt
     words = " ".join(["cube"] * 60)
     policy.act(seen | {"task": [words, f"{words} and what is behind is not read"]}, noise=noise)
     assert "the policy reads 48; its end is cut off" in caplog.text
+    assert policy.prepare_task("push") == 0
+    # A token of the end belongs to all of a prompt, and one begins it.
+    assert policy.prepare_task(words) == int(re.findall(r"has (\d+) tokens", caplog.text)[0]) - 48 > 0
+    assert policies(PI05).prepare_task("push") < policies(PI05).prepare_task(words)
     with pytest.raises(ObservationError, match="blank"):
         policy.act(seen | {"task": ["push", "  "]}, noise=noise)
 
