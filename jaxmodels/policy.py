@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels import observations
-from jaxmodels.checkpoints.folder import PolicyFolder
+from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
@@ -31,7 +31,16 @@ from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
-from jaxmodels.types import TASK, Language, Observation, Requirements, camera_name, is_empty_camera
+from jaxmodels.types import (
+    IMAGES,
+    TASK,
+    Language,
+    Observation,
+    Requirements,
+    camera_name,
+    is_empty_camera,
+    rename_cameras,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ def read_requirements(
         if revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         with PolicyFolder(folder, roots=roots) as opened:
-            check_weights(opened, has_orbax=opened.has_tree())
+            check_weights(opened, has_orbax=opened.has_tree() or opened.has_tree(PARAMS))
             return _check_description(lerobot_folder.build_description(read(opened)))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
@@ -105,6 +114,8 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
+        controls_joints=config.controls_joints,
+        metadata=config.client_metadata,
     )
 
 
@@ -213,7 +224,9 @@ class Prompts:
         """Tokens (b, n) and their mask, for one text per member and the raw states (b, s)."""
         states: list[Any] = [None] * len(texts)
         if self._state is not None and state is not None:
-            states = list(np.asarray(self._state.normalize(state), np.float32))
+            joints = self._config.joint_map
+            own = state if joints is None else joints.read_state(state)
+            states = list(np.asarray(self._state.normalize(own), np.float32))
         rows = [
             self._tokenize(self._config.format_prompt(text, part)) for text, part in zip(texts, states, strict=True)
         ]
@@ -266,7 +279,9 @@ class Policy:
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
             sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
             relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
-            _programs = Programs(act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative)
+            _programs = Programs(
+                act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative, config.joint_map
+            )
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None
@@ -497,6 +512,7 @@ def load_policy(
     inspect: Callable[[PolicyFolder], None] | None = None,
     largest: int | None = None,
     roots: Iterable[Path] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -513,10 +529,11 @@ def load_policy(
         largest: bytes that the files of a repo may have, asked before they are fetched, or the weights of a folder.
         roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
             the Hub's cache.
+        rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
-        ConfigError: the config, dtype or device makes no sense.
+        ConfigError: the config, dtype, device or names of cameras make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     report = on_progress or (lambda stage: None)
@@ -530,6 +547,7 @@ def load_policy(
         checkpoint = lerobot_folder.read_checkpoint(
             opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize)
         )
+    checkpoint = _rename_checkpoint(checkpoint, rename or {})
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)
@@ -538,3 +556,15 @@ def load_policy(
     policy.commit = commit
     report("ready")
     return policy
+
+
+def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:
+    """A checkpoint whose cameras have a robot's names; LeRobot has a step of the pre-processor for that."""
+    config: Any = checkpoint.config
+    normalization = checkpoint.normalization
+    known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
+    rename_cameras(build_requirements(known), rename)  # which says what is wrong with it
+    outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
+    new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
+    renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new
+    return replace(checkpoint, normalization=replace(normalization, renames=renames))

@@ -173,6 +173,7 @@ class Programs:
         sizes: (height, width) the model wants per camera; None where it takes frames as they arrive.
         read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
         relative: which numbers of an action are relative to the state; None for none.
+        joint_map: of the config, see `PolicyConfig`.
     """
 
     def __init__(
@@ -185,7 +186,9 @@ class Programs:
         placement: Placement,
         read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
         relative: tuple[bool, ...] | None = None,
+        joint_map: Any = None,
     ):
+        self._joint_map = joint_map
         self._act = act
         self._weights = dict(weights)
         self._scales = scales
@@ -237,9 +240,13 @@ class Programs:
         def run(flat: tuple[Array, ...], observation: Observation) -> Array:
             weights = dict(zip(names, flat, strict=False))
             scales = jax.tree.unflatten(tree, flat[len(names) :])
+            if self._joint_map is not None:
+                observation = self._joint_map.read(observation)
             normalized = normalize(observation, scales, self._sizes, self._dtype, self._relative)
             chunk = scales.action.unnormalize(self._act(weights, normalized).astype(jnp.float32))
-            return chunk if self._relative is None else chunk + get_origin(observation.state, self._relative)
+            if self._relative is not None:
+                chunk = chunk + get_origin(observation.state, self._relative)
+            return chunk if self._joint_map is None else self._joint_map.write_actions(chunk)
 
         return self._lower_and_compile(run, inputs.shapes(self._placement.replicated))
 

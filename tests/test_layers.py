@@ -267,6 +267,7 @@ FIXED_NAMES = {
     "robojax": {"drive_mode", "found"},
     "service/api": set(),
     "service/auth": set(),
+    "service/distributed": {"engine_patience"},
     "service/http": set(),
     "service/inference": set(),
     "service/rollout": {"update_patience"},

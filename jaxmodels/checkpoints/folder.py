@@ -36,6 +36,8 @@ ALIGNMENT = 64  # bytes, of an array that JAX need not copy for a program on a C
 TREE_ENTRIES = 100_000  # of an Orbax checkpoint
 TREE_DEPTH = 32
 ORBAX = "orbax"
+PARAMS, TRAINING = "params", "train_state"  # trees of openpi's
+NORM_STATS = "norm_stats.json"  # of openpi's, in folders within the policy's
 # Files that are opened wherever they are, and how long each may be; those of statistics have names of their own.
 KNOWN: Mapping[str, int] = {
     "config.json": JSON_BYTES,
@@ -51,7 +53,7 @@ KNOWN: Mapping[str, int] = {
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 # Files of a model that a policy is built on, in folders within the policy's that have the model's name
 # (``google/paligemma-3b-pt-224/tokenizer.json``); so deep, and so many of them.
-OF_MODELS = ("config.json", "tokenizer.json")
+OF_MODELS = ("config.json", "tokenizer.json", NORM_STATS)
 MODEL_DEPTH = 3
 MODEL_FILES = 64
 _KINDS = {
@@ -313,15 +315,15 @@ class PolicyFolder:
             if isinstance(file, OpenFile):
                 file.check_unchanged()
 
-    def has_tree(self) -> bool:
-        """Whether the folder has arrays in Orbax's format."""
+    def has_tree(self, name: str = ORBAX) -> bool:
+        """Whether the folder has arrays in Orbax's format, in a folder of this name."""
         if self._descriptor is None:
             return False
         with suppress(OSError):
-            return stat.S_ISDIR(os.stat(ORBAX, dir_fd=self._descriptor).st_mode)
+            return stat.S_ISDIR(os.stat(name, dir_fd=self._descriptor).st_mode)
         return False
 
-    def tree(self) -> Path:
+    def tree(self, name: str = ORBAX) -> Path:
         """Path of the Orbax arrays; `check_tree` says whether they can be read there.
 
         Raises:
@@ -329,14 +331,14 @@ class PolicyFolder:
         """
         assert self._descriptor is not None
         try:
-            tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
+            tree = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
             try:
-                self._check_inside_roots(tree, ORBAX)
+                self._check_inside_roots(tree, name)
                 return get_path(tree)
             finally:
                 os.close(tree)
         except OSError as error:
-            raise CheckpointError(f"{ORBAX}: cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from error
 
     def _open_all(self, descriptor: int) -> None:
         names: list[str] = []
@@ -370,7 +372,7 @@ class PolicyFolder:
         """Opens the files of models that the policy is built on, whatever they are called; links are not followed."""
         with os.scandir(descriptor) as entries:
             folders = [e.name for e, _ in zip(entries, range(ENTRIES), strict=False) if e.is_dir(follow_symlinks=False)]
-        for name in sorted(set(folders) - {ORBAX}):
+        for name in sorted(set(folders) - {ORBAX, PARAMS, TRAINING}):
             if name.startswith(".") or not name.isascii():
                 continue
             inside = f"{within}{name}/"

@@ -31,6 +31,7 @@ class PolicyType:
         unused: tensors that files may have and that acting does not need, and their shapes, from a config.
         rename: the table's name of a tensor of a file, where files may have others.
         tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
+        openpi: how a tree of openpi's own is read, for types that openpi has.
         small: fields of the config that make a policy which a CPU trains in minutes, and their values.
     """
 
@@ -46,7 +47,21 @@ class PolicyType:
     unused: Callable[[Any], Mapping[str, tuple[int, ...]]] | None = None
     rename: Callable[[str], str] = str
     tied: Mapping[str, str] = field(default_factory=dict)
+    openpi: "TreeReader | None" = None
     small: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TreeReader:
+    """Functions that read a checkpoint of another program's, which is a tree of arrays.
+
+    Attributes:
+        complete: (folder of the tree, config) to the config with the sizes that the tree has, once both agree.
+        read: (folder of the tree, config) to our weights, float32.
+    """
+
+    complete: Callable[[Path, Any], Any]
+    read: Callable[[Path, Any], dict[str, Any]]
 
 
 # Types that are built on another model: under which name a config's reader finds the sizes of that model among the

@@ -21,9 +21,9 @@ from jaxmodels.checkpoints.files import (
     has_policy_weights,
     read_json,
 )
-from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
+from jaxmodels.checkpoints.folder import NORM_STATS, TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
-from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
+from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 
 PIECE = 16 << 20  # bytes that are in memory at a time
@@ -48,7 +48,7 @@ def verify_files(folder: Folder) -> dict[str, int]:
         CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
     """
     names = list_names(folder)
-    for name in (CONFIG, SIDECAR, *PROCESSORS):
+    for name in (CONFIG, SIDECAR, *PROCESSORS, *(name for name in names if name.endswith(f"/{NORM_STATS}"))):
         if name in names:
             read_json(folder / name)
     if any(name in names for name in PROCESSORS):
@@ -87,6 +87,8 @@ def read_description(folder: Folder) -> dict[str, Any]:
     is_modern = any((folder / name).exists() for name in PROCESSORS)
     renames = dict(read_processors(folder).renames) if is_modern else {}
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if openpi_configs.is_openpi(folder, sidecar):
+        renames = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).renames
     return {"config": values, "sidecar": sidecar, "renames": renames}
 
 
@@ -96,7 +98,13 @@ def read_config(folder: Folder) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if openpi_configs.is_openpi(folder, sidecar):
+        if openpi_configs.KEY not in (sidecar or {}):
+            raise CheckpointError(openpi_configs.describe_missing_config(folder.name))
+        values = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).build_values()
+    else:
+        values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
     field, pattern = ARCHITECTURE_FILES.get(str(values.get("type")), ("", ""))
     name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
     if name and (folder / name).exists():

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -29,12 +29,12 @@ from jaxmodels.checkpoints.files import (
     write_json,
     write_safetensors,
 )
-from jaxmodels.checkpoints.folder import SHARD, STATE_BYTES, Folder, PolicyFolder
+from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import Sizes
 from jaxmodels.normalization import Normalization, Normalizer, check_normalization
-from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
+from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
 from jaxmodels.ranges import Range, is_number, shorten_value
@@ -164,6 +164,7 @@ def build_description(small: Mapping[str, Any]) -> Description:
     """
     values = small["config"]
     config: Any = read_config_values(values, small["sidecar"])
+    lerobot_processors.check_renames(small["renames"], config.input_features)
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
 
 
@@ -175,6 +176,14 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
     """
     version = (sidecar or {}).get(LEROBOT)
     values = dict(values)
+    if openpi_configs.KEY in (sidecar or {}):
+        if values.get("type") not in openpi_configs.MODELS:
+            raise ConfigError(
+                f"{SIDECAR}: has {openpi_configs.KEY!r}, and the policy is of type "
+                f"{shorten_value(values.get('type'))}; "
+                f"openpi's are {', '.join(openpi_configs.MODELS)}"
+            )
+        values[openpi_configs.KEY] = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
     if version is not None:
         if version not in LEROBOT_VERSIONS:
             raise ConfigError(
@@ -212,11 +221,14 @@ def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
     config = read_config_values(values, sidecar)
     kind = get_policy_type(values.get("type"))
+    if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
+        config = kind.openpi.complete(folder.tree(PARAMS), config)
     sizes: Sizes = kind.sizes(config)
     _check_sizes(folder, kind, config, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
     check_normalization(normalization)
+    lerobot_processors.check_renames(normalization.renames, config.input_features)
     lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
     relative = lerobot_processors.get_relative_actions(normalization, config.action.shape[0])
     if relative != config.relative_action_mask:
@@ -348,6 +360,8 @@ def _read_weights(
         if folder.has_tree():
             restored = orbax.restore(folder.tree(), dict(plan.shapes))
             weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
+        elif kind.openpi is not None and folder.has_tree(PARAMS):
+            weights, buffers = kind.openpi.read(folder.tree(PARAMS), config), {}
         else:
             raise CheckpointError(describe_missing_weights(folder))
     else:
@@ -388,6 +402,10 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
             )
         return read_processors(folder)
     modes: tuple[tuple[str, str], ...] = config.normalization_mapping
+    openpi = getattr(config, "openpi", None)
+    if openpi is not None:
+        statistics = openpi_configs.read_norm_stats(folder, openpi)
+        return openpi_configs.build_normalization((inputs, outputs), modes, statistics, openpi)
     is_needed = any(dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" for feature in (*inputs, *outputs))
     if is_needed and not buffers:
         raise CheckpointError(
@@ -399,6 +417,8 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
 
 def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, config.action.shape[0])
-    if sidecar.joint_names is None and config.action.names is not None:
-        return Sidecar(sidecar.rate, config.action.names, sidecar.other)
-    return sidecar
+    openpi = getattr(config, "openpi", None)
+    rate, names = sidecar.rate, sidecar.joint_names or config.action.names
+    if openpi is not None:
+        rate, names = openpi.rate if rate is None else rate, names or openpi.joint_names
+    return replace(sidecar, rate=rate, joint_names=names)

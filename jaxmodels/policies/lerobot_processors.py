@@ -7,7 +7,7 @@ lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/polici
 """
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,31 @@ def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, st
     renames = config.get("rename_map", {})
     if not isinstance(renames, Mapping) or not all(isinstance(name, str) for name in renames.values()):
         raise CheckpointError(f"{where}: rename_map is {shorten_value(renames)}; wanted an object of names")
-    if (before and renames) or len(set(renames.values())) < len(renames):
-        raise CheckpointError(f"{where}: rename_map gives one name twice, or there are two of them")
+    if before and renames:
+        raise CheckpointError(f"{where}: there are two steps that rename; wanted one")
+    inside: dict[str, str] = {}
+    for outside, name in renames.items():
+        if inside.setdefault(name, outside) != outside:
+            raise CheckpointError(
+                f"{where}: rename_map gives one name twice: {shorten_value(inside[name])} and "
+                f"{shorten_value(outside)} are both {shorten_value(name)}"
+            )
     return dict(renames)
+
+
+def check_renames(renames: Mapping[str, str], inputs: Iterable[Feature]) -> None:
+    """Refuse a step that renames to what the policy does not read.
+
+    Raises:
+        CheckpointError: there is such a name.
+    """
+    known = {feature.name for feature in inputs}
+    for outside, inside in renames.items():
+        if inside not in known:
+            raise CheckpointError(
+                f"{PRE}.json: rename_map calls {shorten_value(outside)} {shorten_value(inside)}, which the policy does "
+                f"not read; its inputs are {', '.join(sorted(known))[:400]}"
+            )
 
 
 def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapping[str, Any]) -> Normalizer:

@@ -39,6 +39,22 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
     raise typer.Exit(code)
 
 
+RENAME_HELP = "A camera of the policy and what the robot or recording calls it, as camera1=front; repeat it for more."
+
+
+def read_rename(given: Sequence[str] | None) -> dict[str, str]:
+    """Names of cameras of --rename: the policy's to the robot's; ends the process where they make no sense."""
+    rename: dict[str, str] = {}
+    for text in given or ():
+        camera, _, name = text.partition("=")
+        if not camera or not name:
+            fail(Code.USAGE, f"--rename {text} names no two cameras", "there is no name on one side", RENAME_HELP)
+        if rename.setdefault(camera, name) != name:
+            why = f"camera {camera} of the policy would be {rename[camera]} and {name}"
+            fail(Code.USAGE, "--rename contradicts itself", why, "give one of them")
+    return rename
+
+
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from robojax.cli.app import Code, fail
+from robojax.cli.app import RENAME_HELP, Code, fail, read_rename
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -30,6 +30,7 @@ def check(
         str | None, typer.Option(help="TOML or URDF file with limits of motion; default: that of the settings.")
     ] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
+    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """What a policy needs, how fast it is on this machine, and whether that fits a rate.
@@ -56,7 +57,12 @@ def check(
                 return
             load = jaxmodels.load_policy
             loaded = load(
-                policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+                policy,
+                revision,
+                dtype,
+                device,
+                on_progress=lambda stage: status.update(f"{stage} {policy} ..."),
+                rename=read_rename(rename),
             )
             status.update("compiling and timing ...")
             speed = measure_policy(loaded, runs=runs)

@@ -331,12 +331,12 @@ def follow(
     except SettingsError as error:
         fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
     try:
-        from service.distributed.follow import follow_front
+        from service.distributed.follow import follow_server
     except ModuleNotFoundError as error:
         fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
     typer.echo(f"Waiting for the server at {front}.")
     try:
-        why = follow_front(host.strip("[]"), port, secret, wait, typer.echo)
+        why = follow_server(host.strip("[]"), port, secret, wait, typer.echo)
     except KeyboardInterrupt:
         why = None
     typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)

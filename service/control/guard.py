@@ -1,10 +1,11 @@
-"""Guard: judges whole chunks and limits every command.
+"""Guard: judges whole chunks and limits every command, by the motion that the commands before them make.
 
 Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
 (position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
 as the limits say.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -109,6 +110,80 @@ class Motion:
     velocity: np.ndarray
     acceleration: np.ndarray | None = None
     is_at_rest: bool = True
+
+
+# Seconds from the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
+USUAL_RAMP, LONGEST_RAMP = 0.25, 0.5
+
+
+class Ramp:
+    """Commands that slow a motion down in its own direction; all joints come to rest at the same time."""
+
+    def __init__(self, limits: MotionLimits, position: np.ndarray, velocity: np.ndarray, rate: float):
+        """Begin at a command (a,) that moved with this velocity (a,), in units per second."""
+        fastest = np.minimum(limits.velocity, limits.step * rate)
+        velocity = np.clip(velocity, -fastest, fastest)
+        braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL_RAMP)
+        needed = np.where(np.isfinite(braking), np.abs(velocity) / braking, np.where(velocity == 0, 0.0, USUAL_RAMP))
+        self._ticks = int(np.ceil(min(float(needed.max(initial=0.0)), LONGEST_RAMP) * rate))
+        self._limits = limits
+        self._position = position.astype(np.float64)
+        self._change = velocity / rate
+        self._done = 0
+
+    def next(self) -> np.ndarray | None:
+        """The command of this tick (a,) float32, or None when the arm has come to rest."""
+        self._done += 1
+        if self._done > self._ticks:
+            return None
+        aim = self._position + self._change * (1 - self._done / (self._ticks + 1))
+        # Not further out of its range than it is: a joint may have been pushed there.
+        low, high = np.minimum(self._limits.low, self._position), np.maximum(self._limits.high, self._position)
+        self._position = np.clip(aim, low, high)
+        return self._position.astype(np.float32)
+
+
+class CommandHistory(deque[np.ndarray]):
+    """The newest three commands (a,) of a motion, or the pose that it began from; empty when the robot stands."""
+
+    def __init__(self, rate: float):
+        """``rate``: commands per second."""
+        super().__init__(maxlen=3)
+        self._rate = rate
+
+    def rest(self) -> None:
+        """Note a tick without a command: the robot goes where it was sent and rests there."""
+        if self:
+            self.append(self[-1])
+
+    def take_back(self) -> np.ndarray:
+        """Take back the newest command, which the link did not take; returns the one before (a,)."""
+        self[-1] = self[-2]
+        return self[-1]
+
+    def motion(self, pose: np.ndarray, *, ahead: float, is_between: bool) -> Motion:
+        """Motion that a chunk follows which is done from now on.
+
+        Args:
+            pose: (a,) where a robot that stands begins.
+            ahead: seconds that the newest command is past the due time of the action before the chunk's first.
+            is_between: whether commands are points between two actions: their bends are no matter of the policy then.
+        """
+        if not self:
+            rest = np.zeros(len(pose))
+            return Motion(pose, rest, rest)
+        newest, older, oldest = self[-1], self[max(len(self) - 2, 0)], self[0]
+        velocity = (newest - older).astype(np.float64) * self._rate
+        bend = None if is_between else (newest - 2 * older + oldest).astype(np.float64) * self._rate**2
+        # On the grid of actions: where it was when the action before the first one was due.
+        return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False)
+
+    def ramp(self, limits: MotionLimits) -> Ramp | None:
+        """Ramp from the newest commands to a stop; None when the robot has no speed."""
+        if len(self) < 2:
+            return None
+        velocity = (self[-1] - self[-2]).astype(np.float64) * self._rate
+        return Ramp(limits, self[-1], velocity, self._rate)
 
 
 @dataclass(frozen=True)
@@ -297,8 +372,9 @@ class Guard:
         """Return reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
         found: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        low, high = (_repeat_rows(end, len(whole)) for end in self._ends)
-        out = (whole < low) | (whole > high)
+        # Limits are rows that are equal: as many as the chunk has, or one for all where there are fewer.
+        rows = slice(len(whole) if len(whole) <= len(self._fastest) else 1)
+        out = (whole < self._ends[0][rows]) | (whole > self._ends[1][rows])
         if np.count_nonzero(out):
             found["position"] = np.logical_or.reduce(out)
         if first >= len(whole):
@@ -308,7 +384,7 @@ class Guard:
         np.subtract(left[0], before.position, out=fastest[0])
         np.subtract(left[1:], left[:-1], out=fastest[1:])
         np.abs(fastest, out=fastest)
-        fast = fastest > _repeat_rows(self._fastest, len(fastest))
+        fast = fastest > self._fastest[: len(left) if rows.stop > 1 else 1]
         if np.count_nonzero(fast):
             if (seam := fast[0]).any():
                 found["seam"] = seam
@@ -390,8 +466,3 @@ def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
         np.where(lows < low, np.nextafter(lows, far), lows),
         np.where(highs > high, np.nextafter(highs, -far), highs),
     )
-
-
-def _repeat_rows(limits: np.ndarray, count: int) -> np.ndarray:
-    """Return so many of (t, a) equal rows; one for all, where there are fewer."""
-    return limits[:count] if count <= len(limits) else limits[:1]

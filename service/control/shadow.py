@@ -3,14 +3,15 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
 from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
-from service.inference.loaded_policy import select_features
+from service.inference.loaded_policy import RenamedPolicy, select_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -138,8 +139,12 @@ async def load_shadow(
     engine: Engine,
     load: LoadPolicy,
     notify: Callable[[str], None],
+    rename: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Shadow | None]:
     """Load the shadow policy of this path and revision; None where there is no path.
+
+    Args:
+        rename: the first policy's names of cameras, and the robot's; a shadow may have the robot's already.
 
     Raises:
         ShadowRefused: it cannot be loaded.
@@ -152,6 +157,10 @@ async def load_shadow(
         loaded = await loading.__aenter__()
     except PolicyError as error:
         raise ShadowRefused(f"shadow: {error}") from error
+    own = {camera: name for camera, name in (rename or {}).items() if camera in loaded.requirements.cameras}
+    if own and set(loaded.requirements.cameras) != set(requirements.cameras):
+        with suppress(JaxModelsError):  # then its figures say which cameras it wants
+            loaded = RenamedPolicy(loaded, own)
     shadow = Shadow(path, loaded, engine, requirements, names)
     del loaded
     try:
@@ -168,8 +177,11 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
     if shadow.action != first.action:
         wrong.append(f"its actions have {shadow.action} values, the session's {first.action}")
-    if shadow.state not in (None, first.action):
-        wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
+    if shadow.controls_joints != first.controls_joints:
+        wrong.append("actions of one of the two are no targets of joints")
+    width = first.action if first.controls_joints else first.state
+    if shadow.state not in (None, width):
+        wrong.append(f"its state has {shadow.state} values, the session's {width}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
     if shadow.observation_steps != first.observation_steps:

@@ -6,7 +6,7 @@ import socket
 from service.distributed.cluster import Cluster
 from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.ray_connection import CannotJoin, address_of
+from service.distributed.ray_connection import CannotJoin, to_ray_address
 from service.distributed.remote_engine import RemoteLoader
 from service.distributed.scaling import Bounds
 from service.errors import NoEngine
@@ -38,9 +38,9 @@ class ClusterBootstrap:
             resources=dict(cluster.engine_resources),
         )
         bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
-        # Until it listens, its port is not known; nobody is told of this name before.
+        # Until it listens, its port is not known; this name is announced to nobody before.
         self.cluster = Cluster(
-            address_of(cluster.engine),
+            to_ray_address(cluster.engine),
             f"{socket.gethostname()}:{os.getpid()}",
             options,
             bounds,

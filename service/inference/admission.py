@@ -34,9 +34,9 @@ def estimate_latency(
     just begun) is no longer than the quickest robot leaves between its requests.
     """
     robots, fastest = -(-len(rates) // devices), max(rates)
-    usable = [size for size in sizes if size <= max(robots, 1) and 2 * latency.p90(size) * fastest <= 1]
-    best = min(usable, key=lambda size: latency.median(size) / size, default=1)
-    return latency.median(best) / best, best
+    usable = [size for size in sizes if size <= max(robots, 1) and 2 * latency.measured(size).p90 * fastest <= 1]
+    best = min(usable, key=lambda size: latency.measured(size).median / size, default=1)
+    return latency.measured(best).median / best, best
 
 
 def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[float]) -> float:
@@ -44,7 +44,7 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
     first, devices = loaded.replicas[0], len(loaded.replicas)
     return (
         sum(rates)
-        * estimate_latency(first.latency_model(frames), first.batch_sizes(frames), rates, devices)[0]
+        * estimate_latency(first.latency_model(frames), first.batch_sizes.get(frames, (1,)), rates, devices)[0]
         / devices
     )
 
@@ -56,7 +56,7 @@ def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> Fr
         known: by others with the same policy.
     """
     first = loaded.replicas[0]
-    return max((first.trained_frames, *known), key=lambda frames: first.latency_model(frames).median(1))
+    return max((first.trained_frames, *known), key=lambda frames: first.latency_model(frames).measured(1).median)
 
 
 def compute_admission(
@@ -79,12 +79,12 @@ def compute_admission(
     first, devices = loaded.replicas[0], len(loaded.replicas)
     frames = first.trained_frames if frames is None else frames
     latency = first.latency_model(frames)
-    seconds, batch = estimate_latency(latency, first.batch_sizes(frames), (*peer_rates, per_second), devices)
+    seconds, batch = estimate_latency(latency, first.batch_sizes.get(frames, (1,)), (*peer_rates, per_second), devices)
     before = other_load + sum(peer_rates) * seconds / devices
     share = per_second * seconds / devices
     left = max(limit - before, 0.0) * devices / seconds if seconds else per_second
     # One at a time there is no more than what one inference leaves, whatever the others do.
-    alone = 1 / latency.p90(1) if latency.p90(1) else per_second
+    alone = 1 / latency.measured(1).p90 if latency.measured(1).p90 else per_second
     possible = min(left, alone, per_second)
     shown = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
     text = (

@@ -33,11 +33,19 @@ Request = TypeVar("Request", bound=WaitingRequest)
 
 @dataclass(frozen=True)
 class BatchPlan(Generic[Request]):
-    """Requests chosen to run as one batch: their key, soonest due first, and the padded batch size."""
+    """Requests chosen to run as one batch.
+
+    Attributes:
+        key: theirs.
+        members: the soonest due first.
+        size: of the batch, with padding.
+        latency: what batches of this key take.
+    """
 
     key: Hashable
     members: Sequence[Request]
     size: int
+    latency: LatencyModel
 
 
 @dataclass
@@ -63,7 +71,7 @@ class BatchScheduler(Generic[Request]):
 
     def __len__(self) -> int:
         """Number of queued requests, cancelled ones included."""
-        return sum(len(line.requests) for line in self._queues.values())
+        return sum(len(queue.requests) for queue in self._queues.values())
 
     def add(self, key: Hashable, request: Request, latency: LatencyModel, sizes: Collection[int]) -> None:
         """Queue a request.
@@ -85,7 +93,7 @@ class BatchScheduler(Generic[Request]):
             ((key, queue),) = self._queues.items()
             if len(queue.requests) == 1 and queue.requests[0].is_awaited:
                 del self._queues[key]  # nothing to decide, as with one robot
-                return BatchPlan(key, queue.requests, 1)
+                return BatchPlan(key, queue.requests, 1, queue.latency)
         heads: dict[Hashable, Request] = {}
         for key, queue in list(self._queues.items()):
             queue.requests = [request for request in queue.requests if request.is_awaited]
@@ -108,7 +116,7 @@ class BatchScheduler(Generic[Request]):
         queue.requests = [request for request in queue.requests if id(request) not in taken]
         if not queue.requests:
             del self._queues[key]
-        return BatchPlan(key, members, size)
+        return BatchPlan(key, members, size, queue.latency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +220,12 @@ Shape = tuple[str, tuple[int, ...], str]
 
 def stacking_shape(observation: Mapping[str, np.ndarray]) -> tuple[Shape, ...] | None:
     """Return the shapes and types that observations must share to be stacked; None when this one cannot be."""
-    found = []
+    shapes = []
     for name, array in observation.items():
         if not isinstance(array, np.ndarray) or not array.ndim or array.shape[0] != 1 or array.dtype.hasobject:
             return None
-        found.append((name, array.shape[1:], array.dtype.str))
-    return tuple(sorted(found))
+        shapes.append((name, array.shape[1:], array.dtype.str))
+    return tuple(sorted(shapes))
 
 
 class StackingBuffers:

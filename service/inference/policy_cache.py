@@ -365,6 +365,9 @@ class BatchCompiler:
     Args:
         batches: sizes besides 1.
         is_allowed: whether it may begin now: no robot runs, and nothing else is being loaded.
+
+    Attributes:
+        idle: set while nothing is being compiled, not even what began before a robot was started.
     """
 
     def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], niceness: int):
@@ -373,17 +376,8 @@ class BatchCompiler:
         self._niceness = niceness
         self._jobs: list[_CompileJob] = []
         self._task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being compiled, not even what began before a robot was started."""
-        return self._idle.is_set()
-
-    async def wait_until_idle(self) -> None:
-        """Wait until nothing is being compiled."""
-        await self._idle.wait()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @property
     def remaining(self) -> int:
@@ -409,11 +403,11 @@ class BatchCompiler:
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
             if is_allowed:  # a trial alone keeps nobody waiting
-                self._idle.clear()
+                self.idle.clear()
             try:
                 await self._compile(job, PROFILE_SECONDS if is_allowed else 0.0)
             finally:
-                self._idle.set()
+                self.idle.set()
             if job in self._jobs:
                 self._jobs.remove(job)
         self._task = None

@@ -258,9 +258,14 @@ class Session(BaseSession):
 
     def _start_moving(self, move: Move) -> None:
         self._current_lifecycle().check(move)
+        assert self.robot_io is not None, "the table lets only loaded sessions start"
+        if not self.robot_io.runner.loaded.requirements.controls_joints:
+            raise MoveRefused(
+                f"session {self.id!r} has a policy whose actions are no targets of joints; its client asks for chunks "
+                "and does them, and no control loop of the server's can"
+            )
         self._move(move)
         self._active_since = time.monotonic()
-        assert self.robot_io is not None, "the table lets only loaded sessions start"
         self.robot_io.begin()
         trouble = self.robot_io.controller.link_trouble
         if trouble is not None:
@@ -399,6 +404,7 @@ class Session(BaseSession):
             engine=self._engine,
             load=self._load,
             notify=lambda stage: self.progress.report("loading the shadow policy"),
+            rename=self.new.rename,
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
-from jaxmodels.layers.images import resize_with_padding
+from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes
@@ -59,6 +59,8 @@ class StepInputs(NamedTuple):
 def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
     """Pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
     frames = frames.astype(jnp.float32)
+    if config.openpi is not None:
+        return 2 * resize_as_pillow(frames, config.image_resolution) - 1
     if frames.shape[1:3] != config.image_resolution:
         padded = resize_with_padding(frames, config.image_resolution, place="center", value=config.image_padding)
         frames = jnp.clip(padded, min(config.image_padding, 0.0), 1.0)

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from jaxmodels.policies.pi0.config import PROMPT, Pi0Config
+from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
 
 BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
 
@@ -18,7 +18,6 @@ class Pi05Config(Pi0Config):
     """
 
     type: ClassVar[str] = "pi05"
-    prompt_reads_state: ClassVar[bool] = True
     processor_steps: ClassVar[frozenset[str]] = frozenset(
         {
             "tokenizer_processor",
@@ -35,15 +34,20 @@ class Pi05Config(Pi0Config):
         ("ACTION", "QUANTILES"),
     )
 
+    @property
+    def prompt_reads_state(self) -> bool:
+        return self.openpi is None or self.openpi.reads_state_in_prompt
+
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
         """The text that is tokenized: the task, and a number for each of the normalised state's, -1 to 255.
 
         Args:
             state: (s,), of one robot.
         """
+        if not self.prompt_reads_state:
+            return super().format_prompt(task)
         assert state is not None, "the prompt of pi0.5 says the state"
         if self.lerobot == "0.4":
             state = np.pad(state, (0, self.max_state_dim - len(state)))
         numbers = " ".join(str(number) for number in np.digitize(state, BINS) - 1)
-        cleaned = task.strip().replace("_", " ").replace("\n", " ")
-        return f"Task: {cleaned}, State: {numbers};\nAction: "
+        return f"Task: {clean_task(task)}, State: {numbers};\nAction: "

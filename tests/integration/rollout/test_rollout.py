@@ -219,18 +219,18 @@ async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_th
 
 async def test_a_host_that_is_silent_for_a_while_says_nothing_against_the_policy(rig: Rig) -> None:
     session = await rig.running()
-    silent = HostSilent("host 2 has said nothing for 4 s")
+    silent = HostSilent("host 2 has been silent for 4 s")
     verdict = await rig.prepare(ScriptedPolicy(failures=[silent]))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     verdict = await rig.prepare(ScriptedPolicy(compile_failure=silent))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     assert session.policies.staged is None
     later = ScriptedPolicy()
     assert (await rig.prepare(later)).reason is None
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     later.failures.append(silent)
     verdict = await rig.rollout.probation("s", NEXT)
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     assert session.policies.running is not None
     assert session.policies.running.commit != NEXT, "it went back before the session failed"
 

@@ -188,7 +188,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     # One whose programs are there already, because it took over from another, need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
     async with engine.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
-        await until(lambda: len(served.replicas[0].batch_sizes(frozenset(policy.requirements.cameras.items()))) == 3)
+        await until(lambda: served.replicas[0].batch_sizes[frozenset(policy.requirements.cameras.items())] == (1, 2, 4))
     await engine.close()
 
 
@@ -220,12 +220,12 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
 
     policy = Slow()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
-    assert engine.is_batch_compiler_idle
+    assert engine.batch_compiler.idle.is_set()
     async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
-        await until(lambda: not engine.is_batch_compiler_idle)
+        await until(lambda: not engine.batch_compiler.idle.is_set())
         engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
         compiled.set()
-        await asyncio.wait_for(engine.wait_for_batch_compiler(), 30)
+        await asyncio.wait_for(engine.batch_compiler.idle.wait(), 30)
         assert [size for size, _ in policy.batches] == [2]
         assert engine.get_stats()["batch_sizes_to_compile"] == 1
     slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
@@ -240,7 +240,7 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
     slow.rehearse = rehearse  # type: ignore[method-assign]
     async with engine.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
         while engine.get_stats()["batch_sizes_to_compile"]:
-            seen_at_rest.append(engine.is_batch_compiler_idle)
+            seen_at_rest.append(engine.batch_compiler.idle.is_set())
             await asyncio.sleep(0.01)
         assert all(seen_at_rest)
         assert len(seen_at_rest) > 5
@@ -258,7 +258,7 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     policy = Small()
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
-        assert served.replicas[0].batch_sizes(frozenset({("front", (4, 6))})) == (1, 2)
+        assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 

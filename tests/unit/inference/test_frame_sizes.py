@@ -82,10 +82,10 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
         }, "of what it was trained with"
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
-        assert served.latency_model.median(1) == 0.001
+        assert served.latency_model.measured(1).median == 0.001
         large = served.replicas[0].latency_model(LARGE_FRAMES)
-        assert large.median(4) == 0.4
-        assert large.median(1) < 0.2, "it took no time at all, as the robots saw"
+        assert large.measured(4).median == 0.4
+        assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
 
 
 async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
@@ -157,12 +157,12 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
 
 async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        counted = served.replicas[0].latency_model(LARGE_FRAMES)._samples[1].seconds
+        counted = served.replicas[0].latency_model(LARGE_FRAMES)._windows[1][0].numbers
         before = len(counted)
         (worker,) = engine._devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
-        assert served.latency_model.median(1) == 0.001
+        assert served.latency_model.measured(1).median == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:

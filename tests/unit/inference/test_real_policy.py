@@ -169,7 +169,7 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
             assert replica.policy is not before.policy
             assert len(rehearsed) == after
             for frames in (before.trained_frames, large):
-                assert replica.batch_sizes(frames) == (1, 2)
+                assert replica.batch_sizes[frames] == (1, 2)
                 known = replica.latency_model(frames).get_stats()
                 assert set(known) == {"1", "2"}
                 assert known == before.latency_model(frames).get_stats()

@@ -189,6 +189,36 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
         policy.act(seen | {"observation.images.wrist_padding_mask": np.ones(2)}, noise=noise)
 
 
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        ({"front": "top", "wrist": "front"}, None),
+        ({"frnt": "top"}, "rename frnt=top names no camera of the policy, which has front, wrist"),
+        ({"top": "front"}, "the policy's name comes first, as front=top"),
+        ({"front": "wrist"}, "two cameras of the policy one name, front and wrist"),
+        ({"front": "top", "wrist": "top"}, "two cameras of the policy one name, front and wrist"),
+    ],
+    ids=["other names", "unknown", "turned", "taken", "one for two"],
+)
+def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_folder, tmp_path: Path) -> None:
+    if text is not None:
+        with pytest.raises(ConfigError, match=text):
+            jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename)
+        return
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    renamed = jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename, like=policy)
+    assert renamed.requirements.cameras == {"top": (48, 72), "front": (60, 44)}
+    named = {name: value for name, value in seen.items() if "images" not in name}
+    named |= {f"observation.images.{rename[camera]}": seen[f"observation.images.{camera}"] for camera in rename}
+    np.testing.assert_array_equal(renamed.act(named, noise=noise), policy.act(seen, noise=noise))
+    # The policy's own front is left out now; it is not the robot's of that name.
+    alone = {name: value for name, value in named.items() if not name.endswith("top")}
+    without = {name: value for name, value in seen.items() if not name.endswith("front")}
+    np.testing.assert_array_equal(renamed.act(alone, noise=noise), policy.act(without, noise=noise))
+    lerobot_folder.write_checkpoint(tmp_path / "saved", renamed.checkpoint)
+    assert jaxmodels.read_requirements(tmp_path / "saved").cameras == renamed.requirements.cameras
+
+
 def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     both = policy.act(seen, noise=noise)

@@ -7,16 +7,16 @@ import pytest
 from hooks import policy_files
 from jaxmodels import is_policy_file
 from jaxmodels.errors import CheckpointError
-from service.distributed.artifacts import Digest, Listing, files_of, is_like, listing_of, pieces_of
+from service.distributed.artifacts import Digest, Listing, list_files, make_listing, matches_listing, read_pieces
 from tests.unit.distributed.policy_files.files import FILES
 
 
 @pytest.mark.parametrize("size", [1, 100, 1 << 20])
 def test_it_is_called_the_same_in_whatever_pieces_it_is_read(folder: Path, size: int) -> None:
     digest = Digest()
-    for name in files_of(folder):
-        assert b"".join(digest.passing(name, pieces_of(folder / name, size))) == FILES[name]
-    assert digest.listing == listing_of(folder)
+    for name in list_files(folder):
+        assert b"".join(digest.hash_pieces(name, read_pieces(folder / name, size))) == FILES[name]
+    assert digest.listing == make_listing(folder)
     assert digest.listing.files == (("config.json", 15), ("model.safetensors", 2048), ("owner/vlm/tokenizer.json", 2))
 
 
@@ -26,22 +26,22 @@ def test_what_goes_from_one_file_to_the_next_is_another_content(tmp_path: Path) 
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.json").write_bytes(first)
         (tmp_path / str(number) / "model.safetensors").write_bytes(second)
-        names.append(listing_of(tmp_path / str(number)).sha)
+        names.append(make_listing(tmp_path / str(number)).sha)
     assert len(set(names)) == 3
 
 
 def test_only_a_folder_with_just_these_files_is_like_it(folder: Path) -> None:
-    listing = listing_of(folder)
+    listing = make_listing(folder)
     (folder / "notes.txt").write_text("not of the policy")
-    assert is_like(folder, listing)
-    assert not is_like(folder / "nowhere", listing)
+    assert matches_listing(folder, listing)
+    assert not matches_listing(folder / "nowhere", listing)
     (folder / "tokenizer.json").write_text("{}")
-    assert not is_like(folder, listing)
+    assert not matches_listing(folder, listing)
     (folder / "tokenizer.json").unlink()
     (folder / "config.json").write_bytes(b'{"type": "ACT"}')
-    assert not is_like(folder, listing)
+    assert not matches_listing(folder, listing)
     (folder / "config.json").unlink()
-    assert not is_like(folder, listing)
+    assert not matches_listing(folder, listing)
 
 
 @pytest.mark.parametrize(
