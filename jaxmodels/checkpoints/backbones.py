@@ -132,7 +132,7 @@ def replace_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str
     """
     stems = [name.removesuffix("stem.kernel") for name in weights if f".{name}".endswith(".backbone.stem.kernel")]
     if not stems:
-        raise WeightsMismatch(f"the policy has no ResNet called backbone; wanted a {backbone.architecture}")
+        raise WeightsMismatch(f"the policy has 0 ResNets called backbone; wanted a {backbone.architecture}")
     renamed = {stem + name: array for stem in stems for name, array in backbone.weights.items()}
     expected = {name: np.shape(array) for name, array in weights.items() if name.startswith(tuple(stems))}
     check_fit({name: array.shape for name, array in renamed.items()}, expected, where=backbone.architecture)

@@ -288,7 +288,7 @@ class DiffusionPolicyModel(nnx.Module):
         batch, schedule = actions.shape[0], self.config.schedule
         crop = None
         if rngs is None:
-            noise_key, spread = jax.random.key(EVALUATION), (jnp.arange(batch) + 0.5) / batch
+            noise_key, spread = jax.random.key(EVALUATION), (jnp.arange(batch, dtype=jnp.float32) + 0.5) / batch
             drawn = jnp.floor(spread * schedule.num_train_timesteps).astype(jnp.int32)
         else:
             self.train()
