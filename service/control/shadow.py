@@ -28,7 +28,7 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """Shadow policy of one session. Whatever goes wrong with it is said in its figures and nowhere else.
+    """Shadow policy of one session. Whatever goes wrong with it is in its figures and nowhere else.
 
     Attributes:
         compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
