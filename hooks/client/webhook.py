@@ -311,7 +311,7 @@ def check_webhook_id(webhook_id: str) -> str:
         InvalidWebhook: it is empty or has other characters.
     """
     if not isinstance(webhook_id, str) or not re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]+", webhook_id):
-        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() tells them")
+        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() lists them")
     return webhook_id
 
 

@@ -407,7 +407,7 @@ async def _run_on_loop(call: Callable[..., Awaitable[Any]], *arguments: Message)
 
 
 def _add_raw_path(scope: Message) -> Message:
-    """The optional ``raw_path`` of ASGI, which Sanic wants."""
+    """Add the optional ``raw_path`` of ASGI, which Sanic needs."""
     if scope.get("raw_path") is None and "path" in scope:
         return {**scope, "raw_path": scope["path"].encode()}
     return scope

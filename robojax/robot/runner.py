@@ -146,7 +146,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
             if ended is not None:
                 raise ended
     except _Ended:
-        on_event("ended; the arm was told nothing")
+        on_event("ended; the arm got no command")
     finally:
         for number in ENDS:
             loop.remove_signal_handler(number)
@@ -161,7 +161,7 @@ async def _run_linked(
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> Exception | None:
-    """Moves until something ends it; what that was, unless somebody wanted it."""
+    """Run the arm until something ends it; return the reason, or None where a person ended it."""
 
     def pictures() -> dict[str, np.ndarray]:
         now = time.monotonic()
@@ -342,7 +342,7 @@ async def _keys(
             try:
                 await session.emergency_stop("key at the robot")
             except ClientError as error:
-                on_event(f"the arm is held; the server could not be told: {error}")
+                on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()
 

@@ -189,7 +189,7 @@ class Live:
     """
 
     def __init__(self, sessions: Callable[[], Sessions], settings: LiveSettings | None = None):
-        """``sessions`` are there when the first viewer comes."""
+        """Store the settings; ``sessions`` exist when the first viewer comes."""
         self.settings = settings or LiveSettings()
         self.viewers: set[Viewer] = set()
         self.cut = 0
@@ -372,11 +372,11 @@ class Viewer:
         except (WebsocketClosed, RequestCancelled, ConnectionError):
             self.abort()
         except Exception:
-            logger.exception("a page cannot be told what happens")
+            logger.exception("sending to a page of the dashboard failed")
             self.abort()
 
     def close(self, code: int, reason: str) -> None:
-        """Close the socket; nobody waits for the page to agree."""
+        """Close the socket without waiting for the page's own close."""
         self._socket.fail_connection(code, reason)
 
     def abort(self) -> None:

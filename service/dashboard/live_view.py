@@ -25,7 +25,7 @@ MAX_POINTS = 64
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk that was taken, thinned out for drawing.
+    """A chunk that joined the plan, thinned out for drawing.
 
     Attributes:
         number: counted from 1.
@@ -136,7 +136,7 @@ class PictureSettings:
 
 
 class PictureEncoder:
-    """Encodes the newest pictures of sessions that somebody looks at.
+    """Encodes the newest pictures of sessions that viewers have open.
 
     Attributes:
         encoded: pictures made in all.

@@ -484,7 +484,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class McapSink:
-    """Unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
+    """Unbuffered file for the MCAP library: writes all or raises, and can go back to an earlier position.
 
     Attributes:
         position: bytes written.
@@ -513,7 +513,7 @@ class McapSink:
         return len(data)
 
     def tell(self) -> int:
-        """Return where the next byte goes."""
+        """Return the position of the next byte."""
         return self.position
 
     def flush(self) -> None:

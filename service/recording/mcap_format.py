@@ -227,7 +227,7 @@ def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
 
 
 def build_chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
-    """Build the message of a chunk that was taken."""
+    """Build the message of a chunk that joined the plan."""
     return _build_message(at, seen_at=_build_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
 
 

@@ -286,7 +286,7 @@ class Recordings:
             self._dataset_states.pop(name, None)
             logger.info("recording %s is a dataset now", name)
             if lines:
-                logger.warning("the dataset of recording %s lacks something: %s", name, lines[-1])
+                logger.warning("the dataset of recording %s is incomplete: %s", name, lines[-1])
         else:
             self._dataset_states[name] = FAILED
             logger.error("no dataset was made of recording %s: %s", name, lines[-1] if lines else f"exit code {code}")

@@ -63,7 +63,7 @@ class ReplayEpisode:
 
 @dataclass(frozen=True)
 class JointError:
-    """Error of one joint, in its own units and in % of its range (None where nobody knows the range)."""
+    """Error of one joint, in its own units and in % of its range (None where the range is unknown)."""
 
     name: str
     mean: float
@@ -120,7 +120,7 @@ class ReplayReport:
 
 
 def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
-    """Check that the policy can be asked about this recording.
+    """Check that the policy can run on this recording.
 
     Raises:
         Misfit: it cannot; lists every reason.
@@ -134,7 +134,7 @@ def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
         have = ", ".join(info.cameras) or "none"
         problems.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
     if requirements.language and not info.task.strip():
-        problems.append("it does what it is told, and the recording does not say what that was")
+        problems.append("it reads an instruction, and the recording has none")
     if problems:
         raise PolicyMismatch("; ".join(problems))
 
@@ -210,7 +210,7 @@ def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str
 def _with_history(
     observations: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, ticks_per_step: int
 ) -> dict[str, np.ndarray]:
-    """The newest observation, and for a policy that looks at several those before it, on an axis of time.
+    """Return the newest observation; for a policy of several observations those before it too, on an axis of time.
 
     Before an episode's first one there are copies of it, as LeRobot has it.
     """
@@ -289,7 +289,7 @@ class RerunViewer:
             rerun.save(save)
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
-        """Show one step, and the policy's answer where it was asked."""
+        """Show one step, and the policy's chunk where it ran."""
         rerun, rate = self._rerun, self._info.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():

@@ -99,7 +99,7 @@ class Session(BaseSession):
 
         Args:
             leases: of all sessions of this process: no other one may command the same robot.
-            made: knows which rooms are this server's from before, and is told of those it makes now.
+            made: knows which rooms are this server's from before, and records those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
             claim: what it says to the server of its rooms; a new one when None.
         """
@@ -467,5 +467,5 @@ class Session(BaseSession):
                 self._publish(*event)
             except Exception:
                 # Whoever stops several robots must reach the others too.
-                logger.exception("session %s: nobody is told of %s", self.id, event[0])
+                logger.exception("session %s: notifying of %s failed", self.id, event[0])
         return stage

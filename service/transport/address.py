@@ -276,7 +276,7 @@ def _host_error(why: str) -> InvalidRequest:
 
 
 def is_localhost(host: str) -> bool:
-    """Whether a name is of this machine wherever it is asked for (RFC 6761); its addresses are none."""
+    """Whether a name means this machine whatever resolves it (RFC 6761); its addresses do not count."""
     return host == "localhost" or host.endswith(".localhost")
 
 

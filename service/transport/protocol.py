@@ -115,7 +115,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class StateSync:
-    """Every joint the room has seen, sent once to a robotics consumer before ``Joined``."""
+    """Every joint that was reported in the room, sent once to a robotics consumer before ``Joined``."""
 
     type: ClassVar[str] = "state_sync"
     data: Annotated[Json, AfterValidator(_check_finite)]

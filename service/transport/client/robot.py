@@ -213,7 +213,7 @@ class Robot:
         return {"rooms": joints | cameras, "commands": self.commands, "refused": self.refused, "latch": self.latch}
 
     def unlatch(self) -> None:
-        """Obey commands again after an emergency stop: for whoever is at the robot, and has seen that it is safe."""
+        """Obey commands again after an emergency stop: for a person at the robot who has seen that it is safe."""
         if self.latch is not None:
             log.warning("the emergency stop is reset; commands are obeyed again (%d were refused)", self.refused)
         self.latch = None
@@ -306,7 +306,7 @@ class Robot:
             poll.cancel()
 
     async def _poll_latch(self) -> None:
-        """Follow the session's server where it says something; else everything stays as it is."""
+        """Take over the latch that the session's server reports; without an answer everything stays as it is."""
         before = self.latch
         state = await self._session_latch.fetch()
         if state is None or self.latch != before:

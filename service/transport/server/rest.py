@@ -287,7 +287,7 @@ class RoomEndpoints:
         """Return a room that the caller may see.
 
         Raises:
-            UnknownRoom: there is none, or it is somebody else's: which of the two is not told.
+            UnknownRoom: there is none, or it is somebody else's: the answer is the same.
         """
         target = self.table.get(RoomPath(self.kind, workspace, room))
         if not caller_of(request).sees(target.owner):

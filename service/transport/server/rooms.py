@@ -53,7 +53,7 @@ class Commander(Protocol):
 
     @property
     def latch(self) -> str | None:
-        """The text of an emergency stop that nobody has reset, or None."""
+        """Reason of a latched emergency stop, or None."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class RoomLimits:
 
 @dataclass(frozen=True)
 class Participant:
-    """One participant of a room: its connection, and what it said in its join.
+    """One participant of a room: its connection, and the fields of its join.
 
     Attributes:
         key_name: name of the key that it came with; None where there are no keys.
@@ -409,7 +409,7 @@ class RoomTable:
         return self._participants.get(connection)
 
     def find_sender(self, path: RoomPath, participant_id: str) -> Participant | None:
-        """Return the participant that a REST caller speaks for: the producer or a consumer of this room, or None."""
+        """Return the participant whose id a REST caller sent: the producer or a consumer of this room, or None."""
         room = self.rooms.get(path)
         if room is None:
             return None
