@@ -459,7 +459,7 @@ class Policy:
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
         self._run(self._program(inputs), self._make_zeros(inputs))
 
-    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
         inputs = self._reader.inputs(batch, cameras)
         program, zeros = self._program(inputs), self._make_zeros(inputs)
@@ -477,7 +477,7 @@ class Policy:
         zeros = self._make_zeros(inputs)
         config, plan = self._checkpoint.config, self._kind.architecture(self._checkpoint.config)
         if not self._kind.stages:
-            return (StageTime("chunk", float(np.median([self.rehearse() for _ in range(runs)])), 1),)
+            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
         programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
         times, given = [], None
         for stage, program in zip(self._kind.stages, programs, strict=True):
