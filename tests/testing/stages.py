@@ -61,8 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By stages, files in one piece, and first of each stage those with tests that are slow."""
-    stage, slow = config.stash.setdefault(stages, {}), set[Path]()
+    """By stages, files in one piece; first of each stage those with tests that are slow, then those with most text.
+
+    Else a long file is begun last, and the other processes wait for it. Models stay in the order of their names: who
+    wants full compilation stands together, and clears what was compiled quickly.
+    """
+    stage, slow, size = config.stash.setdefault(stages, {}), set[Path](), dict[Path, int]()
     for item in items:
         for folder, mark in FOLDERS.items():
             if item.path.is_relative_to(TESTS / folder):
@@ -73,7 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         stage[item.path] = max(stage.get(item.path, 0), *marks, STAGES.index("") if not marks else 0)
         if item.get_closest_marker("slow"):
             slow.add(item.path)
-    items.sort(key=lambda item: (stage[item.path], item.path not in slow))
+        if item.path not in size:
+            size[item.path] = item.path.stat().st_size
+    models = STAGES.index("models")
+    items.sort(
+        key=lambda item: (
+            stage[item.path],
+            item.path not in slow,
+            0 if stage[item.path] == models else -size[item.path],
+        )
+    )
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
         written = Path(os.environ[HELD]) / f"{worker}.json"
         written.write_text(json.dumps({item.nodeid.split("::")[0]: STAGES[stage[item.path]] for item in items}))
