@@ -151,7 +151,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
         return coordinates(side, shape[0] // side)[..., ::-1].reshape(shape)
     if len(shape) < 2:
         return np.full(shape, 1.0 if name.endswith(("scale", "variance")) else 0.0, np.float32)
-    fan = int(np.prod(shape[:-1]))
+    fan = shape[1] if name.endswith("weight") else int(np.prod(shape[:-1]))  # weights are (out, in)
     return rng.standard_normal(shape, np.float32) * np.float32(fan**-0.5)
 
 

@@ -115,6 +115,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
+        metadata=config.client_metadata,
     )
 
 

@@ -285,7 +285,7 @@ class ScriptedPolicy:
                 raise ObservationError(f"wanted {need.observation_steps} observations on the second axis: {shapes}")
             state = state[:, -1]
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
-        chunk = (state[:, None, :] + steps).astype(np.float32)
+        chunk = (state[:, None, : need.action] + steps).astype(np.float32)
         if PREFIX_ACTIONS in observation:
             # What will have been done when this answer comes is done: the chunk begins with it.
             over = (

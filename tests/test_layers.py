@@ -267,12 +267,15 @@ FIXED_NAMES = {
     "robojax": {"drive_mode", "found"},
     "service/api": set(),
     "service/auth": set(),
+    "service/dashboard": set(),
     "service/distributed": {"engine_patience"},
     "service/http": set(),
     "service/inference": set(),
+    "service/recording": {"tell"},
     "service/rollout": {"update_patience"},
     "service/sessions": set(),
     "service/streaming": {"compile_patience", "act_patience"},
+    "service/transport": set(),
 }
 
 

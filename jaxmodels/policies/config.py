@@ -136,6 +136,11 @@ class PolicyConfig:
         return None
 
     @property
+    def client_metadata(self) -> Mapping[str, Any]:
+        """What the checkpoint wants clients to be told, JSON."""
+        return {}
+
+    @property
     def controls_joints(self) -> bool:
         """Whether actions are targets of the joints that the state measures; else velocities or displacements."""
         return True

@@ -9,6 +9,7 @@ openpi/models/{model,pi0_config}.py, openpi/transforms.py and examples/*/main.py
 (https://github.com/Physical-Intelligence/openpi, 15a9616 of June 2026).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ KEY = "openpi"  # in robojax.json
 MODELS = ("pi0", "pi05")
 PROMPTS = {"pi0": 48, "pi05": 200}  # tokens
 IMAGE_KEYS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+METADATA_LIMIT = 4096  # characters
 # openpi adds it to every spread and range, in both directions.
 EPSILON = 1e-6
 
@@ -324,11 +326,13 @@ def _read_field(where: str, name: str, value: Any) -> Any:
     expected = None
     match name:
         case "cameras" | "policy_metadata":
-            if isinstance(value, Mapping) and (
-                name == "policy_metadata" or all(isinstance(key, str) for key in value.values())
-            ):
+            texts = list(value.values()) if isinstance(value, Mapping) and name == "cameras" else []
+            is_object = isinstance(value, Mapping) and all(isinstance(text, str) for text in texts)
+            if is_object and len(json.dumps(value)) <= METADATA_LIMIT:
                 return tuple(value.items())
-            expected = 'an object like {"front": "base_0_rgb"}' if name == "cameras" else "an object"
+            expected = f"an object of at most {METADATA_LIMIT} characters, like " + (
+                '{"front": "base_0_rgb"}' if name == "cameras" else '{"reset_pose": [0, -1.5, 1.5, 0, 0, 0]}'
+            )
         case "delta_actions":
             if isinstance(value, list) and all(type(part) is int and 0 < abs(part) <= WIDTH for part in value):
                 return tuple(value)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward
 from jaxmodels.layers.grouped_attention import GroupedQueryAttention, KeyValues, Rotation, append
 from jaxmodels.layers.norm import EPSILON, RMSNorm
@@ -117,5 +117,5 @@ def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
         inside: the weight's name in the layer.
         ours, theirs: what comes before it here and there, e.g. ``expert.0.`` and ``lm_expert.layers.0.``.
     """
-    part, _, kind = inside.rpartition(".")
-    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), LINEAR if kind == "kernel" else SAME)
+    part = inside.rpartition(".")[0]
+    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), SAME)

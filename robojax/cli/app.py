@@ -201,8 +201,8 @@ def robojax(
     """
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"robojax {version('robojax')}")
         raise typer.Exit
 
@@ -213,10 +213,10 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        function(**given)
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        function(**arguments)
 
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -115,8 +115,8 @@ def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> 
     table = Table(show_edge=False, pad_edge=False, box=None)
     for column in ("joint", "low", "high", "step", "velocity", "acceleration", "jerk", "from"):
         table.add_column(column, justify="left" if column in ("joint", "from") else "right")
-    for name, said in limits.items():
-        *numbers, origin = said.values()
+    for name, limit in limits.items():
+        *numbers, origin = limit.values()
         table.add_row(
             escape(name),
             *("-" if value is None else f"{value:g}" for value in numbers),

@@ -52,7 +52,7 @@ class PolicyRunner:
         seconds: time spent in each stage of the newest inferences.
         errors: inferences that failed.
         frame_age: age of the oldest frame at each request, in seconds.
-        instruction: what a policy that reads language is told from the next request on.
+        instruction: of a policy that reads language, from the next request on.
         followed: the instruction that the newest chunk follows; what the next one will before there is one.
         recent: newest observations, each with the chunk that the policy answered.
     """

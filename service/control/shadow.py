@@ -28,7 +28,7 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """Shadow policy of one session. Whatever goes wrong with it is said in its figures and nowhere else.
+    """Shadow policy of one session. Whatever goes wrong with it is in its figures and nowhere else.
 
     Attributes:
         compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
@@ -177,8 +177,11 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
     if shadow.action != first.action:
         wrong.append(f"its actions have {shadow.action} values, the session's {first.action}")
-    if shadow.state not in (None, first.action):
-        wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
+    if shadow.controls_joints != first.controls_joints:
+        wrong.append("actions of one of the two are no targets of joints")
+    width = first.action if first.controls_joints else first.state
+    if shadow.state not in (None, width):
+        wrong.append(f"its state has {shadow.state} values, the session's {width}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
     if shadow.observation_steps != first.observation_steps:

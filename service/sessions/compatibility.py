@@ -14,7 +14,7 @@ from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import ReadFrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
-from service.sessions.request import NewSession, SessionSettings
+from service.sessions.request import DIRECT, NewSession, SessionSettings
 from service.threads import call_in_thread
 
 
@@ -102,7 +102,7 @@ def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     return [
         *_type_mismatches(requirements, new),
         *_camera_mismatches(requirements, new),
-        *_width_mismatches(requirements),
+        *_width_mismatches(requirements, new),
     ]
 
 
@@ -131,11 +131,16 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
     return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}{rename}"]
 
 
-def _width_mismatches(requirements: Requirements) -> list[str]:
+def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     mismatches = []
+    if not requirements.controls_joints and not new.is_direct:
+        mismatches.append(
+            "its actions are no targets of joints but velocities or displacements, which no room carries; use a client "
+            f'without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of openpi\'s'
+        )
     if requirements.environment_state is not None:
         mismatches.append("it reads observation.environment_state, which no room carries; use one without it")
-    if requirements.state is not None and requirements.state != requirements.action:
+    if requirements.controls_joints and requirements.state not in (None, requirements.action):
         mismatches.append(
             f"its state has {requirements.state} values and its actions {requirements.action}; "
             "the joint room carries one value per action, so both must be equal"

@@ -99,7 +99,7 @@ class Session(BaseSession):
 
         Args:
             leases: of all sessions of this process: no other one may command the same robot.
-            made: knows which rooms are this server's from before, and is told of those it makes now.
+            made: knows which rooms are this server's from before, and records those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
             claim: what it says to the server of its rooms; a new one when None.
         """
@@ -258,9 +258,14 @@ class Session(BaseSession):
 
     def _start_moving(self, move: Move) -> None:
         self._current_lifecycle().check(move)
+        assert self.robot_io is not None, "the table lets only loaded sessions start"
+        if not self.robot_io.runner.loaded.requirements.controls_joints:
+            raise MoveRefused(
+                f"session {self.id!r} has a policy whose actions are no targets of joints; its client asks for chunks "
+                "and does them, and no control loop of the server's can"
+            )
         self._move(move)
         self._active_since = time.monotonic()
-        assert self.robot_io is not None, "the table lets only loaded sessions start"
         self.robot_io.begin()
         trouble = self.robot_io.controller.link_trouble
         if trouble is not None:
@@ -462,5 +467,5 @@ class Session(BaseSession):
                 self._publish(*event)
             except Exception:
                 # Whoever stops several robots must reach the others too.
-                logger.exception("session %s: nobody is told of %s", self.id, event[0])
+                logger.exception("session %s: notifying of %s failed", self.id, event[0])
         return stage

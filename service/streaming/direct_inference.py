@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.control.guard import Motion
+from service.control.joints import Joint, JointTable
 from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
@@ -120,10 +121,10 @@ class ObservationWindow:
                 ("body", "timestamp"),
             )
         for back, (frames, joints) in zip(range(len(snapshot.past), 0, -1), snapshot.past, strict=True):
-            self._history.add(at - back * period, frames, joints)
-        past = snapshot.past or self._history.before(at, snapshot.frames, snapshot.joints)
+            self._history.add(at - back * period, replace(snapshot, frames=frames, joints=joints))
+        past = snapshot.past or self._history.before(at, snapshot)
         if at - self._newest >= period / _KEPT_PER_STEP:
-            self._history.add(at, snapshot.frames, snapshot.joints)
+            self._history.add(at, snapshot)
             self._newest = at
         return replace(snapshot, past=past)
 
@@ -149,6 +150,8 @@ class DirectInference:
         self._action_at = -math.inf
         self._ticks = -1  # of the session's own loop when the plan was made
         self._spec: ObservationSpec | None = None
+        self._table: JointTable | None = None
+        self._joints = JointTable(())
         self._stop_count = _count_stops(session)
         # The newest actions that were done before the plan, as the client says.
         self._executed = _NO_ACTIONS
@@ -166,8 +169,10 @@ class DirectInference:
     def _spec_for(self, robot_io: RobotIO) -> ObservationSpec:
         spec, cameras = self._spec, self.session.new.camera_names
         steps = robot_io.runner.loaded.requirements.observation_steps
-        if spec is None or spec.joints is not robot_io.table or spec.cameras is not cameras or spec.steps != steps:
-            spec = self._spec = ObservationSpec(cameras, robot_io.table, self._max_pixels, steps)
+        if self._table is not robot_io.table:
+            self._table, self._joints = robot_io.table, _measured_joints(robot_io)
+        if spec is None or spec.joints is not self._joints or spec.cameras is not cameras or spec.steps != steps:
+            spec = self._spec = ObservationSpec(cameras, self._joints, self._max_pixels, steps)
         return spec
 
     def get_link(self) -> tuple[DirectLink, RobotIO]:
@@ -299,7 +304,8 @@ class DirectInference:
         frames = await observed.decode_images(spec) if observed.files else observed.frames
         past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
-        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, past=past)
+        sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, sizes, past=past)
         for before, _ in past:
             observation.check_same_sizes(before, snapshot.sizes)
         if instruction != self._instruction:
@@ -327,7 +333,9 @@ class DirectInference:
             await self._compile(robot_io, sizes)
         try:
             inference = await self._engine.infer(loaded, inputs, caller=self)
-            motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
+            motion = None
+            if loaded.requirements.controls_joints:
+                motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
@@ -368,7 +376,8 @@ class DirectInference:
         for camera, image in frames.items():
             if robot_io.buffer.put_frame(camera, image, now):
                 robot_io.observers.notify_frame(camera, image, now)
-        robot_io.buffer.put_joints(observed.joints, now)
+        if robot_io.runner.loaded.requirements.controls_joints:
+            robot_io.buffer.put_joints(observed.joints, now)
 
     async def _compile(self, robot_io: RobotIO, sizes: FrameSizes) -> None:
         try:
@@ -377,11 +386,20 @@ class DirectInference:
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {describe_sizes(sizes)}; ask again") from None
 
-    def _check_chunk(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _check_chunk(
+        self, robot_io: RobotIO, answer: object, motion: Motion | None
+    ) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return the chunk inside the limits, and why it was changed.
+
+        Args:
+            motion: that it follows; None where its actions are no targets of joints, and nothing measured compares.
+        """
         guard = robot_io.controller.guard
         problem = guard.check_shape(answer)
         if problem is None:
             assert isinstance(answer, np.ndarray)
+            if motion is None:
+                return answer[0].astype(np.float32), ()
             verdict = guard.judge(answer[0].astype(np.float32), motion)
             if verdict.actions is not None:
                 return verdict.actions, verdict.clamped
@@ -468,6 +486,7 @@ class DirectInference:
             for joint in robot_io.table.joints
         }
         return {
+            **requirements.metadata,
             "session_id": self.session.id,
             "status": str(self.session.stage),
             "policy_path": self.session.new.policy_path,
@@ -482,6 +501,16 @@ class DirectInference:
             "observation_steps": requirements.observation_steps,
             "reads_prompt": requirements.language,
         }
+
+
+def _measured_joints(robot_io: RobotIO) -> JointTable:
+    """Return what a policy's state is made of; the joints of its actions, where these are targets of joints."""
+    requirements = robot_io.runner.loaded.requirements
+    if requirements.controls_joints:
+        return robot_io.table
+    return JointTable(
+        [Joint(f"state_{number + 1}", number, -math.inf, math.inf) for number in range(requirements.state or 0)]
+    )
 
 
 def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motion:

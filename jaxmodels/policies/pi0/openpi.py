@@ -40,19 +40,22 @@ class Source:
     Attributes:
         theirs: the path of the array there.
         index: where in it ours lies.
-        has_heads_first: whether its axis of heads comes before that of its inputs, behind which ours has it.
+        has_heads_first: whether its axis of heads comes before that of its inputs.
+        is_transposed: whether ours is (out, in); theirs is (in, out), once its heads are behind its inputs.
     """
 
     theirs: str
     index: tuple[int, ...] = ()
     has_heads_first: bool = False
+    is_transposed: bool = False
 
     def take(self, array: np.ndarray, shape: Shape) -> np.ndarray:
         """Our array out of theirs, float32."""
         part = array[self.index]
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
-        return np.ascontiguousarray(part.reshape(shape), np.float32)
+        part = part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape)
+        return np.ascontiguousarray(part, np.float32)
 
 
 def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
@@ -205,18 +208,19 @@ def _find_in_gemma(inside: str, expert: str) -> Source:
         return Source(f"{_LANGUAGE}/final_norm{expert}/{_name_norm(rest)}")
     number, part, leaf = rest.split(".", 2)
     layer = int(number)
-    match part, leaf.removesuffix(".kernel"):
+    match part, leaf.removesuffix(".weight"):
         case "attention", "query":
-            return Source(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True)
+            return Source(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True, is_transposed=True)
         case "attention", "key" | "value" as which:
             index = (layer, ("key", "value").index(which))
-            return Source(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True)
+            return Source(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True, is_transposed=True)
         case "attention", _:
-            return Source(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,))
+            return Source(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,), is_transposed=True)
         case "feed_forward", "down":
-            return Source(f"{_LAYERS}/mlp{expert}/linear", (layer,))
+            return Source(f"{_LAYERS}/mlp{expert}/linear", (layer,), is_transposed=True)
         case "feed_forward", which:
-            return Source(f"{_LAYERS}/mlp{expert}/gating_einsum", (layer, ("gate", "up").index(which)))
+            index = (layer, ("gate", "up").index(which))
+            return Source(f"{_LAYERS}/mlp{expert}/gating_einsum", index, is_transposed=True)
     norm = "pre_attention_norm" if part == "attention_norm" else "pre_ffw_norm"
     return Source(f"{_LAYERS}/{norm}{expert}/{_name_norm(leaf)}", (layer,))
 
@@ -277,7 +281,7 @@ def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[
     head = vision.hidden_size // vision.num_attention_heads
     shapes: dict[str, Shape] = {_UNUSED: (config.vlm.width,)}
     for name, source in sources.items():
-        shape, theirs = ours[name], source.theirs
+        shape, theirs = ours[name][::-1] if source.is_transposed else ours[name], source.theirs
         sizes = config.expert if name.startswith("expert.") else config.vlm
         if theirs.startswith(_ATTENTION):
             heads = (vision.num_attention_heads, head)

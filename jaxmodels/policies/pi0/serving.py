@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import Pi0Model, PiModel, StepInputs
-from jaxmodels.samplers import begin_with, continuing, flow_euler
+from jaxmodels.samplers import begin_with, continuing, flow_euler, given
 from jaxmodels.types import Observation
 from jaxmodels.vlm.gemma import PrefixCache
 from jaxmodels.weights import blueprint
@@ -33,7 +34,14 @@ def act(
         noise = jnp.broadcast_to(jax.random.normal(key, config.noise, jnp.float32), shape)
     predict = Partial(denoise, model, prefix, model.embed_state(observation.state))
     plan = observation.prefix
-    if plan is not None:
+    if plan is not None and config.trained_delay:
+        # Beyond what it was trained to begin with, a policy never saw anything like it.
+        width = config.max_action_dim - plan.actions.shape[-1]
+        padded = jnp.pad(plan.actions.astype(jnp.float32), ((0, 0), (0, 0), (0, width)))
+        begun = plan._replace(actions=padded, delay=jnp.minimum(plan.delay, config.trained_delay))
+        still = jax.tree.map(lambda array: array[0], model.prepare_steps(np.zeros(1, np.float32)))
+        predict = given(Partial(denoise_behind, model, prefix, still), begun, schedule)
+    elif plan is not None:
         predict = continuing(predict, plan, schedule)
     extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
     chunk = flow_euler(predict, shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
@@ -56,3 +64,21 @@ def denoise(
     """The velocity of a noisy chunk at one step."""
     del t  # is in step
     return model.denoise(prefix, state, x, step)
+
+
+def denoise_behind(
+    model: PiModel,
+    prefix: PrefixCache,
+    still: StepInputs,
+    x: Float[Array, "b t a"],
+    t: Float[Array, "b t"],
+    step: StepInputs,
+) -> Float[Array, "b t a"]:
+    """The velocity of a chunk some of whose actions are without noise, as pi0.5 may be trained.
+
+    Args:
+        still: what time 0 contributes, which is theirs.
+    """
+    is_still = (t == 0)[..., None]
+    step = jax.tree.map(lambda noisy, clean: jnp.where(is_still, clean, noisy), step, still)
+    return model.denoise(prefix, None, x, step)

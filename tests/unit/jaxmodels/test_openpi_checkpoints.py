@@ -39,17 +39,18 @@ def list_arrays(kind: str, weights: dict[str, np.ndarray], config: Any) -> dict[
         width, heads, head = sizes.width, sizes.num_heads, sizes.head_dim
 
         def of(part: str, ours: str = ours) -> np.ndarray:
-            return stack(f"{ours}.layers.{i}.{part}" for i in layers)
+            array = stack(f"{ours}.layers.{i}.{part}" for i in layers)
+            return array.swapaxes(1, 2) if part.endswith("weight") else array
 
         place = "PaliGemma/llm/layers"
-        query = of("attention.query.kernel").reshape(-1, width, heads, head)
-        keys = np.stack([of(f"attention.{which}.kernel") for which in ("key", "value")], axis=1)
+        query = of("attention.query.weight").reshape(-1, width, heads, head)
+        keys = np.stack([of(f"attention.{which}.weight") for which in ("key", "value")], axis=1)
         tree[f"{place}/attn/q_einsum{end}/w"] = query.swapaxes(1, 2)
         tree[f"{place}/attn/kv_einsum{end}/w"] = keys[:, :, None]
-        tree[f"{place}/attn/attn_vec_einsum{end}/w"] = of("attention.out.kernel").reshape(-1, heads, head, width)
-        gates = [of(f"feed_forward.{which}.kernel") for which in ("gate", "up")]
+        tree[f"{place}/attn/attn_vec_einsum{end}/w"] = of("attention.out.weight").reshape(-1, heads, head, width)
+        gates = [of(f"feed_forward.{which}.weight") for which in ("gate", "up")]
         tree[f"{place}/mlp{end}/gating_einsum"] = np.stack(gates, axis=1)
-        tree[f"{place}/mlp{end}/linear"] = of("feed_forward.down.kernel")
+        tree[f"{place}/mlp{end}/linear"] = of("feed_forward.down.weight")
         for norm, name in (("attention_norm", "pre_attention_norm"), ("feed_forward_norm", "pre_ffw_norm")):
             if kind == "pi05" and end:
                 tree[f"{place}/{name}_1/Dense_0/kernel"] = of(f"{norm}.dense.kernel")
@@ -277,14 +278,14 @@ def test_low_rank_updates_of_openpis_variants_are_added_and_others_want_their_sc
     found = jaxmodels.load_policy(tmp_path / "lora").checkpoint.weights
     base = "PaliGemma/llm/layers"
     down, up = (updates[f"{base}/attn/q_einsum_1/{factor}"][1] for factor in ("lora_a", "lora_b"))
-    query = np.einsum("ndl,nlh->dnh", down, up).reshape(8, 8)
-    name = "expert.layers.1.attention.query.kernel"
+    query = np.einsum("ndl,nlh->nhd", down, up).reshape(8, 8)
+    name = "expert.layers.1.attention.query.weight"
     np.testing.assert_allclose(found[name], weights[name] + query, atol=1e-4)
     changed = {name for name in weights if not np.array_equal(weights[name], found[name])}
     assert {name.split(".", 3)[3] for name in changed} == {
-        "attention.query.kernel",
-        "attention.out.kernel",
-        "feed_forward.down.kernel",
+        "attention.query.weight",
+        "attention.out.weight",
+        "feed_forward.down.weight",
     }
     write_openpi(tmp_path / "other", said, changes=write_lora(4))
     with pytest.raises(CheckpointError, match=r'is of rank 4.*write "lora_scale": alpha / rank'):

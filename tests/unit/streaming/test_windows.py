@@ -162,7 +162,7 @@ def test_without_timestamps_arrival_counts_and_a_flood_fills_no_memory() -> None
 
     def add(moment: int, at: float) -> list[int]:
         frames, joints = {"front": np.zeros((2, 2, 3), np.uint8)}, np.full(6, moment, np.float32)
-        past = kept.add(Snapshot(frames, joints, at), None, 3, 0.1).past
+        past = kept.add(Snapshot(frames, joints, at, {"front": (2, 2)}), None, 3, 0.1).past
         return [int(joints[0]) for _, joints in past]
 
     for moment in range(1000):
