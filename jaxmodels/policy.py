@@ -442,7 +442,7 @@ class Policy:
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
         self._run(self._program(inputs), self._make_zeros(inputs))
 
-    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
         inputs = self._reader.inputs(batch, cameras)
         program, zeros = self._program(inputs), self._make_zeros(inputs)

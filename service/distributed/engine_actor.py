@@ -229,11 +229,11 @@ class EngineActor:
             cached.compiled.append(frame_sizes)
         return None
 
-    async def rehearse(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
+    async def profile(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
         """Return the seconds that one inference takes now, measured with zeros."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self._name)
-        return await call_in_thread(lambda: cached.served.policy.rehearse(1, sizes), "policy-rehearsal", 5)
+        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile", 5)
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None

@@ -477,12 +477,12 @@ class SharedPolicy:
         command = self._make_command("compile") | _build_arguments(batch, cameras)
         self._group.run(command, lambda: self.local.compile(batch, cameras))
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that `act` takes now for such a batch, measured with zeros; raises as `compile`."""
         if not self.is_compiled(batch, cameras):
             self._build(batch, cameras)
-        command = self._make_command("rehearse") | _build_arguments(batch, cameras)
-        return self._group.run(command, lambda: self.local.rehearse(batch, cameras))
+        command = self._make_command("profile") | _build_arguments(batch, cameras)
+        return self._group.run(command, lambda: self.local.profile(batch, cameras))
 
     def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Return whether this host has the program; others may take a moment longer, and are waited for."""

@@ -84,9 +84,9 @@ class RemotePolicy:
         """Return whether it is compiled, without asking the engine."""
         return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that an inference takes in the engine."""
-        return self._call("rehearse", None if cameras is None else dict(cameras))
+        return self._call("profile", None if cameras is None else dict(cameras))
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.

@@ -53,7 +53,7 @@ class Policy(Protocol):
         """Return whether ``act`` is compiled for them."""
         ...
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that ``act`` takes now for such a batch of zeros; it is compiled before."""
         ...
 
@@ -168,7 +168,7 @@ class Replica:
         spent: list[float] = []
         fewest, most = PROFILE_RUNS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < profile_seconds):
-            spent.append(self.policy.rehearse(batch, cameras))
+            spent.append(self.policy.profile(batch, cameras))
             latency.record(batch, spent[-1])
         latency.mark_fresh()
 
