@@ -74,7 +74,7 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
 }
 
 # Served from checkpoints of LeRobot, and not trained here yet.
-SERVED_ONLY = frozenset({"diffusion", "pi0", "pi05", "smolvla"})
+SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
 
 
 def trained_types() -> tuple[str, ...]:

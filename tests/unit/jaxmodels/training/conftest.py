@@ -35,6 +35,18 @@ TINY_2D: dict[str, Any] = {
 }
 TINY: dict[str, dict[str, Any]] = {
     "act": TINY_ACT,
+    "diffusion": {
+        "horizon": 8,
+        "n_action_steps": 4,
+        "drop_n_last_frames": 3,
+        "pretrained_backbone_weights": None,
+        "down_dims": (16, 32),
+        "n_groups": 4,
+        "kernel_size": 3,
+        "diffusion_step_embed_dim": 16,
+        "noise_scheduler_type": "DDIM",
+        "num_inference_steps": 10,
+    },
     "diffusion2d": TINY_2D,
     "tokens2d": {**TINY_2D, "bins": 16, "neighbours": 2},
 }
@@ -61,11 +73,22 @@ def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path_factory.getbasetemp() / "frames"))
 
 
-def write_demos(folder: Path, *, size: int = 16, tasks: tuple[str, ...] = ("go there",), camera: bool = True) -> Path:
-    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way."""
+def write_demos(
+    folder: Path,
+    *,
+    size: int = 16,
+    tasks: tuple[str, ...] = ("go there",),
+    camera: bool = True,
+    environment: bool = False,
+) -> Path:
+    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way.
+
+    The environment's state says the same as the picture.
+    """
     random = np.random.default_rng(0)
     cameras = ("front",) if camera else ()
-    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), cameras=cameras) as writer:
+    seen = {"environment_state": ("goal",)} if environment else {}
+    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), cameras=cameras, **seen) as writer:
         for episode in range(6):
             goal = random.uniform(0.2, 0.8)
             way = 1 - 2 * (episode % len(tasks))
@@ -73,6 +96,7 @@ def write_demos(folder: Path, *, size: int = 16, tasks: tuple[str, ...] = ("go t
             for share in np.linspace(0, goal, 8, dtype=np.float32):
                 action = np.array([100 * share * way, -100 * share * way], np.float32)
                 step = {"observation.state": action * np.float32(0.9), "action": action}
+                step |= {"observation.environment_state": np.array([goal], np.float32)} if environment else {}
                 writer.add({**step, "observation.images.front": frame} if camera else step)
             writer.end_episode(tasks[episode % len(tasks)])
     return folder
@@ -102,6 +126,12 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(demos: Path) -> Dataset:
     return open_dataset(demos)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The demonstrations without pictures."""
+    return open_dataset(write_demos(tmp_path_factory.mktemp("data") / "places", camera=False, environment=True))
 
 
 @pytest.fixture(scope="session")
