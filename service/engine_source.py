@@ -120,7 +120,7 @@ class ClusterEngine:
         """Prepare for the cluster of the settings; nothing is connected yet."""
         settings = app.ctx.settings
         try:
-            from service.distributed.bootstrap import ClusterBootstrap
+            from service.distributed.cluster import ClusterBootstrap
         except ModuleNotFoundError as error:
             raise SettingsError(
                 f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); "

@@ -29,7 +29,7 @@ class WatchStopped(Exception):
 
 
 class SettleTimer:
-    """Timer that tells when a folder has been unchanged for long enough.
+    """Timer for how long a folder has been unchanged.
 
     Attributes:
         quiet: seconds.

@@ -77,7 +77,8 @@ WRITTEN_OUT_HEADS = 16
 # Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
 BLOCK_SCORES = 1 << 19
 BLOCK_QUERIES = 256
-WRITTEN_OUT_BLOCKS = 4
+# Up to so many blocks of a head are written out, too.
+WRITTEN_OUT_BLOCKS = 2
 
 
 def attend_blocked(

@@ -116,6 +116,7 @@ class PolicyConfig:
 
     input_features: tuple[Feature, ...]
     output_features: tuple[Feature, ...]
+    chunk_size: Any
     normalization_mapping: tuple[tuple[str, str], ...]
 
     # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
@@ -167,6 +168,11 @@ class PolicyConfig:
     def observation_steps(self) -> int:
         """Observations that are looked at together, the newest included."""
         return 1
+
+    @property
+    def action_delta_indices(self) -> range:
+        """Actions that are learned together, in steps from the newest observation on (LeRobot's name)."""
+        return range(self.chunk_size)
 
     @property
     def noise(self) -> tuple[int, int] | None:

@@ -41,6 +41,9 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
 
 RENAME_HELP = "A camera of the policy and what the robot or recording calls it, as camera1=front; repeat it for more."
 
+LEROBOT_HELP = "0.4 or 0.6: whose reading of pi0's and pi0.5's files is meant; default: robojax.json's, else 0.6."
+DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32."
+
 
 def read_rename(given: Sequence[str] | None) -> dict[str, str]:
     """Names of cameras of --rename: the policy's to the robot's; ends the process where they make no sense."""
@@ -201,8 +204,8 @@ def robojax(
     """
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"robojax {version('robojax')}")
         raise typer.Exit
 
@@ -213,10 +216,10 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        function(**given)
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        function(**arguments)
 
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -107,7 +107,7 @@ def decode_message(data: bytes | str) -> Message | None:
     try:
         return None if reader is None else reader(fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"the server's message of kind {kind!r} lacks something: {error!r}") from error
+        raise Garbled(f"the server's message of kind {kind!r} is incomplete: {error!r}") from error
 
 
 def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:

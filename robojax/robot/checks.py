@@ -48,9 +48,9 @@ def check_robot(runner: RobotRunner) -> Iterator[Finding]:
     yield from _server(runner)
 
 
-def _run_check(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _run_check(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
-        yield from look()
+        yield from check()
     except RobotError as error:
         yield Finding(name, "fail", str(error), error.then)
 

@@ -56,7 +56,7 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-LOOK = 0.1  # seconds between looks at the arm
+POLL_PERIOD = 0.1  # seconds between looks at the arm
 LEAVE = 3.0  # seconds that saying goodbye to the server may take
 EMERGENCY, QUIT = " ", "q"
 # SIGHUP: the terminal was closed, or the connection to it was lost.
@@ -146,7 +146,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
             if ended is not None:
                 raise ended
     except _Ended:
-        on_event("ended; the arm was told nothing")
+        on_event("ended; the arm got no command")
     finally:
         for number in ENDS:
             loop.remove_signal_handler(number)
@@ -161,7 +161,7 @@ async def _run_linked(
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> Exception | None:
-    """Moves until something ends it; what that was, unless somebody wanted it."""
+    """Run the arm until something ends it; return the reason, or None where a person ended it."""
 
     def pictures() -> dict[str, np.ndarray]:
         now = time.monotonic()
@@ -325,7 +325,7 @@ async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
                 f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
             )
             clamped |= new
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_PERIOD)
 
 
 async def _keys(
@@ -342,7 +342,7 @@ async def _keys(
             try:
                 await session.emergency_stop("key at the robot")
             except ClientError as error:
-                on_event(f"the arm is held; the server could not be told: {error}")
+                on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()
 

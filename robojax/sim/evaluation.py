@@ -159,10 +159,10 @@ def _play(arm: Arm, policy: Policy, steps: int, delay: int, is_filmed: bool) -> 
     plan: list[np.ndarray] = []
     frames: list[np.ndarray] = []
     for tick in range(HORIZON):
-        is_asked = tick % steps == 0
-        if is_asked or is_filmed:
+        is_due = tick % steps == 0
+        if is_due or is_filmed:
             frames.append(arm.picture(CAMERA, *FRAME))
-        if is_asked:
+        if is_due:
             chunk = list(policy.act(_observation(arm, frames[-1], policy.requirements.language))[0])
             plan = plan[:delay] + chunk[delay:] if plan else chunk
         arm.step(plan.pop(0))

@@ -325,8 +325,9 @@ class Controller:
         return self.command
 
     def _wait_for_policy(self, now: float) -> None:
-        if self.hold is not None and self.hold.code not in OF_POLICY:
-            self._hold_state.hold = None  # the robot can be seen again; the policy has yet to answer
+        held = self._hold_state
+        if held.hold is not None and held.hold.code not in OF_POLICY:
+            held.hold = None  # the robot can be seen again; the policy has yet to answer
         if not self._is_moving:
             return
         self._history.rest()
@@ -391,7 +392,7 @@ class Controller:
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
-            # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
+            # After a pause of the whole process its answer may be read first, and what it saw is over like the frames.
             not_ready = next(iter(self._obstacles.values()), None) or self.buffer.not_ready(now)
             self._enter_hold(not_ready or NotReady("policy_late", text), now)
         return TickResult(is_accepted=True)
@@ -477,8 +478,8 @@ class Controller:
     def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
         """Stop. The command is to be sent at once; the ticks that follow repeat the hold.
 
-        A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
-        nobody knows where it is now, is told nothing: where it was may be far away.
+        A robot that was never commanded is sent no hold, unless ``always_hold``. One that stands, and of which
+        nobody knows where it is now, is sent nothing: where it was may be far away.
         """
         self._begin_halt(now, always_hold=always_hold)
         return TickResult(self._hold_command())

@@ -13,7 +13,7 @@ from service.transport.link import JointValue
 # Policies compute in float32, so a value has to be finite there too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
-# A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
+# A joint that is so much of its range outside of it is more likely reported in degrees, or in a motor's steps.
 OUT_OF_RANGE_SHARE = 0.1
 # A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)

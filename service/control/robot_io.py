@@ -19,7 +19,7 @@ from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent
 
-# Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
+# Rounds of the event loop from a readable socket to the session that receives what came: reading, waking, parsing.
 _INPUT_ROUNDS = 8
 # Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
 _MAX_DECISION_TIME = 0.1
@@ -101,7 +101,7 @@ class RobotIO:
                     await self._sleep(controller.clock.next_deadline(self._clock()))
                     now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
-                        # The loop was blocked: what came meanwhile, a stop above all, is heard before anything is sent.
+                        # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
                         for _ in range(_INPUT_ROUNDS):
                             await asyncio.sleep(0)
                         now = self._clock()
@@ -237,7 +237,7 @@ class RobotIO:
     def emergency_stop(self) -> None:
         """Stop the robot and hold it where it is, also one that stands.
 
-        One that is latched and was told to hold is not told so again: whoever may report a pose and press stop would
+        One that is latched and was sent a hold is sent none again: whoever may report a pose and press stop would
         move it there.
         """
         if not (self._is_latched and self.is_held):
@@ -323,5 +323,5 @@ class RobotIO:
         """Return code to text of what is unusual and holds nothing."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
-        found = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
-        return self.controller.watchdog.get_warnings(now) | found
+        warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
+        return self.controller.watchdog.get_warnings(now) | warnings

@@ -9,10 +9,10 @@ import numpy as np
 
 from service.control.config import SafetySettings
 
-# Pictures are told apart by about so many of their points at first, and by all of them only when those are equal.
+# Frames are compared by about so many of their points at first, and by all of them only when those are equal.
 POINTS = 32
 # Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
-# blocked from here on, too, and a robot that hears nothing for 0.5 s is held by its own side.
+# blocked from here on, too, and a robot that receives nothing for 0.5 s is held by its own side.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0
@@ -174,7 +174,7 @@ class Watchdog:
             limit = safety.action_age_limit
             holds["action_stale"] = f"the actions belong to what was seen {plan_age:.2f} s ago, limit {limit:g} s"
 
-        # Cameras whose newest frame is too old, and since when they have shown nothing.
+        # Cameras whose newest frame is too old, and since when there was no frame.
         stale: dict[str, float] = {}
         for camera, seen_at in times.seen_at.items():
             if seen_at is None or now - seen_at > self._frame_age:
@@ -197,7 +197,7 @@ class Watchdog:
         """Whether the pause of this process is still a reason to hold the robot.
 
         Whatever was planned before is not for a robot that went on without us, and what the cameras showed meanwhile
-        comes bit by bit: one pause is one hold, until each has shown something since. One that does not soon is stale
+        comes bit by bit: one pause is one hold, until each had a frame since. One that does not soon is stale
         by itself.
         """
         is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())

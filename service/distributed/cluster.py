@@ -1,7 +1,9 @@
-"""Cluster: the Ray engines that one server uses."""
+"""Cluster: the Ray engines that one server uses, from joining to leaving, and their creation from settings."""
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from asyncio import Task
 from collections.abc import Callable, Sequence
@@ -15,16 +17,28 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyright: ignore[reportMissingImports] - an extra
 
 from jaxmodels.errors import CheckpointError
+from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Listed, Listing, get_or_create_pool
-from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor, means_no_answer
-from service.distributed.remote_engine import RemoteWorker
+from service.distributed.ray_connection import (
+    CannotJoin,
+    Connection,
+    NoAnswer,
+    call_actor,
+    means_no_answer,
+    to_ray_address,
+)
+from service.distributed.remote_engine import RemoteLoader, RemoteWorker
 from service.distributed.replication import Copy, RetryState
 from service.distributed.scaling import Bounds
-from service.errors import ServiceError
+from service.errors import NoEngine, ServiceError
+from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.policy_cache import summarize_error
+from service.inference.policy_sources import allowed_roots
+from service.inference.progress import LoadDurations
+from service.inference.sandbox import CheckpointSandbox
 from service.threads import Worker
 
 logger = logging.getLogger(__name__)
@@ -449,3 +463,69 @@ class Cluster:
         if self._pool is None:  # Ray would start a cluster of its own
             raise CheckpointError(f"{CLUSTER_LOST}; try again then")
         return ray.put(piece)
+
+
+class ClusterBootstrap:
+    """Creates the cluster, its policy loader and its engine from settings.
+
+    Attributes:
+        cluster: used once it is open.
+        load: loads policies into engines.
+    """
+
+    def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
+        """Prepare everything; nothing is connected yet."""
+        self._policies, self._settings = policies, cluster
+        options = EngineOptions(
+            dtype=policies.dtype,
+            devices=policies.devices or ((policies.device,) if policies.device else ()),
+            together=policies.placement == "shard",
+            batch_sizes=policies.engine_batch_sizes,
+            stuck_after=policies.stuck_after,
+            load_memory=policies.load_memory,
+            resources=dict(cluster.engine_resources),
+        )
+        bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
+        # Until it listens, its port is not known; this name is announced to nobody before.
+        self.cluster = Cluster(
+            to_ray_address(cluster.engine),
+            f"{socket.gethostname()}:{os.getpid()}",
+            options,
+            bounds,
+            stuck_after=policies.stuck_after,
+        )
+        self.load = RemoteLoader(
+            self.cluster,
+            policies.policy_bytes,
+            roots=allowed_roots(policies),
+            inspect=CheckpointSandbox(policies.load_memory),
+        )
+
+    async def open(self, durations: LoadDurations, name: str) -> Engine:
+        """Connect and wait for the first engine.
+
+        Args:
+            name: what this server is called.
+
+        Raises:
+            NoEngine: the cluster cannot be joined, or has no engine.
+        """
+        policies, cluster = self._policies, self._settings
+        engine = Engine(
+            stuck_after=policies.stuck_after,
+            durations=durations,
+            max_load=policies.engine_load,
+            are_remote=True,
+            join_timeout=cluster.engine_patience,
+        )
+        self.cluster.front = name
+        try:
+            await self.cluster.open(engine)
+        except CannotJoin as error:
+            await self.cluster.close()
+            raise NoEngine(f"engine {cluster.engine}: {error}") from error
+        return engine
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        await self.cluster.close()

@@ -456,14 +456,15 @@ class SharedPolicy:
         )
         return actions
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of ``act``, as `jaxmodels.Policy.prepare_task`.
 
         Raises:
             ObservationError: the policy cannot read it.
             HostsLost: another host is gone or failed.
         """
-        self._group.run(self._make_command("prepare") | {"text": text}, lambda: self.local.prepare_task(text))
+        command = self._make_command("prepare") | {"text": text}
+        return self._group.run(command, lambda: self.local.prepare_task(text))
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile on all hosts at once, while other requests are answered; then run once.
@@ -477,12 +478,12 @@ class SharedPolicy:
         command = self._make_command("compile") | _build_arguments(batch, cameras)
         self._group.run(command, lambda: self.local.compile(batch, cameras))
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that `act` takes now for such a batch, measured with zeros; raises as `compile`."""
         if not self.is_compiled(batch, cameras):
             self._build(batch, cameras)
-        command = self._make_command("rehearse") | _build_arguments(batch, cameras)
-        return self._group.run(command, lambda: self.local.rehearse(batch, cameras))
+        command = self._make_command("profile") | _build_arguments(batch, cameras)
+        return self._group.run(command, lambda: self.local.profile(batch, cameras))
 
     def is_compiled(self, batch: int = 1, cameras: FrameSizes | None = None) -> bool:
         """Return whether this host has the program; others may take a moment longer, and are waited for."""

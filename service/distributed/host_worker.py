@@ -155,8 +155,8 @@ class HostActor:
                 policy.prepare_task(command["text"])
             case "compile":
                 policy.compile(command["batch"], _frame_sizes(command))
-            case "rehearse":
-                policy.rehearse(command["batch"], _frame_sizes(command))
+            case "profile":
+                policy.profile(command["batch"], _frame_sizes(command))
 
     def _join(self, command: Command) -> None:
         coordinator = command["coordinator"]

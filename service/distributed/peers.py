@@ -201,7 +201,7 @@ class PeerSessions:
 
         Raises:
             FrontNameTaken: another server has the name of this one, and lives.
-            DatabaseAway: the database has not answered for a minute.
+            DatabaseUnavailable: the database has not answered for a minute.
             DatabaseUnusable: it never will.
         """
         known = await self._wait_for_database(

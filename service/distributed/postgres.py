@@ -66,7 +66,7 @@ class Postgres:
             timeout: seconds, including those in which others are run first.
 
         Raises:
-            DatabaseAway: it is not known to be done.
+            DatabaseUnavailable: it is not known to be done.
             DatabaseUnusable: the database is another version's, or the URL is wrong.
         """
 

@@ -69,9 +69,9 @@ class RemotePolicy:
         self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> None:
-        """Encode an instruction ahead of ``act``."""
-        self._call("prepare_task", text)
+    def prepare_task(self, text: str) -> int:
+        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
+        return self._call("prepare_task", text)
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""
@@ -84,9 +84,9 @@ class RemotePolicy:
         """Return whether it is compiled, without asking the engine."""
         return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that an inference takes in the engine."""
-        return self._call("rehearse", None if cameras is None else dict(cameras))
+        return self._call("profile", None if cameras is None else dict(cameras))
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.

@@ -50,7 +50,7 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
 
 
 def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> FrameSizesKey:
-    """Return the frame sizes to reckon with for a robot that has shown none: those that cost most.
+    """Return the frame sizes to reckon with for a robot that has sent none: those that cost most.
 
     Args:
         known: by others with the same policy.
@@ -86,9 +86,9 @@ def compute_admission(
     # One at a time there is no more than what one inference leaves, whatever the others do.
     alone = 1 / latency.measured(1).p90 if latency.measured(1).p90 else per_second
     possible = min(left, alone, per_second)
-    shown = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
+    description = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
     text = (
-        f"an inference takes {seconds * 1e3:.1f} ms here ({shown}in batches of {batch}), {len(peer_rates)} other "
+        f"an inference takes {seconds * 1e3:.1f} ms here ({description}in batches of {batch}), {len(peer_rates)} other "
         f"sessions like it and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); "
         f"this session "
         f"asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
@@ -143,9 +143,9 @@ class Reservations:
         frames = _measured_frames(loaded, read_sizes)
         if frames is None:
             frames = costliest_frames(loaded, _known_frames(loaded, rates))
-        mine = rates.pop((loaded, frames), [])
+        own = rates.pop((loaded, frames), [])
         others = sum(estimate_load(other, of, each) for (other, of), each in rates.items())
-        return compute_admission(loaded, per_second, mine, others, limit=self._max_load, frames=frames)
+        return compute_admission(loaded, per_second, own, others, limit=self._max_load, frames=frames)
 
     def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
         """See ``Engine.reserve``."""

@@ -108,7 +108,7 @@ class BatchScheduler(Generic[Request]):
         queue, head = self._queues[key], heads.pop(key)
         members, size = [head], 1
         if not head.is_alone:
-            others = [(other.due, self._queues[place].latency.predict(1).p90) for place, other in heads.items()]
+            others = [(other.due, self._queues[other_key].latency.predict(1).p90) for other_key, other in heads.items()]
             candidates = [request for request in queue.requests if not request.is_alone]
             count, size = _choose_batch(now, candidates, others, queue.latency, queue.sizes)
             members = candidates[:count]
@@ -191,23 +191,23 @@ class _QueueForecast:
             begin: when it does; what would make anybody late is left out, and when nothing is left nobody goes.
         """
         left, before, most, best = len(self._dues) - served, 0, 0.0, _BatchOption(0, 0, 0.0)
-        for place, (size, usual, slow) in enumerate(self._sizes[:sizes]):
+        for index, (size, usual, slow) in enumerate(self._sizes[:sizes]):
             count = min(left, size)
             if left <= before or self.is_late(count, begin + slow, served):
                 break  # the rest would be padding, or takes longer
             if count / usual > MIN_THROUGHPUT_GAIN * most:
-                most, best = count / usual, _BatchOption(count, place, slow)
+                most, best = count / usual, _BatchOption(count, index, slow)
             before = size
         return best
 
     def can_meet_deadlines(self, served: int, now: float) -> bool:
         """Return whether all requests after ``served`` can be in time, with some slack."""
         while served < len(self._dues):
-            way = self.best_option(len(self._sizes), now + self._slack, served)
-            if not way.count:
+            option = self.best_option(len(self._sizes), now + self._slack, served)
+            if not option.count:
                 return False
-            now += way.seconds
-            served += way.count
+            now += option.seconds
+            served += option.count
         return True
 
 

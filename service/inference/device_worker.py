@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ class Overdue(Exception):
 
     Attributes:
         is_counted: whether it was held against the device already; all members of the batch have this one error.
-        answer: what the device will say all the same, where it can still be heard.
+        answer: what the device will answer all the same, where that can still be received.
     """
 
     is_counted = False
@@ -177,52 +177,63 @@ class Batch:
     is_abandoned: bool = False
 
 
-class _RequestPipe:
-    """Queue to the device's thread, which sleeps reading a pipe while it is empty; one producer, one consumer.
+class _Inbox:
+    """Requests of a device: those on their way to its thread, and its scheduler with those that wait their turn there.
 
-    Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes the other thread, which wakes
-    up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the event loop takes 7 us instead
-    of 35, and a fifth of the processor time (Linux 6.18 in a virtual machine of two cores, uvloop).
+    One producer, the event loop, and one consumer: a thread, or the one that replaces it. The thread sleeps reading a
+    pipe while there is nothing. Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes
+    the other thread, which wakes up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the
+    event loop takes 7 us instead of 35, and a fifth of the processor time (Linux 6.18 in a virtual machine of two
+    cores, uvloop).
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Request | None] = deque()
+        self.scheduler: BatchScheduler[Request] = BatchScheduler()
+        self._arriving: deque[Request | None] = deque()
         self._is_reader_asleep = False
         self._read_end, self._write_end = os.pipe()
         weakref.finalize(self, _close_descriptors, self._read_end, self._write_end).atexit = False
 
     def put(self, request: Request | None) -> None:
         """Append a request; None ends the thread."""
-        self._waiting.append(request)
+        self._arriving.append(request)
         if self._is_reader_asleep:
             self._is_reader_asleep = False
             os.write(self._write_end, b"\0")
 
-    def receive(self, *, wait: bool) -> list[Request | None]:
-        """Remove and return all requests, the oldest first; with ``wait`` sleep until there is one."""
-        while wait and not self._waiting:
+    def receive(self, *, wait: bool) -> bool:
+        """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when closed."""
+        while wait and not self._arriving:
             self._is_reader_asleep = True
             # Looked at again: what was put before that was said has woken nobody.
-            if not self._waiting:
+            if not self._arriving:
                 os.read(self._read_end, 64)
             self._is_reader_asleep = False
-        received = []
-        while self._waiting:
-            received.append(self._waiting.popleft())
-        return received
+        while self._arriving:
+            request = self._arriving.popleft()
+            if request is None:
+                return False
+            replica = request.replica
+            try:
+                frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
+            except Exception:  # the policy, asked alone, says what is wrong with it
+                frames, shape = frozenset(), None
+            if request.is_alone or shape is None:
+                request.is_alone, shape = True, None
+            request.shape = shape
+            latency, due = replica.latency_model(frames), request.deadline
+            if due is None:
+                due = request.submitted + 2 * latency.measured(1).p90
+            request.due = min(due, request.submitted + LONGEST_WAIT)
+            sizes = () if request.is_alone else replica.batch_sizes.get(frames, ())
+            # What runs alone has the place in line that its policy has, with such frames.
+            self.scheduler.add((replica, frames, shape), request, latency, sizes)
+        return True
 
 
 def _close_descriptors(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-@dataclass
-class _Inbox:
-    """The queues of a device, handed from a thread to the one that replaces it."""
-
-    requests: _RequestPipe = field(default_factory=_RequestPipe)
-    scheduler: BatchScheduler[Request] = field(default_factory=BatchScheduler)
 
 
 class InferenceWorker:
@@ -298,7 +309,7 @@ class InferenceWorker:
         request = Request(replica, observation, due, loop.create_future(), now, is_alone, may_move)
         self._requests.add(request)
         self.last_used_at = now
-        self._inbox.requests.put(request)
+        self._inbox.put(request)
         if self._timer is None:
             self._timer = loop.call_later(self._check_interval, self._check_batches, loop, now + self._check_interval)
         try:
@@ -311,7 +322,7 @@ class InferenceWorker:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()  # here and not in another thread: timers belong to the loop
-        self._inbox.requests.put(None)
+        self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, within)
         await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
         for request in tuple(self._requests):
@@ -372,16 +383,16 @@ class InferenceWorker:
         if not (batch.is_abandoned or self._abandon(batch)):
             return
         self._abandoned_batches = [other for other in self._abandoned_batches if other is not batch]
-        mine = [member for member in batch.members if member.is_awaited and member.batch is batch]
-        if mine:
+        waiting = [member for member in batch.members if member.is_awaited and member.batch is batch]
+        if waiting:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
-        for member in mine:
+        for member in waiting:
             member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
 
     def _requeue(self, member: Request) -> None:
         if member.is_awaited:
             member.is_alone, member.batch = True, None
-            self._inbox.requests.put(member)
+            self._inbox.put(member)
 
     def _set_results(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
         if self._abandoned_batches:
@@ -410,7 +421,7 @@ class InferenceWorker:
         """Receive requests, choose a batch, run it and hand over its results, until the worker is closed."""
         lower_priority(self._niceness)
         is_idle = False
-        while _receive_requests(inbox, wait=is_idle):
+        while inbox.receive(wait=is_idle):
             plan = inbox.scheduler.next_batch(time.monotonic())
             is_idle = plan is None
             if plan is None:
@@ -437,29 +448,6 @@ class InferenceWorker:
                 return  # another thread works here now
             # With them a policy, and its weights, would wait here for the next request.
             del plan, batch, results
-
-
-def _receive_requests(inbox: _Inbox, *, wait: bool) -> bool:
-    """Move new requests to the scheduler, sleeping while there are none if told so; False when the worker is closed."""
-    for request in inbox.requests.receive(wait=wait):
-        if request is None:
-            return False
-        replica = request.replica
-        try:
-            frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
-        except Exception:  # the policy, asked alone, says what is wrong with it
-            frames, shape = frozenset(), None
-        if request.is_alone or shape is None:
-            request.is_alone, shape = True, None
-        request.shape = shape
-        latency, due = replica.latency_model(frames), request.deadline
-        if due is None:
-            due = request.submitted + 2 * latency.measured(1).p90
-        request.due = min(due, request.submitted + LONGEST_WAIT)
-        sizes = () if request.is_alone else replica.batch_sizes.get(frames, ())
-        # What runs alone has the place in line that its policy has, with such frames.
-        inbox.scheduler.add((replica, frames, shape), request, latency, sizes)
-    return True
 
 
 def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResult] | BaseException:

@@ -360,24 +360,25 @@ class Engine:
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
 
-        known = _Caller() if caller is None else self._callers.get(caller)
-        if known is None:
-            known = self._callers[caller] = _Caller()
-        async with known.turn:
+        state = _Caller() if caller is None else self._callers.get(caller)
+        if state is None:
+            state = self._callers[caller] = _Caller()
+        async with state.turn:
             self._pending += 1
             self._idle.clear()
             try:
-                named, is_alone = loaded.to_own_names(observation), known.probation > 0
-                result = await self._dispatcher.run(loaded.unnamed, named, due, is_alone=is_alone)
+                if loaded.own_names:
+                    loaded, observation = loaded.unnamed, loaded.to_own_names(observation)
+                result = await self._dispatcher.run(loaded, observation, due, is_alone=state.probation > 0)
             except Exception:
-                known.probation = PROBATION
+                state.probation = PROBATION
                 raise
             finally:
                 self._pending -= 1
                 self._last_used_at = time.monotonic()
                 if not self._pending:
                     self._idle.set()
-            known.probation = max(known.probation - 1, 0)
+            state.probation = max(state.probation - 1, 0)
             return result
 
     def check_admission(
@@ -468,9 +469,12 @@ class Engine:
 
 def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
     """Return what gives the sizes of frames by the policy's own names of cameras."""
+    own_names = loaded.own_names  # not the policy, which a reservation outlives and would keep in memory
+    if not own_names:
+        return read_sizes
 
     def read() -> FrameSizes | None:
         sizes = read_sizes()
-        return None if sizes is None else loaded.to_own_names(sizes)
+        return None if sizes is None else {own_names.get(name, name): size for name, size in sizes.items()}
 
     return read

@@ -70,7 +70,7 @@ class LatencyModel:
     A machine that others share is slower for a tenth of a second now and then, and all batches of that time are. Were
     each size remembered as it ran last, one that ran in such a moment would seem the worse choice until it runs again,
     though all would have taken longer then. So what a batch takes is set against what those before it took, of whatever
-    size (``predict``); what people are shown and robots are promised is what was measured (``measured``).
+    size (``predict``); figures and reservations are of what was measured (``measured``).
 
     Attributes:
         is_measured: whether any batch was measured.

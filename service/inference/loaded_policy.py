@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -37,10 +38,12 @@ class Policy(Protocol):
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
         ...
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
 
-        Raises JaxModelsError with a text that may be shown: it cannot be read.
+        Returns how many tokens at its end the policy does not read.
+
+        Raises JaxModelsError with a text that clients may read: it cannot be read.
         """
         ...
 
@@ -52,7 +55,7 @@ class Policy(Protocol):
         """Return whether ``act`` is compiled for them."""
         ...
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that ``act`` takes now for such a batch of zeros; it is compiled before."""
         ...
 
@@ -73,7 +76,7 @@ class LoadPolicy(Protocol):
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Policy:
-        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that may be shown.
+        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that clients may read.
 
         ``like`` is a policy that it gave before: what was compiled for it may be used again.
         """
@@ -167,7 +170,7 @@ class Replica:
         spent: list[float] = []
         fewest, most = PROFILE_RUNS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < profile_seconds):
-            spent.append(self.policy.rehearse(batch, cameras))
+            spent.append(self.policy.profile(batch, cameras))
             latency.record(batch, spent[-1])
         latency.mark_fresh()
 
@@ -181,10 +184,10 @@ class Replica:
             return
         for frames, sizes in tuple(before.batch_sizes.items()):
             shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
-            if known := [
+            if inherited := [
                 size for size in shared if self.latency_model(frames).copy_from(before.latency_model(frames), size)
             ]:
-                self._inherited[frames] = known
+                self._inherited[frames] = inherited
 
 
 class LoadedPolicy:
@@ -197,7 +200,10 @@ class LoadedPolicy:
         usable: the copies that requests may go to; none while no device works and others may come.
         is_on_several_devices: whether a request that one of them fails can go to another device.
         users: sessions that hold it.
+        own_names: a robot's names of cameras and of features to the policy's, where they differ.
     """
+
+    own_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, policy: Policy, replicas: Sequence[Replica] = ()):
         self.policy = policy
@@ -270,7 +276,7 @@ class RenamedPolicy(LoadedPolicy):
 
     def __init__(self, policy: LoadedPolicy, rename: Mapping[str, str]):
         self._policy = policy
-        self._own = {prefix + name: prefix + own for own, name in rename.items() for prefix in ("", IMAGES)}
+        self.own_names = {prefix + name: prefix + own for own, name in rename.items() for prefix in ("", IMAGES)}
         self.requirements = rename_cameras(policy.requirements, rename)
 
     def __getattr__(self, name: str) -> Any:
@@ -281,7 +287,7 @@ class RenamedPolicy(LoadedPolicy):
         return self._policy
 
     def to_own_names(self, named: Mapping[str, Value]) -> Mapping[str, Value]:
-        return {self._own.get(name, name): value for name, value in named.items()}
+        return {self.own_names.get(name, name): value for name, value in named.items()}
 
     def is_compiled(self, sizes: FrameSizes) -> bool:
         return self._policy.is_compiled(self.to_own_names(sizes))

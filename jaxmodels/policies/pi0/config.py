@@ -342,6 +342,11 @@ class Pi0Config(PolicyConfig):
         return TOKENIZER
 
     @property
+    def trained_delay(self) -> int:
+        """Actions of a plan that the policy was trained to begin with; 0 where it is guided to continue one."""
+        return 0
+
+    @property
     def client_metadata(self) -> Mapping[str, Any]:
         return {} if self.openpi is None else dict(self.openpi.policy_metadata)
 

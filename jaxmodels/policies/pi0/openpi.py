@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
+from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
 from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.policies import get_policy_type
@@ -55,7 +56,11 @@ class Source:
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
         part = part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape)
-        return np.ascontiguousarray(part, np.float32)
+        if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
+            return part
+        ours = empty_aligned(4 * part.size).view(np.float32).reshape(shape)
+        ours[...] = part
+        return ours
 
 
 def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
@@ -99,6 +104,7 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
         if theirs in kept:
             array = np.asarray(array, np.float32) + kept.pop(theirs)
         weights |= {name: source.take(array, ours[name]) for name, source in by_array[theirs].items()}
+        del array  # before the next one is read
     return {name: weights[name] for name in ours}
 
 

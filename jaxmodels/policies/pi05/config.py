@@ -1,11 +1,12 @@
 """Pi05Config: every field of LeRobot's configuration of pi0.5, and its prompt, which says the state."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
+from jaxmodels.ranges import CHUNK, Range
 
 BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
 
@@ -14,7 +15,12 @@ BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalise
 class Pi05Config(Pi0Config):
     """LeRobot's `PI05Config`, field by field (lerobot/policies/pi05/configuration_pi05.py, 0.6.1).
 
-    Attributes and errors as of `Pi0Config`, whose fields these are.
+    Attributes and errors as of `Pi0Config`, whose fields these are, and:
+
+    Attributes:
+        rtc_training_max_delay: of LeRobot after 0.6.1 (https://github.com/huggingface/lerobot/pull/4056): how many of a
+            chunk's first actions were left without noise in training, at most. Such a policy begins its chunks with
+            what is being executed, without guidance.
     """
 
     type: ClassVar[str] = "pi05"
@@ -33,6 +39,26 @@ class Pi05Config(Pi0Config):
         ("STATE", "QUANTILES"),
         ("ACTION", "QUANTILES"),
     )
+    rtc_training_max_delay: Annotated[int, Range(0, CHUNK)] = 0
+
+    def _wrong_numbers(self) -> list[str]:
+        wrong = super()._wrong_numbers()
+        if self.rtc_training_max_delay >= self.chunk_size:
+            wrong.append(
+                f"rtc_training_max_delay is {self.rtc_training_max_delay}; wanted less than chunk_size "
+                f"{self.chunk_size}"
+            )
+        return wrong
+
+    @property
+    def trained_delay(self) -> int:
+        return self.rtc_training_max_delay
+
+    def to_json(self) -> dict[str, Any]:
+        values = super().to_json()
+        if not self.rtc_training_max_delay:
+            del values["rtc_training_max_delay"]  # which LeRobot 0.6.1 does not know
+        return values
 
     @property
     def prompt_reads_state(self) -> bool:

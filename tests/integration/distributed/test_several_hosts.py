@@ -84,7 +84,7 @@ try:
     policy = front.load(str(folder / "0"))
     assert not policy.is_compiled()
     policy.compile()
-    assert policy.is_compiled() and policy.device == "hosts" and policy.rehearse() > 0
+    assert policy.is_compiled() and policy.device == "hosts" and policy.profile() > 0
     print("difference", check(policy, 0))
     held = sum(part.data.nbytes for weight in policy.local._weights for part in weight.addressable_shards)
     print("held", held / sum(weight.nbytes for weight in policy.local._weights))

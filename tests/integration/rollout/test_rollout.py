@@ -138,12 +138,12 @@ async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypa
     """Else there is no more room for others when a policy comes that is twice as fast."""
     learn = LatencyModel.record
 
-    def learn_from_rehearsals(costs: LatencyModel, size: int, seconds: float) -> None:
+    def learn_from_profiling(costs: LatencyModel, size: int, seconds: float) -> None:
         """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(LatencyModel, "record", learn_from_rehearsals)
+    monkeypatch.setattr(LatencyModel, "record", learn_from_profiling)
     await rig.running()
     engine, per_second = rig.sessions.engine, rig.sessions.engine.get_stats()["promised_per_second"]
     assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None

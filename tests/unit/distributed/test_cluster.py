@@ -175,7 +175,7 @@ class Resident:
             raise error
         return EngineFacts(load=self._house.load)
 
-    def rehearse(self, handle: str, sizes: Any) -> float:
+    def profile(self, handle: str, sizes: Any) -> float:
         return 0.001
 
     def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:

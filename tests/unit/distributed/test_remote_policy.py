@@ -59,7 +59,7 @@ class Engines:
             self.artifacts.append(artifact)
             self.likes.append(like)
             return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
-        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "rehearse": 0.125}.get(method)
+        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
 
     def keep_copy(self, copy: Copy) -> None:
         self.copies.append(copy)
@@ -205,7 +205,7 @@ def test_it_is_said_what_the_slowest_engine_does(
 def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy) -> None:
     assert policy.act({}).shape == (1, 20, 6)
     assert policy.timings == {"to_device": 0.0, "compute": 0.25, "to_host": 0.0}
-    assert policy.rehearse() == 0.125
+    assert policy.profile() == 0.125
     policy.prepare_task("lift it")
     assert engines.calls[-1] == ("one", "prepare_task")
 

@@ -90,7 +90,7 @@ def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
     assert known.predict(8).median == 0.020
 
 
-def test_rehearsals_make_nothing_old() -> None:
+def test_profiling_makes_nothing_old() -> None:
     known = costs(b1=0.010)
     for _ in range(STALE_AFTER):
         known.record(8, 0.020)

@@ -35,11 +35,11 @@ class Shipped(ScriptedPolicy):
     """Says what was asked of it. Cameras that it does not have are an error, as they are for a compiled one.
 
     Attributes:
-        tried, rehearsed: programs that it ran once, and for the time they take.
+        tried, profiled: programs that it ran once, and for the time they take.
     """
 
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
-    rehearsed: list[tuple[int, Sizes]] = field(default_factory=list)
+    profiled: list[tuple[int, Sizes]] = field(default_factory=list)
 
     def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
         super().compile(batch, cameras)
@@ -50,18 +50,18 @@ class Shipped(ScriptedPolicy):
             raise ObservationError(f"cameras {sorted(cameras)}, wanted {sorted(self.requirements.cameras)}")
         return super().is_compiled(batch, cameras)
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
-        self.rehearsed.append((batch, dict(cameras or self.requirements.cameras)))
-        return super().rehearse(batch, cameras)
+    def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+        self.profiled.append((batch, dict(cameras or self.requirements.cameras)))
+        return super().profile(batch, cameras)
 
     def on(self, device: str) -> "Shipped":
         """On its own device one that runs the same programs."""
-        other = replace(self, device=device, tried=[], rehearsed=[])
+        other = replace(self, device=device, tried=[], profiled=[])
         return other if device == self.device else replace(other, compiled=[], batches=[])
 
     def pushed(self, **changes: Any) -> "Shipped":
         """Other weights in the same programs."""
-        return replace(self, tried=[], rehearsed=[], **changes)
+        return replace(self, tried=[], profiled=[], **changes)
 
 
 def ignore(stage: str) -> None:
@@ -107,7 +107,7 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert later.rehearsed == []
+        assert later.profiled == []
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
@@ -120,7 +120,7 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
             policy = replica.policy
             assert isinstance(policy, Shipped)
             assert sorted(policy.tried, key=PROGRAMS.index) == PROGRAMS
-            assert policy.rehearsed == []
+            assert policy.profiled == []
             assert (replica.batch_sizes[TRAINED_FRAMES], replica.batch_sizes[LARGE_FRAMES]) == ((1, 2), (1, 2)), (
                 "for robots at once"
             )
@@ -142,7 +142,7 @@ async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> No
         for replica in served.replicas:
             assert replica.latency_model(TRAINED_FRAMES).get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
             assert isinstance(replica.policy, Shipped)
-            assert replica.policy.rehearsed == [(1, TRAINED)] * 3
+            assert replica.policy.profiled == [(1, TRAINED)] * 3
             assert replica.compiled_frames == (TRAINED_FRAMES,)
             assert not replica.latency_model(LARGE_FRAMES).is_measured
 
@@ -152,7 +152,7 @@ async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> N
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
-        assert later.rehearsed == [(1, small)] * 3
+        assert later.profiled == [(1, small)] * 3
         assert served.replicas[0].latency_model(frozenset(small.items())).measured(1).median == 0.5
 
 
@@ -169,7 +169,7 @@ async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(camera
     later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         assert served.latency_model.measured(1).median == 0.5
-        assert later.rehearsed == [(1, cameras)] * 3
+        assert later.profiled == [(1, cameras)] * 3
 
 
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:

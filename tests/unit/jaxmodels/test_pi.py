@@ -178,8 +178,15 @@ def test_actions_cannot_be_relative_to_a_state_that_is_shorter() -> None:
 
 
 @lru_cache
-def tiny(kind: str) -> Any:
+def tiny(kind: str, **more: Any) -> Any:
     """`act` of a policy that compiles quickly."""
+    config, policy, weights = tiny_parts(kind, **more)
+    return jax.jit(lambda observation: policy.act(config, weights, observation))
+
+
+@lru_cache
+def tiny_parts(kind: str, **more: Any) -> Any:
+    """Config, type and weights of a policy that compiles quickly."""
     changes = {
         "architecture": TINY,
         "image_resolution": [28, 28],
@@ -188,6 +195,7 @@ def tiny(kind: str) -> Any:
         "num_inference_steps": 2,
         "tokenizer_max_length": 5,
         "max_action_dim": 8,
+        **more,
     }
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
     shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
@@ -197,7 +205,7 @@ def tiny(kind: str) -> Any:
         for name, entry in shapes.items()
     }
     weights["action_out.kernel"] /= 8  # a flow that two steps can follow
-    return jax.jit(lambda observation: policy.act(config, weights, observation))
+    return config, policy, weights
 
 
 def observe(**changes: Any) -> Observation:
@@ -262,3 +270,38 @@ def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> 
     np.testing.assert_allclose(continued[0], plain[0], atol=2e-5)
     np.testing.assert_array_equal(continued[1, :2], plan.actions[1, :2])
     assert np.abs(continued[1, 2:] - plan.actions[1, 2:]).mean() < np.abs(plain[1, 2:] - plan.actions[1, 2:]).mean()
+
+
+def test_a_pi05_that_was_trained_with_delays_begins_with_the_plan_as_lerobots_loop_does() -> None:
+    act = tiny("pi05", rtc_training_max_delay=2)
+    config, policy, weights = tiny_parts("pi05", rtc_training_max_delay=2)
+    seen = observe()
+    plan = seen.prefix
+    assert plan is not None
+    delay, length = np.array([3, 1], np.int32), np.array([4, 4], np.int32)
+    chunk = np.asarray(act(seen._replace(prefix=plan._replace(delay=delay, length=length))))
+
+    def lerobot(observation: Observation) -> jax.Array:
+        """The prefix is put in before and behind every step, and each action has a time (PR 4056)."""
+        model = blueprint(lambda rngs: policy.model(config, rngs=rngs)).assemble(weights)
+        cache = model.encode(observation)
+        noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
+        clean = jnp.pad(plan.actions, ((0, 0), (0, 0), (0, 2)))
+        is_clean = (jnp.arange(4) < jnp.minimum(delay, 2)[:, None])[..., None]
+        x = jnp.where(is_clean, clean, jnp.broadcast_to(noise, (2, 4, 8)))
+        for time in (1.0, 0.5):
+            # A row of times per member: those of its actions.
+            rows = [model.prepare_steps(np.where(np.asarray(row)[:, 0], 0, time)) for row in is_clean]
+            x = x - model.denoise(cache, None, x, jax.tree.map(lambda *each: jnp.stack(each), *rows)) / 2
+            x = jnp.where(is_clean, clean, x)
+        return x[..., :6]
+
+    with jax.ensure_compile_time_eval():
+        expected = np.array(lerobot(jax.tree.map(jnp.asarray, seen)))
+    expected[0, 2] = plan.actions[0, 2]  # has been done as well, though the policy was not trained to be told
+    np.testing.assert_allclose(chunk, expected, atol=2e-5)
+    unplanned = act(seen._replace(prefix=plan._replace(length=np.zeros(2, np.int32))))
+    np.testing.assert_allclose(unplanned, tiny("pi05")(seen._replace(prefix=None)), atol=2e-5)
+    with pytest.raises(ConfigError, match="rtc_training_max_delay is 4; wanted less than chunk_size 4"):
+        tiny_parts("pi05", rtc_training_max_delay=4)
+    assert "rtc_training_max_delay" not in read("pi05_two_cameras").to_json()

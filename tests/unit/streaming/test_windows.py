@@ -9,6 +9,8 @@ import pytest
 
 from jaxmodels import Requirements
 from service.control.observation_buffer import Snapshot
+from service.recording.dataset import DatasetSource
+from service.recording.replay import replay_recording
 from service.streaming import codec
 from service.streaming.direct_inference import ObservationWindow
 from service.testing import ScriptedPolicy
@@ -169,3 +171,28 @@ def test_without_timestamps_arrival_counts_and_a_flood_fills_no_memory() -> None
         add(moment, 5 + moment / 1000)
     assert len(kept._history._moments) <= 8 * 3 + 1
     assert add(1000, 6.0) == pytest.approx([800, 900], abs=13)
+
+
+async def test_a_recording_of_a_direct_session_holds_what_its_policy_was_shown(serve, tmp_path) -> None:
+    """Its dataset, replayed, shows the policy the windows that it was shown live."""
+    policy, folder = Looking(), tmp_path / "kept"
+    async with serve(policy=policy, recordings=str(folder), recording_free=0) as server:
+        await server.create(record=True, action_steps=1)
+        async with server.stream() as socket:
+            await server.call("POST", "/sessions/arm/start")
+            for moment in range(1, 91):  # ten a second are looked at
+                await socket.send(codec.pack({"kind": "observation"} | seen(moment)))
+                await asyncio.sleep(0.025)
+            await server.call("POST", "/sessions/arm/stop")
+        await server.call("DELETE", "/sessions/arm")
+        async with asyncio.timeout(60):
+            while (await server.call("GET", "/recordings"))[1][0]["dataset"] != "ready":  # noqa: ASYNC110, another process
+                await asyncio.sleep(0.05)
+    live = [[joint for _, joint in window] for window in policy.shown if len({joint for _, joint in window}) == 3]
+    policy.shown.clear()
+    (dataset,) = (path for path in folder.iterdir() if path.is_dir())
+    replay_recording(DatasetSource(dataset), policy, every=1)
+    replayed = [[joint for _, joint in window] for window in policy.shown]
+    same = [window for window in live if window in replayed]
+    assert len(live) >= 5
+    assert len(same) >= 0.6 * len(live), "but for ticks that a busy machine missed"
