@@ -16,6 +16,8 @@ from service.stats import Recent
 
 logger = logging.getLogger(__name__)
 
+OBSERVATION = "observation."  # begins the names of features
+
 
 class ShadowRefused(PolicyError):
     """The shadow policy of a new session cannot be loaded.
@@ -43,6 +45,7 @@ class Shadow:
         self.compared = self.skipped = self.errors = 0
         self.last_error = _explain_mismatch(loaded.requirements, requirements)
         self._is_off = self.last_error is not None
+        self._first_steps = requirements.observation_steps
         self._served = loaded
         self._engine = engine
         self._names = names
@@ -108,7 +111,14 @@ class Shadow:
             raise
 
     def _select_inputs(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return select_features(self._served.requirements, observation)
+        """What the shadow reads of what the first policy was shown: of its observations the newest ones."""
+        requirements, steps = self._served.requirements, self._served.requirements.observation_steps
+        features = dict(select_features(requirements, observation))
+        if steps < self._first_steps:
+            # Prefixes and tasks have no axis of time.
+            for name in (name for name in features if name.startswith(OBSERVATION)):
+                features[name] = features[name][:, -1] if steps == 1 else features[name][:, -steps:]
+        return features
 
     def _add_comparison(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
         if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:
@@ -184,7 +194,7 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"its state has {shadow.state} values, the session's {width}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
-    if shadow.observation_steps != first.observation_steps:
+    if shadow.observation_steps > first.observation_steps:
         wrong.append(f"it looks at {shadow.observation_steps} observations, the session's at {first.observation_steps}")
     if shadow.rate != first.rate:
         wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")

@@ -112,6 +112,18 @@ async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig
     assert asdict(session.status())["policy_path"] == "policy"
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_a_shadow_that_looks_at_fewer_observations_gets_the_newest_of_the_first_ones(rig, steps: int) -> None:
+    rig.policies["policy"] = ScriptedPolicy(requirements(observation_steps=3))
+    rig.policies["shadow"] = ScriptedPolicy(requirements(observation_steps=steps), step=0.3)
+    await rig.running(shadow_policy_path="shadow")
+    await until(lambda: rig.stats["shadow"]["compared"] >= 2)
+    shadow = rig.stats["shadow"]
+    assert (shadow["errors"], shadow["last_error"]) == (0, None)
+    # 0.2 per action apart, so both began at the same pose: the newest.
+    assert shadow["difference"]["Jaw"]["mean"] == pytest.approx(2.1, abs=0.01)
+
+
 async def test_a_session_s_cameras_have_the_robot_s_names_whatever_the_policy_calls_them(rig) -> None:
     own = replace(SO100_REQUIREMENTS, cameras={"camera1": SO100_REQUIREMENTS.cameras["front"]})
     rig.policies |= {"policy": ScriptedPolicy(requirements=own), "shadow": ScriptedPolicy(requirements=own)}

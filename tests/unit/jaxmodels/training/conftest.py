@@ -22,6 +22,8 @@ TINY_ACT: dict[str, Any] = {
     "latent_dim": 4,
     "n_vae_encoder_layers": 1,
 }
+# Without pictures and chance: a third of the operations to trace and to compile.
+TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
 TINY_2D: dict[str, Any] = {
     "chunk_size": 4,
     "n_action_steps": 2,
@@ -103,6 +105,22 @@ def write_demos(
 @pytest.fixture(scope="session")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_demos(tmp_path_factory.mktemp("data") / "demos")
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Demonstrations without a camera: where things are is a vector."""
+    folder = tmp_path_factory.mktemp("data") / "states"
+    random = np.random.default_rng(0)
+    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), environment_state=("a", "b", "c")) as writer:
+        for _ in range(4):
+            there = random.uniform(-1, 1, 3).astype(np.float32)
+            for share in np.linspace(0, 1, 8, dtype=np.float32):
+                action = share * there[:2]
+                seen = {"observation.state": 0.9 * action, "observation.environment_state": there}
+                writer.add({**seen, "action": action})
+            writer.end_episode("go there")
+    return folder
 
 
 @pytest.fixture(scope="session")
