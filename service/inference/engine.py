@@ -469,9 +469,12 @@ class Engine:
 
 def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
     """Return what gives the sizes of frames by the policy's own names of cameras."""
+    own_names = loaded.own_names  # not the policy, which a reservation outlives and would keep in memory
+    if not own_names:
+        return read_sizes
 
     def read() -> FrameSizes | None:
         sizes = read_sizes()
-        return None if sizes is None else loaded.to_own_names(sizes)
+        return None if sizes is None else {own_names.get(name, name): size for name, size in sizes.items()}
 
     return read
