@@ -25,7 +25,7 @@ from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
 from jaxmodels.normalization import Affine
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import PolicyType, get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, read_description
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
@@ -37,6 +37,7 @@ from jaxmodels.types import (
     Language,
     Observation,
     Requirements,
+    StageTime,
     camera_name,
     is_empty_camera,
     rename_cameras,
@@ -232,6 +233,13 @@ class Prompts:
         ]
         return Language(np.stack([ids for ids, _ in rows]), np.stack([mask for _, mask in rows]))
 
+    def count_cut(self, text: str, width: int | None) -> int:
+        """Tokens of an instruction's prompt that are cut off, for a normalised state of so many zeros."""
+        prompt = self._config.format_prompt(text, None if self._state is None else np.zeros(width or 0, np.float32))
+        with self._lock:
+            ids, _, length = self._tokenizer(prompt)
+        return max(length - len(ids), 0)
+
     def _tokenize(self, prompt: str) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:  # the tokenizer's truncation is switched on and off
             if prompt not in self._texts:
@@ -268,7 +276,8 @@ class Policy:
         self.commit: str | None = None
         self._checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
-        self._dtype, self._placement = find_dtype(dtype), find_placement(device)
+        self._placement = find_placement(device)
+        self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
         scales = _scales(checkpoint)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
@@ -366,16 +375,24 @@ class Policy:
         actions, self._timings = self._run(program, arrays)
         return actions
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of the next `act`; nothing for a policy without language.
 
         May run in one thread while `act` runs in another.
 
+        Returns:
+            how many tokens at the end of its prompt are cut off, which the policy never reads. Where the prompt says
+            the state, too, they are counted for a state in the middle of its range.
+
         Raises:
             ObservationError: the policy cannot read it.
         """
+        if self._instructions is None and self._prompts is None:
+            return 0
+        texts = read_texts({TASK: [text]}, 1)
         if self._instructions is not None:
-            self._instructions(read_texts({TASK: [text]}, 1))
+            self._instructions(texts)
+        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state)
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
@@ -450,6 +467,43 @@ class Policy:
         self._run(program, zeros)
         return time.perf_counter() - start
 
+    def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
+        """Measure the parts of `act` apart, on a batch of zeros; each is compiled as a program of its own.
+
+        Args:
+            runs: of each part, of which the median is taken.
+        """
+        inputs = self._reader.inputs(1, None)
+        zeros = self._make_zeros(inputs)
+        config, plan = self._checkpoint.config, self._kind.architecture(self._checkpoint.config)
+        if not self._kind.stages:
+            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
+        programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
+        times, given = [], None
+        for stage, program in zip(self._kind.stages, programs, strict=True):
+            result = jax.block_until_ready(program(self._weights, zeros, given))
+            seconds = []
+            for _ in range(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(program(self._weights, zeros, given))
+                seconds.append(time.perf_counter() - start)
+            times.append(StageTime(stage.name, float(np.median(seconds)), stage.count(config)))
+            given = result
+        return tuple(times)
+
+    def count_parameters(self) -> dict[str, int]:
+        """Numbers in the weights by part of the network, such as ``vision``."""
+        counts: dict[str, int] = {}
+        for name, array in self._checkpoint.weights.items():
+            part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
+            counts[part] = counts.get(part, 0) + int(np.size(array))
+        return counts
+
+    @property
+    def lerobot(self) -> str | None:
+        """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
+        return getattr(self._checkpoint.config, "lerobot", None)
+
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         return self._programs.has(self._reader.inputs(batch, cameras))
 
@@ -513,13 +567,15 @@ def load_policy(
     largest: int | None = None,
     roots: Iterable[Path] | None = None,
     rename: Mapping[str, str] | None = None,
+    lerobot: str | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
-        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        dtype: ``float32`` or ``bfloat16``, which is meant for accelerators and slow on a CPU. None: bfloat16 for
+            policies built on a language model, on an accelerator; else float32.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
             JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
@@ -530,6 +586,8 @@ def load_policy(
         roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
             the Hub's cache.
         rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
+        lerobot: the version of LeRobot, 0.4 or 0.6, whose reading of the same files is meant where the two differ;
+            None for what ``robojax.json`` says, else 0.6.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
@@ -537,17 +595,22 @@ def load_policy(
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     report = on_progress or (lambda stage: None)
-    where, compute = find_placement(device), find_dtype(dtype)
+    where = find_placement(device)
+    find_dtype(dtype)  # which refuses names before anything is fetched
+
+    def admit(sizes: Sizes, kind: PolicyType) -> None:
+        check_loading(sizes, where, find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize)
+
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
     report("reading")
     # A snapshot of the Hub's cache links to files beside it.
     with PolicyFolder(folder, roots=roots if commit is None else folder.parents[1:2], largest=largest) as opened:
         if inspect is not None:
             inspect(opened)
-        checkpoint = lerobot_folder.read_checkpoint(
-            opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize)
-        )
+        checkpoint = lerobot_folder.read_checkpoint(opened, admit=admit, lerobot=lerobot)
     checkpoint = _rename_checkpoint(checkpoint, rename or {})
+    config: Any = checkpoint.config
+    compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)

@@ -119,6 +119,15 @@ class Requirements:
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one run of a part of `Policy.act`, and how often it runs for one chunk."""
+
+    name: str
+    seconds: float
+    count: int
+
+
 def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Requirements:
     """Requirements of a policy whose cameras have a robot's names.
 

@@ -217,6 +217,9 @@ SO100_REQUIREMENTS = Requirements(
 )
 
 
+MAX_WORDS = 100  # of an instruction, that a scripted policy reads
+
+
 @dataclass
 class ScriptedPolicy:
     """Moves every joint away from where it is, by ``step`` per action.
@@ -296,10 +299,11 @@ class ScriptedPolicy:
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> None:
-        """Refuse the text that it cannot read."""
+    def prepare_task(self, text: str) -> int:
+        """Refuse the text that it cannot read; of others it reads the first ``MAX_WORDS`` words."""
         if text == self.unreadable:
             raise ObservationError(f"the instruction {text!r} is no instruction")
+        return max(len(text.split()) - MAX_WORDS, 0)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Take as long as told, then know these sizes."""

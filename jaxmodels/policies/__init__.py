@@ -33,6 +33,10 @@ class PolicyType:
         tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
         openpi: how a tree of openpi's own is read, for types that openpi has.
         small: fields of the config that make a policy which a CPU trains in minutes, and their values.
+        accelerator_dtype: what it computes in on an accelerator, where nobody says. Norms, softmax, the times and the
+            steps of a flow are in float32 whatever it is.
+        stages: parts of `act` that can be compiled and timed apart, in their order; none where it is one part.
+        parts: how names of weights begin, and which part of the network these are of; the first that fits counts.
     """
 
     config: Callable[[dict[str, Any]], Any]
@@ -49,6 +53,25 @@ class PolicyType:
     tied: Mapping[str, str] = field(default_factory=dict)
     openpi: "TreeReader | None" = None
     small: Mapping[str, Any] = field(default_factory=dict)
+    accelerator_dtype: str = "float32"
+    stages: tuple["Stage", ...] = ()
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": "network"})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a policy's `act`; serving runs all of them as one program.
+
+    Attributes:
+        name: such as ``vision``.
+        run: (config as `architecture` gives it, serving weights, normalised observation, what the stage before gave or
+            None) to what the next one is given; of a sampler, its first step.
+        count: how often it runs for one chunk, from a config.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    count: Callable[[Any], int] = lambda config: 1
 
 
 @dataclass(frozen=True)

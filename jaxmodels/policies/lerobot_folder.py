@@ -194,13 +194,19 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
     return get_policy_type(values.get("type")).config(values)
 
 
-def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
+def read_checkpoint(
+    folder: Folder,
+    *,
+    admit: Callable[[Sizes, PolicyType], None] = lambda sizes, kind: None,
+    lerobot: str | None = None,
+) -> Checkpoint:
     """Read a policy's folder.
 
     Args:
         folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
             is refused.
         admit: asked with what follows from the config, before anything is built or weights are read.
+        lerobot: the version of LeRobot that is meant, whatever the sidecar says.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -210,15 +216,17 @@ def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.ch
         if not folder.is_dir():
             raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
         with PolicyFolder(folder) as opened:
-            return read_checkpoint(opened, admit=admit)
-    checkpoint = _read(folder, admit)
+            return read_checkpoint(opened, admit=admit, lerobot=lerobot)
+    checkpoint = _read(folder, admit, lerobot)
     folder.check_unchanged()
     return checkpoint
 
 
-def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
+def _read(folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lerobot: str | None) -> Checkpoint:
     values = read_config(folder)
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if lerobot is not None:
+        sidecar = {**(sidecar or {}), LEROBOT: lerobot}
     config = read_config_values(values, sidecar)
     kind = get_policy_type(values.get("type"))
     if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
@@ -312,7 +320,7 @@ def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
 
 
 def _check_sizes(
-    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes], None]
+    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes, PolicyType], None]
 ) -> None:
     """Compares what follows from the config with the header of the weights, and asks whether there is room."""
     sizes.check()
@@ -320,7 +328,7 @@ def _check_sizes(
         tensors, _ = _find_tensors(folder, kind, config)
         count = sum(math.prod(tensor.shape) for tensor in tensors.values())
         sizes.check_file(count, len(tensors), _get_weights_name(folder))
-    admit(sizes)
+    admit(sizes, kind)
 
 
 def _get_weights_name(folder: Folder) -> str:

@@ -41,6 +41,9 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
 
 RENAME_HELP = "A camera of the policy and what the robot or recording calls it, as camera1=front; repeat it for more."
 
+LEROBOT_HELP = "0.4 or 0.6: whose reading of pi0's and pi0.5's files is meant; default: robojax.json's, else 0.6."
+DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32."
+
 
 def read_rename(given: Sequence[str] | None) -> dict[str, str]:
     """Names of cameras of --rename: the policy's to the robot's; ends the process where they make no sense."""

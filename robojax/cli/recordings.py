@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from robojax.cli.app import RENAME_HELP, Code, fail, print_table, read_rename
+from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_table, read_rename
 from robojax.cli.sessions import AsJson, Key, Url, base_url, call
 from service.logging import sanitize_text
 
@@ -222,6 +222,7 @@ def replay(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
+    lerobot_version: Annotated[str | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """Play a recording against a policy: how far what it would do is from what was done (open loop).
@@ -255,6 +256,7 @@ def replay(
                 device=device,
                 on_progress=lambda stage: status.update(f"{stage} {policy} ..."),
                 rename=read_rename(rename),
+                lerobot=lerobot_version,
             )
         with Progress(console=errors, transient=True) as bar:
             task = bar.add_task("playing", total=source.info.length)

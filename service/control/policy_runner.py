@@ -54,6 +54,7 @@ class PolicyRunner:
         frame_age: age of the oldest frame at each request, in seconds.
         instruction: of a policy that reads language, from the next request on.
         followed: the instruction that the newest chunk follows; what the next one will before there is one.
+        tokens_cut: of the instruction, at its end, that the policy does not read.
         recent: newest observations, each with the chunk that the policy answered.
     """
 
@@ -68,6 +69,7 @@ class PolicyRunner:
     ):
         """``samples``: how many of the newest figures percentiles are taken of."""
         self.followed = instruction
+        self.tokens_cut = 0
         self.instruct(instruction)
         self.loaded = loaded
         self.shadow = shadow

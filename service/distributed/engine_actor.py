@@ -260,20 +260,18 @@ class EngineActor:
         except PolicyFailed as error:
             return Refusal(_refusal_kind(error), str(error))
 
-    async def prepare_task(self, handle: str, text: str) -> Refusal | None:
-        """Encode an instruction ahead of ``act``."""
+    async def prepare_task(self, handle: str, text: str) -> Refusal | int:
+        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self._name)
 
-        def prepare() -> None:
-            for replica in cached.served.replicas:
-                replica.policy.prepare_task(text)
+        def prepare() -> int:
+            return max(replica.policy.prepare_task(text) for replica in cached.served.replicas)
 
         try:
-            await call_in_thread(prepare, "instruction", 5)
+            return await call_in_thread(prepare, "instruction", 5)
         except JaxModelsError as error:
             return Refusal("input", str(error))
-        return None
 
     async def facts(self, handles: Sequence[str] = ()) -> EngineFacts:
         """Return the engine's load and latencies; the policies of these handles are marked as used."""

@@ -69,9 +69,9 @@ class RemotePolicy:
         self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> None:
-        """Encode an instruction ahead of ``act``."""
-        self._call("prepare_task", text)
+    def prepare_task(self, text: str) -> int:
+        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
+        return self._call("prepare_task", text)
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""

@@ -38,8 +38,10 @@ class Policy(Protocol):
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
         ...
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
+
+        Returns how many tokens at its end the policy does not read.
 
         Raises JaxModelsError with a text that clients may read: it cannot be read.
         """

@@ -200,8 +200,11 @@ def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str,
 INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
-async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> None:
+async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> int:
     """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
+
+    Returns:
+        how many tokens at its end the policy does not read.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
@@ -209,9 +212,11 @@ async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> 
     if (why := check_instruction(loaded.requirements, instruction)) is not None:
         raise InvalidRequest(why, INSTRUCTION_FIELD)
     if instruction is None or not loaded.requirements.language:
-        return
+        return 0
+    cut = 0
     try:
         for replica in loaded.replicas:
-            await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
+            cut = await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
     except JaxModelsError as error:
         raise InvalidRequest(f"language_instruction: {error}", INSTRUCTION_FIELD) from error
+    return cut

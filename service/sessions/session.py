@@ -188,10 +188,10 @@ class Session(BaseSession):
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
-        robot_io = self._require_robot_io()
+        robot_io, cut = self._require_robot_io(), None
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
-            await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
+            cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
             robot_io = self._require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
@@ -201,6 +201,8 @@ class Session(BaseSession):
         robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
         robot_io.instruct(new.language_instruction)
+        if cut is not None:
+            robot_io.runner.tokens_cut = cut
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
     async def instruct(self, instruction: str) -> None:
@@ -212,8 +214,10 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
-        self._require_robot_io().instruct(instruction)
+        cut = await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
+        robot_io = self._require_robot_io()
+        robot_io.instruct(instruction)
+        robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
 
     def describe_overlap(self) -> dict[str, object]:
@@ -339,7 +343,7 @@ class Session(BaseSession):
             self._leases.take(robot, self)
             loaded = await self.policies.load_first(self.progress.report)
             table, asked = configure_control(loaded.requirements, new, self._settings)
-            await prepare_instruction(loaded, new.language_instruction)
+            cut = await prepare_instruction(loaded, new.language_instruction)
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
             async with self._load_shadow(loaded, table) as shadow:
@@ -357,6 +361,7 @@ class Session(BaseSession):
                     shadow=shadow,
                     instruction=new.language_instruction,
                 )
+                runner.tokens_cut = cut
                 robot_io = RobotIO(
                     table,
                     Controller(buffer, config, limits),

@@ -18,6 +18,8 @@ POLICY = PolicyType(
     prepare=weights.prepare,
     act=serving.act,
     sizes=memory.compute_sizes,
+    stages=serving.STAGES,
+    parts={"encoder": "vision", "": "denoiser"},
     small=MappingProxyType(
         {
             "horizon": 16,

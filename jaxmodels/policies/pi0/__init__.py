@@ -21,6 +21,9 @@ POLICY = PolicyType(
     rename=weights.rename,
     tied=weights.TIED,
     openpi=TreeReader(openpi.complete_config, openpi.read_weights),
+    accelerator_dtype="bfloat16",
+    stages=serving.list_stages(),
+    parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )
 
 __all__ = ["POLICY", "Pi0Config", "Pi0Model"]

@@ -23,6 +23,9 @@ POLICY = PolicyType(
     rename=weights.rename,
     tied=weights.TIED,
     openpi=TreeReader(openpi.complete_config, openpi.read_weights),
+    accelerator_dtype="bfloat16",
+    stages=serving.list_stages(Pi05Model),
+    parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )
 
 __all__ = ["POLICY", "Pi05Config", "Pi05Model"]

@@ -1,6 +1,7 @@
 """Policies built on a language model (SmolVLA, pi0, pi0.5), by golden checkpoints: folders, prompts and cameras."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxmodels
+from jaxmodels.devices import find_dtype
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
-from jaxmodels.policies import integrity, lerobot_folder
+from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -233,6 +235,10 @@ def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pyt
     words = " ".join(["cube"] * 60)
     policy.act(seen | {"task": [words, f"{words} and what is behind is not read"]}, noise=noise)
     assert "the policy reads 48; its end is cut off" in caplog.text
+    assert policy.prepare_task("push") == 0
+    # A token of the end belongs to all of a prompt, and one begins it.
+    assert policy.prepare_task(words) == int(re.findall(r"has (\d+) tokens", caplog.text)[0]) - 48 > 0
+    assert policies(PI05).prepare_task("push") < policies(PI05).prepare_task(words)
     with pytest.raises(ObservationError, match="blank"):
         policy.act(seen | {"task": ["push", "  "]}, noise=noise)
 
@@ -260,9 +266,43 @@ def test_which_lerobot_is_meant_is_said_in_the_sidecar(folder, golden_folder) ->
     # It pads the state in the prompt, so that the policy is told something else.
     texts, state = seen["task"], seen["observation.state"]
     assert not np.array_equal(now(texts, state).tokens, before(texts, state).tokens)
+    assert jaxmodels.load_policy(policy).lerobot == "0.4"
+    assert jaxmodels.load_policy(policy, lerobot="0.6").lerobot == "0.6"
     (policy / "robojax.json").write_text('{"lerobot": "1.0"}')
     with pytest.raises(ConfigError, match=r"lerobot is '1.0'; wanted one of 0.4, 0.6"):
         jaxmodels.load_policy(policy)
+
+
+@pytest.mark.parametrize("name", [SMOLVLA, PI05, "diffusion_env_state_ddim"])
+def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> None:
+    policy = policies(name)
+    counts, times = policy.count_parameters(), policy.profile_stages(runs=1)
+    assert sum(counts.values()) == policy.sizes.parameters
+    if name == "diffusion_env_state_ddim":
+        assert [part.name for part in times] == ["encode", "denoise"]
+        assert (list(counts), policy.sizes.prefix) == (["denoiser"], 0)
+    else:
+        assert [part.name for part in times] == ["vision", "prefix", "denoise"]
+        assert set(counts) == {"vision", "language", "expert"}
+        assert policy.sizes.prefix > policy.checkpoint.config.prompt_length
+    assert times[-1].count == (8 if "diffusion" in name else 4)
+    assert all(part.seconds > 0 for part in times)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "platform", "expected"),
+    [
+        ("smolvla", None, "gpu", "bfloat16"),
+        ("pi05", None, "tpu", "bfloat16"),
+        ("pi0", None, "cpu", "float32"),
+        ("pi0", "float32", "gpu", "float32"),
+        ("pi0", "bfloat16", "cpu", "bfloat16"),
+        ("act", None, "gpu", "float32"),
+        ("diffusion", None, "gpu", "float32"),
+    ],
+)
+def test_language_models_are_in_bfloat16_on_accelerators(kind: str, asked, platform: str, expected: str) -> None:
+    assert find_dtype(asked, platform, get_policy_type(kind).accelerator_dtype).name == expected
 
 
 def test_a_model_that_nobody_knows_the_sizes_of_is_refused(folder) -> None:
