@@ -130,7 +130,9 @@ def normalize(
     images = zip(observation.images, sizes, scales.images, strict=True)
     return Observation(
         images=tuple(
-            None if frames is None else prepare_pixels(frames, size, scale, dtype) for frames, size, scale in images
+            # What a policy resizes itself it rounds itself.
+            None if frames is None else prepare_pixels(frames, size, scale, jnp.float32 if size is None else dtype)
+            for frames, size, scale in images
         ),
         state=vector(observation.state, scales.state),
         environment_state=vector(observation.environment_state, scales.environment_state),

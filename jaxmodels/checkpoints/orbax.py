@@ -114,7 +114,7 @@ def restore(folder: Path, target: Tree) -> Tree:
 
 
 def restore_parts(
-    folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], *, share: float = 0.05
+    folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], *, share: float = 0.02
 ) -> Iterator[dict[str, np.ndarray]]:
     """Read the arrays of another program's checkpoint a few at a time, the largest first, onto the host.
 

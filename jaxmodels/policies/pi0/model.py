@@ -165,7 +165,7 @@ class Pi0Model(PiModel):
         actions = apply_linear(self.action_in, x)
         hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step.hidden
         actions = apply_linear(self.time_out, jax.nn.silu(hidden))
-        tokens = jnp.concatenate((state, actions), axis=1).astype(self.action_in.kernel.dtype)
+        tokens = jnp.concatenate((state, actions), axis=1)
         # The state sees no action, and the actions see each other.
         starts = np.arange(1 + x.shape[1]) < 2
         out = self.expert(tokens, prefix, starts)
