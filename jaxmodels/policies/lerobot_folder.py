@@ -235,6 +235,7 @@ def _read(folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lero
     _check_sizes(folder, kind, config, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
+    normalization = lerobot_processors.add_statistics(folder, normalization, sidecar)
     check_normalization(normalization)
     lerobot_processors.check_renames(normalization.renames, config.input_features)
     lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
@@ -261,9 +262,9 @@ def _describe_missing_statistics(where: str, names: list[str], step: Normalizer)
     return (
         f"{where}: no statistics for {', '.join(names)}; found those of {found}. A policy that was trained on many "
         "robots ships them by dataset, and which are your robot's nobody can guess: without them its actions are "
-        "numbers around 0 instead of places. Train it on your dataset, or write mean and std (or what the processors "
-        "ask for) of your robot's data under the features' names, e.g. action.mean, into the files of statistics of "
-        "both processors"
+        "numbers around 0 instead of places. Train it on your dataset; or copy meta/stats.json of your dataset into "
+        'the folder as stats.json; or name one of those that are there in robojax.json, e.g. {"statistics": '
+        '"so100.buffer"} for so100.buffer.action'
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jaxmodels
 from jaxmodels.devices import find_dtype
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
@@ -156,14 +157,41 @@ def test_steps_that_mean_something_else_are_refused(name: str, change, text: str
         jaxmodels.load_policy(policy)
 
 
-def test_statistics_by_dataset_are_refused_and_named(folder) -> None:
+def scales_of(checkpoint: lerobot_folder.Checkpoint) -> tuple[Affine, Affine]:
+    """Of actions and state."""
+    config: Any = checkpoint.config
+    normalization = checkpoint.normalization
+    return normalization.outputs.get_backward(config.action), normalization.inputs.get_forward(config.state)
+
+
+def test_statistics_by_dataset_are_refused_until_somebody_says_whose(folder, golden_folder) -> None:
     """As the base model of SmolVLA ships them; LeRobot moves the arm by numbers around 0 then."""
     policy = folder(SMOLVLA)
     for path in policy.glob("policy_*normalizer_processor.safetensors"):
         statistics = {f"so100.buffer.{name}": value for name, value in load_file(path).items()}
         save_file(statistics, path)
-    with pytest.raises(CheckpointError, match=r"no statistics for observation.state.*found those of so100.buffer"):
-        jaxmodels.load_policy(policy)
+    with pytest.raises(CheckpointError, match=r"no statistics for observation.state.*found those of so100.buffer") as e:
+        lerobot_folder.read_checkpoint(policy)
+    assert "stats.json" in str(e.value)
+    expected = lerobot_folder.read_checkpoint(golden_folder(SMOLVLA))
+    (policy / "robojax.json").write_text('{"statistics": "so100.buffer"}')
+    named = lerobot_folder.read_checkpoint(policy)
+    (policy / "robojax.json").write_text('{"statistics": "so101"}')
+    with pytest.raises(CheckpointError, match=r"'so101', of which there are none for observation.state"):
+        lerobot_folder.read_checkpoint(policy)
+    (policy / "robojax.json").unlink()
+    outputs = expected.normalization.outputs.stats | expected.normalization.inputs.stats
+    dataset = {name: {key: value.tolist() for key, value in part.items()} for name, part in outputs.items()}
+    (policy / "stats.json").write_text(json.dumps(dataset | {"index": {"count": [3]}}))
+    given = lerobot_folder.read_checkpoint(policy)
+    wanted = scales_of(expected)
+    assert not np.array_equal(wanted[0].scale, np.ones_like(wanted[0].scale))
+    for found in (scales_of(named), scales_of(given)):
+        assert all(np.array_equal(one.scale, other.scale) for one, other in zip(found, wanted, strict=True))
+        assert all(np.array_equal(one.offset, other.offset) for one, other in zip(found, wanted, strict=True))
+    (policy / "stats.json").write_text('{"action": {"mean": "a lot"}}')
+    with pytest.raises(CheckpointError, match=r"stats.json: action.mean is 'a lot'; wanted numbers"):
+        lerobot_folder.read_checkpoint(policy)
 
 
 def test_a_policy_of_a_language_model_says_what_it_needs(policies) -> None:

@@ -27,6 +27,7 @@ import os, signal
 from pathlib import Path
 from jaxmodels.data import open_dataset
 from jaxmodels.training import new_policy, train
+from tests.testing.compiling import compiling_quickly
 from tests.unit.jaxmodels.training.conftest import CONFIG, TINY
 
 def kill(progress):
@@ -34,7 +35,8 @@ def kill(progress):
         os.kill(os.getpid(), signal.SIGKILL)
 
 dataset = open_dataset(Path({demos!r}))
-train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
+with compiling_quickly():  # the same way: it finds the programs that the whole run compiled
+    train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
 """
 
 
@@ -143,7 +145,7 @@ def test_a_killed_run_goes_on_to_the_weights_it_would_have_had_bit_for_bit(
     script = KILLED.format(step=12, demos=str(demos), output=str(output))
     killed = subprocess.run(
         [sys.executable, "-c", script],
-        env=process_environment(quick=True),  # as the whole run was compiled: bits are compared
+        env=process_environment(),
         capture_output=True,
         text=True,
         timeout=500,
