@@ -165,15 +165,16 @@ class Reader:
         absent = [
             camera for camera in self._cameras if not any(name in observation for name in self._names[camera.name])
         ]
-        if absent and self._allows_absent:
+        if self._allows_absent:
             known = {name for camera in self._cameras for name in self._names[camera.name]}
             known |= {f"{name}{PADDING_MASK}" for name in known}
             # A name with a typing error would else be taken for a camera that is not there.
             if strange := sorted(name for name in observation if name.startswith(IMAGES) and name not in known):
+                names = [self._names[camera.name][0] for camera in absent]
+                missing = f", and {', '.join(names)} missing" if names else ""
                 raise ObservationError(
-                    f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} no camera of this policy, and "
-                    f"{', '.join(self._names[camera.name][0] for camera in absent)} missing; it has "
-                    f"{', '.join(self._names[camera.name][0] for camera in self._cameras)}"
+                    f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} no camera of this policy{missing}; "
+                    f"it has {', '.join(self._names[camera.name][0] for camera in self._cameras)}"
                 )
             if len(absent) == len(self._cameras):
                 raise ObservationError(f"no image at all; the policy wants one of {sorted(known)[:64:2]} at least")

@@ -213,6 +213,8 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
     wrong = left_out | {"observation.images.wirst": seen["observation.images.wrist"]}
     with pytest.raises(ObservationError, match=r"images\.wirst is no camera .*images\.wrist missing"):
         policy.act(wrong, noise=noise)
+    with pytest.raises(ObservationError, match=r"images\.side is no camera of this policy; it has .*images\.front"):
+        policy.act(seen | {"observation.images.side": seen["observation.images.wrist"]}, noise=noise)
     with pytest.raises(ObservationError, match="no image at all"):
         policy.act({name: value for name, value in seen.items() if "images" not in name}, noise=noise)
     with pytest.raises(ObservationError, match=r"padding_mask is float64\[2\]; wanted bool\[2\]"):
