@@ -42,7 +42,9 @@ def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarra
         policy.model.sample_actions = torch.compile(policy.model.sample_actions)
     elif is_compiled:
         policy.diffusion.unet = torch.compile(policy.diffusion.unet)
-        policy.diffusion.rgb_encoder = torch.compile(policy.diffusion.rgb_encoder)
+        encoders = policy.diffusion.rgb_encoder  # one for each camera, or one for all
+        for encoder in encoders if isinstance(encoders, torch.nn.ModuleList) else (encoders,):
+            encoder.compile()
     seen, noise = observation(case), torch.from_numpy(noise_of(case))
 
     def prepare(array: Any) -> Any:
