@@ -58,7 +58,7 @@ class Chains:
         """Measure once more; ``during`` names what is measured all around."""
         around = await self._chain(self._probe, SECONDS)
         taken = {
-            size: await self._chain(size, max(BATCHES * side.costs.median(size), SHORTEST))
+            size: await self._chain(size, max(BATCHES * side.costs.measured(size).median, SHORTEST))
             for size, side in self._sides.items()
         }
         self._looks.append(_Look(during, around, taken))

@@ -27,8 +27,8 @@ import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, result, write
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, JOINTS, RATE, Arm, to_radians
 from service.control.aggregation import AGGREGATIONS, DEFAULT_AGGREGATION
-from service.control.chunk_scheduler import PolicyRequest
-from service.control.controller import Controller, PolicyAnswer
+from service.control.chunk_scheduler import PolicyAnswer, PolicyRequest
+from service.control.controller import Controller
 from service.control.observation_buffer import ObservationBuffer
 from service.sessions.compatibility import configure_control, make_limits
 from service.sessions.request import NewSession, SessionSettings

@@ -1,25 +1,30 @@
-"""How long do SmolVLA and Diffusion Policy take from NumPy frames to NumPy actions, beside LeRobot's own in torch?
+"""How long do SmolVLA, Diffusion Policy and pi0.5 take from NumPy frames to NumPy actions, beside LeRobot's in torch?
 
-    python benchmarks/vla_latency.py --lerobot-python /path/to/venv/bin/python
+    python benchmarks/vla_latency.py --lerobot-python /path/to/venv/bin/python --compiled-peer --batching --sharing
 
-The peer is any Python 3.12 that can import lerobot 0.6.1 with its extras smolvla and diffusion (see
+That takes 8 minutes on 2 quiet cores, most of it torch.compile (1 to 3 minutes a case); without --compiled-peer 4. The
+peer is any Python 3.12 that can import lerobot 0.6.1 with its extras smolvla, diffusion and pi (see
 benchmarks/vla_latency_peer.py); without it only this package is measured. Both run in processes of their own, never at
-the same time, in alternating rounds, so that whatever else the machine does meets both alike. Batch 1, float32, every
-processor core, random weights in the sizes that people run: SmolVLA's 450 million parameters over two cameras, and
-Diffusion Policy at LeRobot's defaults with 10 steps of DDIM. Beside that, of this package alone: how much memory
-loading takes over the size of the weights, and (--batching) how many robots are answered a second, eight together and
-one at a time, by a SmolVLA of a quarter of its width.
+the same time, in alternating rounds, so that whatever else the machine does meets both alike; the ratio is the median
+of the rounds' ratios, and processor seconds are counted too, as a busy machine spoils the others. Batch 1, float32,
+every core, random weights in the sizes that people run: SmolVLA's 450 million parameters over two cameras, Diffusion
+Policy at LeRobot's defaults with 10 steps of DDIM, and pi0.5 at its full width with 2 of the 18 and 27 layers of its
+towers and with 1,024 words (the table of 257,152 is 2 GB, and only looked up in). Beside that, of this package alone:
+how much memory loading takes over the size of the weights; (--sharing) memory of one and of eight sessions of one
+policy in one engine, each of which was answered; (--batching) how many robots are answered a second, eight together
+and one at a time, by a SmolVLA of a quarter of its width.
 
 Last result, 2 cores: benchmarks/results/vla_latency.json
 """
 
 import argparse
+import asyncio
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,7 @@ from benchmarks.measured import RESULTS, machine, write
 from benchmarks.processes import Child, child
 
 HERE = Path(__file__).parent
-CASES = ("smolvla", "diffusion")
+CASES = ("smolvla", "diffusion", "pi05")
 TASK = "pick up the red cube and place it in the box"
 STATE = ACTION = 6
 FRAME = (480, 640)
@@ -70,6 +75,21 @@ VLM = {
         "patch_size": 16,
     },
 }
+GEMMA = {"depth": 2, "num_heads": 8, "num_kv_heads": 1, "head_dim": 256}
+# pi0.5's sizes, which LeRobot has in its code, with fewer layers and words.
+ARCHITECTURE = {
+    "gemma_2b": GEMMA | {"width": 2048, "mlp_dim": 16_384},
+    "gemma_300m": GEMMA | {"width": 1024, "mlp_dim": 4096},
+    "vocab_size": 1024,
+    "vision": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "patch_size": 14,
+    },
+}
+PALIGEMMA, PALIGEMMA_WORDS = "google/paligemma-3b-pt-224", ("<pad>", "<eos>", "<bos>", "<unk>")
 WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>")
 
 
@@ -80,7 +100,7 @@ def observation(case: str) -> dict[str, Any]:
         f"observation.images.{name}": rng.integers(0, 256, (1, *time, *FRAME, 3), np.uint8) for name in CAMERAS
     }
     seen["observation.state"] = rng.standard_normal((1, *time, STATE)).astype(np.float32)
-    return seen | ({"task": [TASK]} if case == "smolvla" else {})
+    return seen | ({} if case == "diffusion" else {"task": [TASK]})
 
 
 def shrink(vlm: dict[str, Any], parts: int) -> dict[str, Any]:
@@ -123,13 +143,27 @@ def write_policy(folder: Path, case: str, parts: int = 1) -> None:
             ProcessorStep("smolvla_new_line_processor", {}, comes_after=False),
             ProcessorStep("tokenizer_processor", tokenize, comes_after=False),
         )
+    elif case == "pi05":
+        values |= {"architecture": ARCHITECTURE, "dtype": "float32"}
+        tokenize = {
+            "max_length": 200,
+            "task_key": "task",
+            "padding_side": "right",
+            "padding": "max_length",
+            "truncation": True,
+            "tokenizer_name": PALIGEMMA,
+        }
+        steps = (
+            ProcessorStep("pi05_prepare_state_tokenizer_processor_step", {}, comes_after=True),
+            ProcessorStep("tokenizer_processor", tokenize, comes_after=True),
+        )
     else:
         values |= {"noise_scheduler_type": "DDIM", "num_inference_steps": 10, "pretrained_backbone_weights": None}
     config = get_policy_type(case).config(values)
     stats = {
         feature.name: {
             name: np.full((3, 1, 1) if feature.type == "VISUAL" else feature.shape, value, np.float32)
-            for name, value in (("mean", 0.4), ("std", 0.25), ("min", -1.0), ("max", 1.0))
+            for name, value in (("mean", 0.4), ("std", 0.25), ("min", -1.0), ("max", 1.0), ("q01", -1.0), ("q99", 1.0))
         }
         for feature in (*config.input_features, *config.output_features)
     }
@@ -137,7 +171,8 @@ def write_policy(folder: Path, case: str, parts: int = 1) -> None:
     inputs: Normalizer = made.inputs
     rng = np.random.default_rng(0)
     weights = {name: _random(rng, name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
-    tokenizer = _write_vlm(folder / "vlm") if case == "smolvla" else None
+    write_tokenizer = {"smolvla": lambda: _write_vlm(folder / "vlm"), "pi05": lambda: _write_words(folder / PALIGEMMA)}
+    tokenizer = write_tokenizer[case]() if case in write_tokenizer else None
     normalization = Normalization(inputs, made.outputs, {}, steps)
     lerobot_folder.write_checkpoint(folder, Checkpoint(config, weights, normalization, tokenizer=tokenizer))
 
@@ -151,22 +186,38 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
         return coordinates(side, shape[0] // side)[..., ::-1].reshape(shape)
     if len(shape) < 2:
         return np.full(shape, 1.0 if name.endswith(("scale", "variance")) else 0.0, np.float32)
-    fan = int(np.prod(shape[:-1]))
+    fan = shape[1] if name.endswith("weight") else int(np.prod(shape[:-1]))  # weights are (out, in)
     return rng.standard_normal(shape, np.float32) * np.float32(fan**-0.5)
 
 
-def _write_vlm(folder: Path) -> bytes:
-    """Files of the vision-language model beside its weights; a tokenizer of bytes in place of its own."""
+def _write_bytes_tokenizer(folder: Path, special: Sequence[str]) -> bytes:
+    """A tokenizer of bytes, in place of a model's own."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from jaxmodels.checkpoints.files import write_json
 
     folder.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*WORDS, "<global-img>", *alphabet])}, []))
-    tokenizer.add_special_tokens([*WORDS, "<global-img>"])
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate([*special, *alphabet])}, []))
+    tokenizer.add_special_tokens(list(special))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.save(str(folder / "tokenizer.json"))
+    return (folder / "tokenizer.json").read_bytes()
+
+
+def _write_words(folder: Path) -> bytes:
+    """PaliGemma's tokenizer."""
+    from jaxmodels.checkpoints.files import write_json
+
+    tokenizer = _write_bytes_tokenizer(folder, PALIGEMMA_WORDS)
+    names = dict(zip(("pad_token", "eos_token", "bos_token", "unk_token"), PALIGEMMA_WORDS, strict=True))
+    write_json(folder / "tokenizer_config.json", names | {"tokenizer_class": "TokenizersBackend"}, indent=1)
+    return tokenizer
+
+
+def _write_vlm(folder: Path) -> bytes:
+    """Files of SmolVLA's vision-language model beside its weights."""
+    from jaxmodels.checkpoints.files import write_json
+
+    written = _write_bytes_tokenizer(folder, (*WORDS, "<global-img>"))
     images = {
         "image_processor_type": "SmolVLMImageProcessor",
         "do_image_splitting": True,
@@ -200,7 +251,7 @@ def _write_vlm(folder: Path) -> bytes:
         },
         indent=1,
     )
-    return (folder / "tokenizer.json").read_bytes()
+    return written
 
 
 def load(folder: str, seen: dict[str, Any], noise: np.ndarray) -> Callable[[], np.ndarray]:
@@ -212,7 +263,7 @@ def load(folder: str, seen: dict[str, Any], noise: np.ndarray) -> Callable[[], n
 
 def noise_of(case: str) -> np.ndarray:
     """The noise that both sides make their chunk of."""
-    shape = (1, 50, 32) if case == "smolvla" else (1, 64, ACTION)
+    shape = (1, 64, ACTION) if case == "diffusion" else (1, 50, 32)
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
@@ -249,8 +300,52 @@ def measure_batching(rounds: int) -> dict[str, float]:
     return {"alone_per_s": round(alone, 3), "eight_per_s": round(together, 3), "ratio": round(together / alone, 3)}
 
 
+class Session:
+    """Whoever asks an engine."""
+
+
+async def share(folder: str) -> list[int]:
+    """Bytes of this process over its start with one session of a policy, with two, ... with eight, all answered."""
+    import jaxmodels
+    from service.inference.engine import Engine
+
+    engine, seen, sessions, found = Engine(batch_sizes=(1,)), observation("smolvla"), [], []
+    before = memory_bytes("VmRSS")
+    async with AsyncExitStack() as stack:
+        for _ in range(8):
+            sessions.append(Session())
+            loaded = await stack.enter_async_context(
+                engine.open_policy(lambda path, *_, **__: jaxmodels.load_policy(path), folder, None, lambda _: None)
+            )
+            await engine.infer(loaded, seen, caller=sessions[-1])
+            found.append(memory_bytes("VmRSS") - before)
+    await engine.close()
+    return found
+
+
+def measure_sharing() -> dict[str, float]:
+    """Memory of one session and of eight of one SmolVLA, in a process of its own."""
+    with tempfile.TemporaryDirectory() as name, child(__file__, "--serve") as process:
+        write_policy(Path(name), "smolvla")
+        sizes = process.order(do="share", folder=name)["bytes"]
+        weights = (Path(name) / "model.safetensors").stat().st_size
+    megabytes = [round(size / 1e6, 1) for size in (weights, sizes[0], sizes[-1])]
+    return dict(zip(("weights_mb", "one_session_mb", "eight_sessions_mb"), megabytes, strict=True))
+
+
 def nothing_loaded() -> np.ndarray:
     raise SystemExit("the first order must be to load a policy")
+
+
+def time_calls(act: Callable[[], object], count: int) -> dict[str, list[float]]:
+    """Seconds of each call, by the clock and of processors."""
+    found: dict[str, list[float]] = {"seconds": [], "processor_seconds": []}
+    for _ in range(count):
+        start, used = time.perf_counter(), time.process_time()
+        act()
+        found["seconds"].append(time.perf_counter() - start)
+        found["processor_seconds"].append(time.process_time() - used)
+    return found
 
 
 def serve() -> None:
@@ -271,13 +366,10 @@ def serve() -> None:
             size = (Path(order["folder"]) / "model.safetensors").stat().st_size
             answer["load_bytes_over_weights"] = round((peak - before) / size, 3)
             answer["chunk"] = chunk[0].tolist()
+        elif order["do"] == "share":
+            answer = {"bytes": asyncio.run(share(order["folder"]))}
         else:
-            seconds = []
-            for _ in range(order["count"]):
-                start = time.perf_counter()
-                act()
-                seconds.append(time.perf_counter() - start)
-            answer = {"seconds": seconds}
+            answer = time_calls(act, order["count"])
         print(json.dumps(answer), flush=True)
 
 
@@ -287,7 +379,7 @@ def measure(commands: dict[str, list[str]], case: str, rounds: int, count: int) 
         folder.mkdir()
         write_policy(folder, case)
         results: dict[str, Any] = {}
-        seconds: dict[str, list[float]] = {side: [] for side in commands}
+        rounds_of: dict[str, list[dict[str, list[float]]]] = {side: [] for side in commands}
         chunks = {}
         # One after the other in each round, and both alive, so that no side ever starts cold.
         with ExitStack() as stack:
@@ -299,14 +391,23 @@ def measure(commands: dict[str, list[str]], case: str, rounds: int, count: int) 
                 process.order(do="measure", count=1)
             for _ in range(rounds):
                 for side, process in sides.items():
-                    seconds[side] += process.order(do="measure", count=count)["seconds"]
+                    rounds_of[side].append(process.order(do="measure", count=count))
     ours = chunks["robojax"]
-    for side, values in seconds.items():
-        milliseconds = np.array(values) * 1e3
+
+    def collect(side: str, kind: str) -> np.ndarray:
+        """Milliseconds (rounds, calls)."""
+        return np.array([found[kind] for found in rounds_of[side]]) * 1e3
+
+    for side in commands:
+        milliseconds, processor = collect(side, "seconds"), collect(side, "processor_seconds")
+        shares = np.median(collect("robojax", "seconds"), axis=1) / np.median(milliseconds, axis=1)
         results[side] |= {
             "p50_ms": round(float(np.percentile(milliseconds, 50)), 2),
             "min_ms": round(float(milliseconds.min()), 2),
-            "count": len(values),
+            "processor_ms": round(float(np.median(processor)), 2),
+            "count": milliseconds.size,
+            "ours_over_it": round(float(np.median(shares)), 3),
+            "ours_over_it_at_best": round(float(collect("robojax", "seconds").min() / milliseconds.min()), 3),
             "largest_difference": float(np.abs(chunks[side] - ours).max() / np.abs(ours).max()),
         }
     return results
@@ -317,7 +418,8 @@ def main() -> None:
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1")
     parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
     parser.add_argument("--batching", action="store_true", help="also measure eight robots together")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sharing", action="store_true", help="also measure memory of eight sessions")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=2, help="inferences per round and side")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
     parser.add_argument("--output", type=Path, default=RESULTS / "vla_latency.json")
@@ -339,14 +441,21 @@ def main() -> None:
         sides = measure(commands, case, options.rounds, options.count)
         result["cases"][case] = sides
         for side, figures in sides.items():
-            ratio = sides["robojax"]["p50_ms"] / figures["p50_ms"]
             print(
                 f"{case:10} {side:22} p50 {figures['p50_ms']:8.1f} ms  min {figures['min_ms']:8.1f} ms  "
-                f"ours takes {ratio:5.2f} of it  difference {figures['largest_difference']:.1e}"
+                f"processor {figures['processor_ms']:8.1f} ms  ours takes {figures['ours_over_it']:5.2f} of it "
+                f"({figures['ours_over_it_at_best']:.2f} at best)  difference {figures['largest_difference']:.1e}",
+                flush=True,
             )
     if options.batching:
         result["batching"] = figures = measure_batching(options.rounds)
         print(f"eight robots together: {figures['ratio']:.2f} times as many answers as one at a time")
+    if options.sharing:
+        result["sharing"] = figures = measure_sharing()
+        print(
+            f"memory: weights {figures['weights_mb']:.0f} MB, one session {figures['one_session_mb']:.0f} MB, "
+            f"eight {figures['eight_sessions_mb']:.0f} MB"
+        )
     write(options.output, result)
 
 

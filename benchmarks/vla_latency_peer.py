@@ -16,6 +16,8 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.vla_latency import time_calls
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -27,13 +29,16 @@ def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarra
         make_pre_post_processors,
     )
 
-    from benchmarks.vla_latency import noise_of, observation
+    from benchmarks.vla_latency import ARCHITECTURE, noise_of, observation
+
+    if case == "pi05":
+        use_sizes(ARCHITECTURE)
 
     os.chdir(folder)  # names of models in it are relative
     config = PreTrainedConfig.from_pretrained(folder)
     policy = get_policy_class(case).from_pretrained(folder, config=config, strict=False).eval()
     before, after = make_pre_post_processors(config, pretrained_path=folder)
-    if is_compiled and case == "smolvla":
+    if is_compiled and case != "diffusion":
         policy.model.sample_actions = torch.compile(policy.model.sample_actions)
     elif is_compiled:
         policy.diffusion.unet = torch.compile(policy.diffusion.unet)
@@ -49,7 +54,7 @@ def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarra
     def act() -> np.ndarray:
         with torch.inference_mode():
             batch = {name: value if name == "task" else prepare(value) for name, value in seen.items()}
-            if case == "smolvla":
+            if case != "diffusion":
                 return after(policy.predict_action_chunk(before(batch), noise=noise)).numpy()
             batch = before(batch)
             images = [batch[key] for key in policy.config.image_features]
@@ -57,6 +62,29 @@ def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarra
             return after(policy.diffusion.generate_actions(batch, noise=noise)).numpy()
 
     return act
+
+
+def use_sizes(sizes: dict[str, Any]) -> None:
+    """Builds pi0.5 in other sizes than those that LeRobot has in its code."""
+    from lerobot.policies.pi05 import modeling_pi05 as module  # pyright: ignore[reportMissingImports]
+
+    build_paligemma = module.PaliGemmaForConditionalGenerationWithPiGemma
+    build_expert = module.PiGemmaForCausalLM
+
+    def paligemma(config: Any) -> Any:
+        config.text_config.vocab_size = config._vocab_size = sizes["vocab_size"]
+        config.image_token_index = sizes["vocab_size"] - 1
+        for name, value in sizes["vision"].items():
+            setattr(config.vision_config, name, value)
+        config.vision_config.projection_dim = config.projection_dim = sizes["gemma_2b"]["width"]
+        return build_paligemma(config=config)
+
+    def expert(config: Any) -> Any:
+        config.vocab_size = sizes["vocab_size"]
+        return build_expert(config=config)
+
+    module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM = paligemma, expert
+    module.get_gemma_config = lambda variant: module.GemmaConfig(**sizes[variant])
 
 
 def nothing_loaded() -> np.ndarray:
@@ -77,12 +105,7 @@ def main() -> None:
             answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
             answer["chunk"] = chunk[0].tolist()
         else:
-            seconds = []
-            for _ in range(order["count"]):
-                start = time.perf_counter()
-                act()
-                seconds.append(time.perf_counter() - start)
-            answer = {"seconds": seconds}
+            answer = time_calls(act, order["count"])
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -28,7 +28,7 @@ LONGEST_LOG = 16 << 20
 
 
 @contextmanager
-def alone(database: Path | None, taken: str) -> Iterator[None]:
+def alone(database: Path | None, taken_message: str) -> Iterator[None]:
     """Hold the database's lock file, which the system lets go of whenever this process ends.
 
     Args:
@@ -47,7 +47,7 @@ def alone(database: Path | None, taken: str) -> Iterator[None]:
     try:
         held = lock.acquire()
     except Timeout:
-        raise StoreError(f"database {str(database)!r}: {taken}") from None
+        raise StoreError(f"database {str(database)!r}: {taken_message}") from None
     except OSError as error:
         raise StoreError(f"database {str(database)!r}: its lock file cannot be made ({error.strerror})") from error
     with held:

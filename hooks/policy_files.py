@@ -4,10 +4,10 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from hooks.errors import SourceError
 
@@ -15,24 +15,67 @@ from hooks.errors import SourceError
 POLICY_FILES = (
     "config.json",
     "model.safetensors",
+    "model.safetensors.index.json",
+    "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
     "robojax.json",
+    "stats.json",
     "tokenizer.json",
     "architecture.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
     "policy_postprocessor_step_*.safetensors",
+    "*/config.json",
+    "*/tokenizer.json",
 )
-REQUIRED = ("config.json", "model.safetensors")
-_ELSEWHERE = re.compile(r"[/\\\x00-\x1f\x7f]|\.\.")
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_SHARDS = 64
+_SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
+# Of models that policies are built on, in folders of the model's name within the policy's.
+_MODEL_DEPTH = 3
+_FILE = re.compile(r"(?!.*(^|/)\.)(?!/)[A-Za-z0-9_./+@=-]{1,240}")
 # Formats whose loading runs what is written in them.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 
 
 def is_policy_file(name: str) -> bool:
-    """Whether a file in the repo's root belongs to a policy."""
+    """Whether a file of this name, ``/`` between folders, belongs to a policy; never one that leads elsewhere."""
+    *folders, last = name.split("/")
     # A pattern's ``*`` stands for any letters, those of a path that leads elsewhere too.
-    return not _ELSEWHERE.search(name) and any(fnmatchcase(name, pattern) for pattern in POLICY_FILES)
+    if not _FILE.fullmatch(name) or "" in folders:
+        return False
+    if not folders:
+        return any(fnmatchcase(name, pattern) for pattern in POLICY_FILES if "/" not in pattern)
+    return len(folders) <= _MODEL_DEPTH and f"*/{last}" in POLICY_FILES
+
+
+def list_policy_files(folder: Path) -> list[str]:
+    """Names of a policy's files in a folder, sorted; links to other folders are not followed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    names = []
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        within = Path(root).relative_to(folder)
+        if len(within.parts) >= _MODEL_DEPTH:
+            folders.clear()
+        names += [(within / name).as_posix() for name in files]
+    return sorted(name for name in names if is_policy_file(name) and (folder / name).is_file())
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def find_missing(names: Collection[str]) -> list[str]:
+    """Names of files that every policy needs and that are not there; weights are in one file, or in shards."""
+    missing = [] if _CONFIG in names else [_CONFIG]
+    if _INDEX not in names:
+        return missing if _WEIGHTS in names else [*missing, _WEIGHTS]
+    count = max((int(shard[1]) for name in names if (shard := _SHARD.fullmatch(name))), default=1)
+    shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, min(count, MAX_SHARDS) + 1)]
+    return missing + [shard for shard in shards if shard not in names]
 
 
 def check_complete(repo: str, names: set[str]) -> None:
@@ -44,9 +87,9 @@ def check_complete(repo: str, names: set[str]) -> None:
     Raises:
         SourceError: ``denied_file`` when its weights would run code, else ``incomplete``.
     """
-    missing = [name for name in REQUIRED if name not in names]
+    missing = find_missing(names)
     pickles = sorted(name for name in names if name.endswith(PICKLES))
-    if "model.safetensors" in missing and pickles:
+    if _WEIGHTS in missing and pickles:
         raise SourceError(
             "denied_file",
             f"{repo}: its weights are in {', '.join(pickles)}, which may run code when loaded; "

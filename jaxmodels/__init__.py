@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxmodels.checkpoints.folder import PolicyFolder, open_file
     from jaxmodels.devices import join_hosts, name_devices
     from jaxmodels.ensembling import TemporalEnsembler
-    from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits
+    from jaxmodels.hub import POLICY_FILES, find_policy, hub_limits, is_policy_file, list_policy_files
     from jaxmodels.policy import Policy, load_policy, read_requirements
     from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
     from jaxmodels.transformer2d.loaded_model import LoadedModel, is_model, load_model
@@ -31,7 +31,9 @@ __all__ = [
     "find_policy",
     "hub_limits",
     "is_model",
+    "is_policy_file",
     "join_hosts",
+    "list_policy_files",
     "load_model",
     "load_policy",
     "name_devices",
@@ -53,7 +55,9 @@ _HOMES = {
     "find_policy": "jaxmodels.hub",
     "hub_limits": "jaxmodels.hub",
     "is_model": "jaxmodels.transformer2d.loaded_model",
+    "is_policy_file": "jaxmodels.hub",
     "join_hosts": "jaxmodels.devices",
+    "list_policy_files": "jaxmodels.hub",
     "load_model": "jaxmodels.transformer2d.loaded_model",
     "load_policy": "jaxmodels.policy",
     "name_devices": "jaxmodels.devices",

@@ -57,18 +57,22 @@ def device_name(device: Device) -> str:
     return f"{device.platform}:{device.id}"
 
 
-def find_dtype(name: str | None) -> jnp.dtype:
-    """The dtype of a name that a policy computes in.
+def find_dtype(name: str | None, platform: str = "cpu", accelerator_dtype: str = "float32") -> jnp.dtype:
+    """The dtype of a name that a policy or model computes in.
 
-    float32 by default, with true float32 products on every device. bfloat16 is meant for accelerators; on a CPU it
-    is slower than float32 and allowed only because it is asked for by name.
+    float32 has true float32 products on every device. On a CPU bfloat16 is slower than that, and taken only where it is
+    asked for by name.
+
+    Args:
+        name: None for `accelerator_dtype` on an accelerator and float32 on a CPU.
+        platform: of the device, as JAX calls it.
 
     Raises:
         ConfigError: another name.
     """
     if name not in (None, *DTYPES):
         raise ConfigError(f"dtype is {name!r}; wanted one of {', '.join(DTYPES)}")
-    return jnp.dtype(DTYPES[name or "float32"])
+    return jnp.dtype(DTYPES[name or ("float32" if platform == "cpu" else accelerator_dtype)])
 
 
 def read_dtype(dtype: DTypeLike | None) -> jnp.dtype:

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -56,19 +56,24 @@ _REVISION = re.compile(r"(?!.*(^|/)\.)(?!.*\.\.)(?!/)[A-Za-z0-9_./+@=-]{1,200}(?
 _FILE = re.compile(r"(?!.*(^|/)\.)(?!/)[A-Za-z0-9_./+@=-]{1,240}")
 _SHA = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-]{1,128}"?')
+# Those with a slash are of models that policies are built on, in folders of the model's name within the policy's.
 POLICY_FILES = (
     "config.json",
     "model.safetensors",
+    "model.safetensors.index.json",
+    "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
     "robojax.json",
+    "stats.json",
     "tokenizer.json",
     "architecture.json",
     "policy_preprocessor.json",
     "policy_postprocessor.json",
     "policy_preprocessor_step_*.safetensors",
     "policy_postprocessor_step_*.safetensors",
+    "*/config.json",
+    "*/tokenizer.json",
 )
-# Files of models that policies are built on, in folders of the model's name within the policy's.
-MODEL_FILES = ("*/config.json", "*/tokenizer.json")
+MODEL_DEPTH = 3
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
 MAX_ANSWER = 16 << 20
@@ -332,7 +337,7 @@ def fetch(
         ask = partial(HfApi(endpoint=endpoint).repo_info, repo_id, repo_type=kind, revision=revision, timeout=QUIET)
         (answer,) = _in_threads([partial(ask, files_metadata=True)], limits, lambda: None)
         commit, listed = _read_listing(repo, answer)
-        selected = {name: file for name, file in listed.items() if any(fnmatch(name, pattern) for pattern in files)}
+        selected = {name: file for name, file in listed.items() if _is_selected(name, files)}
         size = sum(file.size for file in selected.values())
         _check_files(repo, selected, list(listed), size, largest)
         folder = _download(
@@ -377,6 +382,12 @@ def fetch(
         raise HubError(f"{repo}: the Hub's answer makes no sense ({type(error).__name__})") from error
     logger.info("%s: commit %s", repo, folder.name)
     return folder
+
+
+def _is_selected(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a file is to be fetched; of folders within a policy's, only where a model's may be."""
+    found = [pattern for pattern in patterns if fnmatch(name, pattern)]
+    return any(not pattern.startswith("*/") for pattern in found) or (bool(found) and is_policy_file(name))
 
 
 @dataclass(frozen=True)
@@ -460,7 +471,7 @@ class _Store:
         if not _SHA.fullmatch(commit):
             return False, None
         verified, names = self.read(commit)
-        selected = {name for name in names if any(fnmatch(name, pattern) for pattern in files)}
+        selected = {name for name in names if _is_selected(name, files)}
         is_complete = all((self.snapshot(commit) / name).is_file() for name in selected)
         return bool(names), self.snapshot(commit) if selected and selected <= verified and is_complete else None
 
@@ -621,7 +632,36 @@ def _end_threads(threads: Sequence[threading.Thread]) -> None:
         time.sleep(QUIET / 10)
 
 
-__all__ = ["POLICY_FILES", "find_in_cache", "find_policy"]
+__all__ = ["POLICY_FILES", "find_in_cache", "find_policy", "is_policy_file", "list_policy_files"]
+
+
+def is_policy_file(name: str) -> bool:
+    """Whether a file of this name, ``/`` between folders, belongs to a policy; never one that leads elsewhere."""
+    *folders, last = name.split("/")
+    if not _FILE.fullmatch(name) or "" in folders:
+        return False
+    if not folders:
+        return any(fnmatchcase(name, pattern) for pattern in POLICY_FILES if "/" not in pattern)
+    return len(folders) <= MODEL_DEPTH and f"*/{last}" in POLICY_FILES
+
+
+def list_policy_files(folder: Path) -> list[str]:
+    """Names of a policy's files in a folder, sorted; links to other folders are not followed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    names = []
+    for root, folders, files in os.walk(folder, onerror=_raise):
+        within = Path(root).relative_to(folder)
+        if len(within.parts) >= MODEL_DEPTH:
+            folders.clear()
+        names += [(within / name).as_posix() for name in files]
+    return sorted(name for name in names if is_policy_file(name) and (folder / name).is_file())
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def find_in_cache(repo: str, name: str) -> Path | None:

@@ -47,6 +47,7 @@ class Sizes:
         tokens: of what is seen, whom attention compares with each other.
         activations: numbers in memory at the widest point of the program, beside weights.
         operations: additions and multiplications of one call.
+        prefix: tokens of what is seen and said that are computed once per chunk, for all steps; 0 where there are none.
     """
 
     parameters: int
@@ -56,6 +57,7 @@ class Sizes:
     tokens: int
     activations: int
     operations: int
+    prefix: int = 0
 
     def check(self) -> None:
         """Refuse configs that nothing could compute in a time that a robot could wait.

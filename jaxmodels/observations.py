@@ -1,6 +1,6 @@
 """Checks of observations and plan prefixes, and their conversion to arrays for compiled programs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,11 +115,14 @@ class Reader:
         self._outside = checkpoint.normalization.get_outside_name
         features = (*self._cameras, self._state, self._environment_state)
         # A feature may come under its name outside, its name inside, or (cameras) as observation.images.<camera>.
-        self._names = {feature.name: self._aliases(feature) for feature in features if feature is not None}
+        own = [feature for feature in features if feature is not None]
+        self._names = {feature.name: self._aliases(feature, own) for feature in own}
 
-    def _aliases(self, feature: Feature) -> tuple[str, ...]:
+    def _aliases(self, feature: Feature, own: Sequence[Feature]) -> tuple[str, ...]:
         outside = self._outside(feature.name)
-        names = [outside, feature.name]
+        # What another one is called outside is not this one, though it is called so inside.
+        taken = {self._outside(other.name) for other in own if other is not feature}
+        names = [outside, *({feature.name} - taken)]
         if feature.type == "VISUAL":
             names.append(IMAGES + camera_name(outside))
         return tuple(dict.fromkeys(names))
@@ -162,15 +165,16 @@ class Reader:
         absent = [
             camera for camera in self._cameras if not any(name in observation for name in self._names[camera.name])
         ]
-        if absent and self._allows_absent:
+        if self._allows_absent:
             known = {name for camera in self._cameras for name in self._names[camera.name]}
             known |= {f"{name}{PADDING_MASK}" for name in known}
             # A name with a typing error would else be taken for a camera that is not there.
             if strange := sorted(name for name in observation if name.startswith(IMAGES) and name not in known):
+                names = [self._names[camera.name][0] for camera in absent]
+                missing = f", and {', '.join(names)} missing" if names else ""
                 raise ObservationError(
-                    f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} no camera of this policy, and "
-                    f"{', '.join(self._names[camera.name][0] for camera in absent)} missing; it has "
-                    f"{', '.join(self._names[camera.name][0] for camera in self._cameras)}"
+                    f"{', '.join(strange)} {'is' if len(strange) == 1 else 'are'} no camera of this policy{missing}; "
+                    f"it has {', '.join(self._names[camera.name][0] for camera in self._cameras)}"
                 )
             if len(absent) == len(self._cameras):
                 raise ObservationError(f"no image at all; the policy wants one of {sorted(known)[:64:2]} at least")

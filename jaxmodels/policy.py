@@ -19,23 +19,33 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmodels import observations
-from jaxmodels.checkpoints.folder import PolicyFolder
+from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
 from jaxmodels.normalization import Affine
-from jaxmodels.policies import get_policy_type, lerobot_folder
+from jaxmodels.policies import PolicyType, get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, read_description
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
-from jaxmodels.types import TASK, Language, Observation, Requirements, camera_name, is_empty_camera
+from jaxmodels.types import (
+    IMAGES,
+    TASK,
+    Language,
+    Observation,
+    Requirements,
+    StageTime,
+    camera_name,
+    is_empty_camera,
+    rename_cameras,
+)
 
 logger = logging.getLogger(__name__)
 
-DESCRIBING = tuple(name for name in POLICY_FILES if name != lerobot_folder.WEIGHTS)
+DESCRIBING = tuple(name for name in POLICY_FILES if not name.startswith("model"))  # all but weights
 
 
 def read_requirements(
@@ -63,7 +73,7 @@ def read_requirements(
         if revision is not None:
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         with PolicyFolder(folder, roots=roots) as opened:
-            check_weights(opened, has_orbax=opened.has_tree())
+            check_weights(opened, has_orbax=opened.has_tree() or opened.has_tree(PARAMS))
             return _check_description(lerobot_folder.build_description(read(opened)))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
@@ -105,6 +115,8 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
+        controls_joints=config.controls_joints,
+        metadata=config.client_metadata,
     )
 
 
@@ -213,11 +225,20 @@ class Prompts:
         """Tokens (b, n) and their mask, for one text per member and the raw states (b, s)."""
         states: list[Any] = [None] * len(texts)
         if self._state is not None and state is not None:
-            states = list(np.asarray(self._state.normalize(state), np.float32))
+            joints = self._config.joint_map
+            own = state if joints is None else joints.read_state(state)
+            states = list(np.asarray(self._state.normalize(own), np.float32))
         rows = [
             self._tokenize(self._config.format_prompt(text, part)) for text, part in zip(texts, states, strict=True)
         ]
         return Language(np.stack([ids for ids, _ in rows]), np.stack([mask for _, mask in rows]))
+
+    def count_cut(self, text: str, width: int | None) -> int:
+        """Tokens of an instruction's prompt that are cut off, for a normalised state of so many zeros."""
+        prompt = self._config.format_prompt(text, None if self._state is None else np.zeros(width or 0, np.float32))
+        with self._lock:
+            ids, _, length = self._tokenizer(prompt)
+        return max(length - len(ids), 0)
 
     def _tokenize(self, prompt: str) -> tuple[np.ndarray, np.ndarray]:
         with self._lock:  # the tokenizer's truncation is switched on and off
@@ -255,7 +276,8 @@ class Policy:
         self.commit: str | None = None
         self._checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
-        self._dtype, self._placement = find_dtype(dtype), find_placement(device)
+        self._placement = find_placement(device)
+        self._dtype = find_dtype(dtype, self._placement.platform, self._kind.accelerator_dtype)
         scales = _scales(checkpoint)
         serving = self._kind.prepare(config, checkpoint.weights, self._placement.platform)
         if _programs is None:
@@ -266,7 +288,9 @@ class Policy:
             act, read = partial(self._kind.act, plan), read and partial(read, plan)
             sizes = [None] * len(config.frames) if config.resizes_frames else config.frames
             relative = get_relative_actions(checkpoint.normalization, config.action.shape[0])
-            _programs = Programs(act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative)
+            _programs = Programs(
+                act, shapes, scales, tuple(sizes), self._dtype, self._placement, read, relative, config.joint_map
+            )
         self._programs = _programs
         self._weights = _programs.flatten(serving, scales)
         self._instructions: Instructions | None = None
@@ -351,16 +375,24 @@ class Policy:
         actions, self._timings = self._run(program, arrays)
         return actions
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of the next `act`; nothing for a policy without language.
 
         May run in one thread while `act` runs in another.
 
+        Returns:
+            how many tokens at the end of its prompt are cut off, which the policy never reads. Where the prompt says
+            the state, too, they are counted for a state in the middle of its range.
+
         Raises:
             ObservationError: the policy cannot read it.
         """
+        if self._instructions is None and self._prompts is None:
+            return 0
+        texts = read_texts({TASK: [text]}, 1)
         if self._instructions is not None:
-            self._instructions(read_texts({TASK: [text]}, 1))
+            self._instructions(texts)
+        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state)
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
@@ -427,13 +459,50 @@ class Policy:
             self._encode(np.zeros((1, length), np.int32), np.ones((1, length), bool))
         self._run(self._program(inputs), self._make_zeros(inputs))
 
-    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """Measure the seconds of one `act` on a batch of zeros; compiles first when needed."""
         inputs = self._reader.inputs(batch, cameras)
         program, zeros = self._program(inputs), self._make_zeros(inputs)
         start = time.perf_counter()
         self._run(program, zeros)
         return time.perf_counter() - start
+
+    def profile_stages(self, runs: int = 10) -> tuple[StageTime, ...]:
+        """Measure the parts of `act` apart, on a batch of zeros; each is compiled as a program of its own.
+
+        Args:
+            runs: of each part, of which the median is taken.
+        """
+        inputs = self._reader.inputs(1, None)
+        zeros = self._make_zeros(inputs)
+        config, plan = self._checkpoint.config, self._kind.architecture(self._checkpoint.config)
+        if not self._kind.stages:
+            return (StageTime("chunk", float(np.median([self.profile() for _ in range(runs)])), 1),)
+        programs = self._programs.compile_stages([partial(stage.run, plan) for stage in self._kind.stages], inputs)
+        times, given = [], None
+        for stage, program in zip(self._kind.stages, programs, strict=True):
+            result = jax.block_until_ready(program(self._weights, zeros, given))
+            seconds = []
+            for _ in range(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(program(self._weights, zeros, given))
+                seconds.append(time.perf_counter() - start)
+            times.append(StageTime(stage.name, float(np.median(seconds)), stage.count(config)))
+            given = result
+        return tuple(times)
+
+    def count_parameters(self) -> dict[str, int]:
+        """Numbers in the weights by part of the network, such as ``vision``."""
+        counts: dict[str, int] = {}
+        for name, array in self._checkpoint.weights.items():
+            part = next(part for start, part in self._kind.parts.items() if name.startswith(start))
+            counts[part] = counts.get(part, 0) + int(np.size(array))
+        return counts
+
+    @property
+    def lerobot(self) -> str | None:
+        """Version of LeRobot whose reading of the files is followed; None where 0.4 and 0.6 read them alike."""
+        return getattr(self._checkpoint.config, "lerobot", None)
 
     def is_compiled(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> bool:
         return self._programs.has(self._reader.inputs(batch, cameras))
@@ -497,13 +566,16 @@ def load_policy(
     inspect: Callable[[PolicyFolder], None] | None = None,
     largest: int | None = None,
     roots: Iterable[Path] | None = None,
+    rename: Mapping[str, str] | None = None,
+    lerobot: str | None = None,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
     Args:
         path_or_repo: a folder, or a repo id like ``owner/name``.
         revision: branch, tag or commit of a repo.
-        dtype: ``float32`` (default) or ``bfloat16``, which is meant for accelerators and slow on a CPU.
+        dtype: ``float32`` or ``bfloat16``, which is meant for accelerators and slow on a CPU. None: bfloat16 for
+            policies built on a language model, on an accelerator; else float32.
         device: ``cpu``, ``gpu``, ``cuda:1``, ``tpu:0``, ``cuda:0+cuda:1`` for a policy too large for one of them;
             JAX's first choice when None.
         like: a policy whose compiled programs are shared when the architecture is the same.
@@ -513,23 +585,32 @@ def load_policy(
         largest: bytes that the files of a repo may have, asked before they are fetched, or the weights of a folder.
         roots: folders that a folder's files have to be in, wherever links lead to; anywhere when None. A repo's are in
             the Hub's cache.
+        rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
+        lerobot: the version of LeRobot, 0.4 or 0.6, whose reading of the same files is meant where the two differ;
+            None for what ``robojax.json`` says, else 0.6.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
-        ConfigError: the config, dtype or device makes no sense.
+        ConfigError: the config, dtype, device or names of cameras make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
     report = on_progress or (lambda stage: None)
-    where, compute = find_placement(device), find_dtype(dtype)
+    where = find_placement(device)
+    find_dtype(dtype)  # which refuses names before anything is fetched
+
+    def admit(sizes: Sizes, kind: PolicyType) -> None:
+        check_loading(sizes, where, find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize)
+
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
     report("reading")
     # A snapshot of the Hub's cache links to files beside it.
     with PolicyFolder(folder, roots=roots if commit is None else folder.parents[1:2], largest=largest) as opened:
         if inspect is not None:
             inspect(opened)
-        checkpoint = lerobot_folder.read_checkpoint(
-            opened, admit=lambda sizes: check_loading(sizes, where, compute.itemsize)
-        )
+        checkpoint = lerobot_folder.read_checkpoint(opened, admit=admit, lerobot=lerobot)
+    checkpoint = _rename_checkpoint(checkpoint, rename or {})
+    config: Any = checkpoint.config
+    compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
         policy = like.with_weights(checkpoint)
@@ -538,3 +619,15 @@ def load_policy(
     policy.commit = commit
     report("ready")
     return policy
+
+
+def _rename_checkpoint(checkpoint: Checkpoint, rename: Mapping[str, str]) -> Checkpoint:
+    """A checkpoint whose cameras have a robot's names; LeRobot has a step of the pre-processor for that."""
+    config: Any = checkpoint.config
+    normalization = checkpoint.normalization
+    known = lerobot_folder.Description(config, checkpoint.sidecar, normalization.renames)
+    rename_cameras(build_requirements(known), rename)  # which says what is wrong with it
+    outside = {camera.name: normalization.get_outside_name(camera.name) for camera in config.cameras}
+    new = {f"{IMAGES}{rename[name]}": inside for inside in outside if (name := camera_name(outside[inside])) in rename}
+    renames = {name: inside for name, inside in normalization.renames.items() if inside not in new.values()} | new
+    return replace(checkpoint, normalization=replace(normalization, renames=renames))

@@ -6,7 +6,7 @@ checkpoint of the same architecture runs in the same executable.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -130,7 +130,9 @@ def normalize(
     images = zip(observation.images, sizes, scales.images, strict=True)
     return Observation(
         images=tuple(
-            None if frames is None else prepare_pixels(frames, size, scale, dtype) for frames, size, scale in images
+            # What a policy resizes itself it rounds itself.
+            None if frames is None else prepare_pixels(frames, size, scale, jnp.float32 if size is None else dtype)
+            for frames, size, scale in images
         ),
         state=vector(observation.state, scales.state),
         environment_state=vector(observation.environment_state, scales.environment_state),
@@ -173,6 +175,7 @@ class Programs:
         sizes: (height, width) the model wants per camera; None where it takes frames as they arrive.
         read: serving weights, tokens (1, n) and their mask to `Language`, for policies that read one.
         relative: which numbers of an action are relative to the state; None for none.
+        joint_map: of the config, see `PolicyConfig`.
     """
 
     def __init__(
@@ -185,7 +188,9 @@ class Programs:
         placement: Placement,
         read: Callable[[Mapping[str, Array], Array, Array], Language] | None = None,
         relative: tuple[bool, ...] | None = None,
+        joint_map: Any = None,
     ):
+        self._joint_map = joint_map
         self._act = act
         self._weights = dict(weights)
         self._scales = scales
@@ -231,15 +236,47 @@ class Programs:
         shardings += [self._placement.replicated] * (len(everything) - len(shardings))
         return tuple(self._placement.put(everything, shardings))
 
-    def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
+    def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Array], Scales]:
         names, tree = list(self._weights), jax.tree.structure(self._scales)
+        return dict(zip(names, flat, strict=False)), jax.tree.unflatten(tree, flat[len(names) :])
 
+    def _read_joints(self, observation: Observation) -> Observation:
+        return observation if self._joint_map is None else self._joint_map.read(observation)
+
+    def _normalize(self, observation: Observation, scales: Scales) -> Observation:
+        return normalize(observation, scales, self._sizes, self._dtype, self._relative)
+
+    def compile_stages(self, stages: Sequence[Callable[..., Any]], inputs: Inputs) -> list[jax.stages.Compiled]:
+        """Executables of parts of the program: ``(flat weights and scales, observation, what the one before gave)``.
+
+        Args:
+            stages: serving weights, a normalised observation and what the stage before gave (None for the first) to
+                what the next one is given.
+        """
+        compiled: list[jax.stages.Compiled] = []
+        observation, given = inputs.shapes(self._placement.replicated), None
+        for stage in stages:
+
+            def run(flat: tuple[Array, ...], raw: Observation, given: Any, stage: Callable[..., Any] = stage) -> Any:
+                weights, scales = self._unflatten(flat)
+                return stage(weights, self._normalize(self._read_joints(raw), scales), given)
+
+            compiled.append(self._lower_and_compile(run, observation, given))
+            given = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._placement.replicated),
+                compiled[-1].out_info,
+            )
+        return compiled
+
+    def _compile(self, inputs: Inputs) -> jax.stages.Compiled:
         def run(flat: tuple[Array, ...], observation: Observation) -> Array:
-            weights = dict(zip(names, flat, strict=False))
-            scales = jax.tree.unflatten(tree, flat[len(names) :])
-            normalized = normalize(observation, scales, self._sizes, self._dtype, self._relative)
+            weights, scales = self._unflatten(flat)
+            observation = self._read_joints(observation)
+            normalized = self._normalize(observation, scales)
             chunk = scales.action.unnormalize(self._act(weights, normalized).astype(jnp.float32))
-            return chunk if self._relative is None else chunk + get_origin(observation.state, self._relative)
+            if self._relative is not None:
+                chunk = chunk + get_origin(observation.state, self._relative)
+            return chunk if self._joint_map is None else self._joint_map.write_actions(chunk)
 
         return self._lower_and_compile(run, inputs.shapes(self._placement.replicated))
 

@@ -1,7 +1,7 @@
 """Features, observations and requirements of policies."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxmodels.errors import ConfigError
@@ -94,6 +94,9 @@ class Requirements:
         language: whether an observation must say what to do, in words (`TASK`).
         observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
             two on, every feature has a time axis behind the batch's, oldest first.
+        controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
+            velocities or displacements, which only a client without rooms takes that knows them.
+        metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
     """
@@ -111,7 +114,43 @@ class Requirements:
     takes_prefix: bool = False
     language: bool = False
     observation_steps: int = 1
+    controls_joints: bool = True
+    metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one run of a part of `Policy.act`, and how often it runs for one chunk."""
+
+    name: str
+    seconds: float
+    count: int
+
+
+def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Requirements:
+    """Requirements of a policy whose cameras have a robot's names.
+
+    Args:
+        rename: names of cameras of the policy, and what the robot calls them; the others are called the same.
+
+    Raises:
+        ConfigError: a camera is none of the policy's, or two would have one name.
+    """
+    names, cameras = {camera: rename.get(camera, camera) for camera in requirements.cameras}, requirements.cameras
+    for camera, name in rename.items():
+        if camera not in cameras:
+            turned = f"; the policy's name comes first, as {name}={camera}" if name in cameras else ""
+            raise ConfigError(
+                f"rename {camera}={name} names no camera of the policy, which has "
+                f"{', '.join(sorted(cameras)) or 'none'}{turned}"
+            )
+        if others := [other for other in names if names[other] == name and other != camera]:
+            raise ConfigError(
+                f"rename {camera}={name} gives two cameras of the policy one name, {camera} and {others[0]}; a robot's "
+                "camera can be one of them"
+            )
+    return replace(requirements, cameras={names[camera]: size for camera, size in cameras.items()})
 
 
 ACTION = "action"

@@ -13,6 +13,10 @@ from jaxmodels.errors import WeightsMismatch
 Module = TypeVar("Module", bound=nnx.Module)
 
 
+class RunningStatistic(nnx.Variable):
+    """A statistic of what was seen in training: each pass of a module in training mode changes it; float32."""
+
+
 def _name(path: tuple[Any, ...]) -> str:
     # NNX ends the path to every variable in ".value"; this is the one place that knows.
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
@@ -32,12 +36,14 @@ class Blueprint(Generic[Module]):
     Attributes:
         shapes: name to shape and dtype of every weight.
         learned: names of those that an optimizer may change, in the same order; the others are buffers.
+        running: names of the buffers that are statistics of what was seen in training.
     """
 
     graph: nnx.GraphDef[Module]
     tree: Any
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     learned: tuple[str, ...]
+    running: tuple[str, ...] = ()
 
     def assemble(self, weights: Mapping[str, Any]) -> Module:
         """The module over these arrays (or tracers), whose names must be exactly those of `shapes`."""
@@ -70,8 +76,12 @@ def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
     graph, state = nnx.split(nnx.eval_shape(lambda: build(_SameKeys())))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     shapes = {_name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
-    learned, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, nnx.Param))
-    return Blueprint(graph, tree, shapes, tuple(_name(path) for path, _ in learned))
+
+    def names(kind: type[nnx.Variable]) -> tuple[str, ...]:
+        chosen, _ = jax.tree_util.tree_flatten_with_path(nnx.filter_state(state, kind))
+        return tuple(_name(path) for path, _ in chosen)
+
+    return Blueprint(graph, tree, shapes, names(nnx.Param), names(RunningStatistic))
 
 
 def check_fit(

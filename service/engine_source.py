@@ -10,7 +10,7 @@ from typing import Protocol
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
 from service.api.context import App
-from service.distributed.host_coordinator import HostCoordinator, host_options
+from service.distributed.host_coordinator import HostCoordinator, read_host_options
 from service.errors import NoDevice
 from service.inference.config import PolicySettings
 from service.inference.engine import Engine, LoadPolicy
@@ -105,7 +105,7 @@ def _report_lost_hosts(hosts: HostCoordinator, engine: Engine) -> Iterator[None]
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(engine.retire_device, device, why)
 
-    hosts.told = retire_device
+    hosts.on_lost = retire_device
     yield
 
 
@@ -120,7 +120,7 @@ class ClusterEngine:
         """Prepare for the cluster of the settings; nothing is connected yet."""
         settings = app.ctx.settings
         try:
-            from service.distributed.bootstrap import ClusterBootstrap
+            from service.distributed.cluster import ClusterBootstrap
         except ModuleNotFoundError as error:
             raise SettingsError(
                 f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); "
@@ -177,7 +177,7 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
     """
     settings = app.ctx.settings
     policies = settings.policies
-    options = host_options(settings.hosts, policies)
+    options = read_host_options(settings.hosts, policies)
     if settings.cluster.engine != "here":
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:

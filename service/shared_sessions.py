@@ -63,8 +63,8 @@ class SharedDatabase:
     @asynccontextmanager
     async def _open(self, sessions: Sessions) -> AsyncIterator[None]:
         from service.distributed import session_table
-        from service.distributed.peers import FINDING, PeerSessions
-        from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres
+        from service.distributed.peers import START_TIMEOUT, PeerSessions
+        from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres
 
         context = self._app.ctx
         url = context.settings.cluster.database or ""
@@ -75,8 +75,8 @@ class SharedDatabase:
                 await front.open()
             except DatabaseUnusable as error:
                 raise NoDatabase(f"database: {error}") from None
-            except DatabaseAway as error:
-                raise NoDatabase(f"database: it has not answered for {FINDING:g} s ({error})") from None
+            except DatabaseUnavailable as error:
+                raise NoDatabase(f"database: it has not answered for {START_TIMEOUT:g} s ({error})") from None
             context.peer_sessions = self._redirects.front = front
             context.other_servers = self._redirects
             yield

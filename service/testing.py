@@ -217,6 +217,9 @@ SO100_REQUIREMENTS = Requirements(
 )
 
 
+MAX_WORDS = 100  # of an instruction, that a scripted policy reads
+
+
 @dataclass
 class ScriptedPolicy:
     """Moves every joint away from where it is, by ``step`` per action.
@@ -285,7 +288,7 @@ class ScriptedPolicy:
                 raise ObservationError(f"wanted {need.observation_steps} observations on the second axis: {shapes}")
             state = state[:, -1]
         steps = np.arange(1, need.chunk + 1, dtype=np.float32)[None, :, None] * np.float32(self.step)
-        chunk = (state[:, None, :] + steps).astype(np.float32)
+        chunk = (state[:, None, : need.action] + steps).astype(np.float32)
         if PREFIX_ACTIONS in observation:
             # What will have been done when this answer comes is done: the chunk begins with it.
             over = (
@@ -296,10 +299,11 @@ class ScriptedPolicy:
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> None:
-        """Refuse the text that it cannot read."""
+    def prepare_task(self, text: str) -> int:
+        """Refuse the text that it cannot read; of others it reads the first ``MAX_WORDS`` words."""
         if text == self.unreadable:
             raise ObservationError(f"the instruction {text!r} is no instruction")
+        return max(len(text.split()) - MAX_WORDS, 0)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Take as long as told, then know these sizes."""
@@ -321,7 +325,7 @@ class ScriptedPolicy:
         """One that does the same, and fails when it is told to itself."""
         return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[])
 
-    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""
         return self.latency
 

@@ -193,6 +193,19 @@ def ranks(package: str) -> dict[str, int]:
     return {f"{package}.{name}": rank for rank, names in levels for name in names.split()}
 
 
+async def test_the_way_from_a_frame_to_its_command_grows_no_longer_and_calls_nobody_back() -> None:
+    for _ in range(5):
+        trace = await house.trace_of_a_frame()
+        functions = {(call.file, call.function) for call in trace.calls}
+        if len(functions) <= 72:  # more where the machine stood still meanwhile, and the robot was held for it
+            break
+    assert {"Controller.tick", "Engine.infer", "InferenceWorker._run", "Guard.judge"} <= {name for _, name in functions}
+    assert [call for call in trace.calls if call.is_callback] == []
+    assert len({file for file, _ in functions}) <= 15
+    # 67, and on a slow machine those by which the device's timer looks at the batch.
+    assert len(functions) <= 72, sorted(functions)
+
+
 def test_within_a_package_nothing_knows_what_stands_above_it() -> None:
     files = house.modules()
     rank = {name: level for package in LAYERS for name, level in ranks(package).items()}
@@ -267,11 +280,15 @@ FIXED_NAMES = {
     "robojax": {"drive_mode", "found"},
     "service/api": set(),
     "service/auth": set(),
+    "service/dashboard": set(),
+    "service/distributed": {"engine_patience"},
     "service/http": set(),
     "service/inference": set(),
+    "service/recording": {"tell"},
     "service/rollout": {"update_patience"},
     "service/sessions": set(),
     "service/streaming": {"compile_patience", "act_patience"},
+    "service/transport": set(),
 }
 
 
@@ -316,3 +333,5 @@ def test_both_packages_that_fetch_policies_take_the_same_files() -> None:
 
     # Neither may import the other; a file that only one of them knows would be missing after an update.
     assert policy_files.POLICY_FILES == hub.POLICY_FILES
+    names = ("config.json", "model-00001-of-00002.safetensors", "vlm/config.json", "a/b/c/tokenizer.json")
+    assert all(one.is_policy_file(name) for one in (policy_files, hub) for name in names)

@@ -149,16 +149,16 @@ FAULTS = (
     ),
     Fault(
         "a hold has no end",
-        "service/control/hold.py",
-        "        self.repeats_left -= 1\n        return True",
-        "        return True",
+        "service/control/controller.py",
+        "        held.repeats_left -= 1\n        self._history.clear()",
+        "        self._history.clear()",
         _tests("unit/control/test_control.py"),
     ),
     Fault(
         "a robot that is held is not told where",
-        "service/control/hold.py",
-        "self.repeats_left, self._ramp = self._repeats, ramp",
-        "self.repeats_left, self._ramp = 0, ramp",
+        "service/control/controller.py",
+        "self.repeats_left, self.ramp = self._repeats, ramp",
+        "self.repeats_left, self.ramp = 0, ramp",
         _tests("unit/control/test_control.py"),
     ),
     Fault(

@@ -5,19 +5,24 @@
 
 Everything but the trace is read from the syntax trees of the packages. The trace runs one session in memory with a
 scripted policy, and counts what of `service` is called from the delivery of the first frame to the first command that
-follows from it: files, functions, and how often control comes back to a file that it had left.
+follows from it: files, functions, how often control comes back to a file that it had left, and whether an object calls
+one that called it. What ran already on the device's thread when the frame came counts too.
 """
 
 import argparse
 import ast
 import asyncio
+import math
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import FrameType
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jaxmodels", "hooks", "service", "robojax")
@@ -137,33 +142,75 @@ def page() -> str:
     return "\n".join(out)
 
 
+class Call(NamedTuple):
+    """A call of a function of the traced package.
+
+    Attributes:
+        file, function: where it stands, and its qualified name.
+        thread: name of the thread that ran it.
+        is_callback: whether an object called one that had called it.
+    """
+
+    file: str
+    function: str
+    thread: str
+    is_callback: bool
+
+
 class Trace:
-    """What of a package is called while `is_on`, in all threads that begin after it was installed."""
+    """What of a package runs while `is_on`, in all threads that begin after it was installed."""
 
     def __init__(self, package: Path, but: Iterable[Path]):
         self.is_on = False
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Call] = []
         self._package, self._but = f"{package}/", {str(path) for path in but}
         threading.setprofile(self._hook)
         sys.setprofile(self._hook)
 
-    def _hook(self, frame, event: str, argument: object) -> None:  # type: ignore[no-untyped-def]
-        if self.is_on and event == "call":
-            file = frame.f_code.co_filename
-            if file.startswith(self._package) and file not in self._but:
-                self.calls.append((file.removeprefix(self._package), frame.f_code.co_qualname))
+    def begin(self) -> None:
+        """Count from now on; functions that run already in other threads are the first calls."""
+        for thread in threading.enumerate():
+            frame = sys._current_frames().get(thread.ident or 0)
+            while frame is not None and thread is not threading.current_thread():
+                self._add(frame, thread.name)
+                frame = frame.f_back
+        self.is_on = True
 
     def end(self) -> None:
-        """No call is counted any more."""
+        """Count no call any more."""
         self.is_on = False
         threading.setprofile(None)
         sys.setprofile(None)
+
+    def _hook(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.is_on and event == "call":
+            self._add(frame, threading.current_thread().name)
+
+    def _add(self, frame: FrameType, thread: str) -> None:
+        if self._is_counted(frame):
+            file = frame.f_code.co_filename.removeprefix(self._package)
+            self.calls.append(Call(file, frame.f_code.co_qualname, thread, self._is_callback(frame)))
+
+    def _is_counted(self, frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return file.startswith(self._package) and file not in self._but
+
+    def _is_callback(self, frame: FrameType) -> bool:
+        called, is_left, caller = frame.f_locals.get("self"), False, frame.f_back
+        while called is not None and caller is not None:
+            if self._is_counted(caller):
+                other = caller.f_locals.get("self")
+                if other is called and is_left:
+                    return True
+                is_left |= other is not None and other is not called
+            caller = caller.f_back
+        return False
 
     def returns(self) -> int:
         """How often control came to a file that it had left before."""
         seen: set[str] = set()
         count, here = 0, ""
-        for file, _ in self.calls:
+        for file, *_ in self.calls:
             if file != here:
                 count += file in seen
                 seen.add(file)
@@ -171,8 +218,8 @@ class Trace:
         return count
 
 
-async def trace_of_a_frame() -> str:
-    """One session in memory, and what is called between its first frame and its first command."""
+async def trace_of_a_frame() -> Trace:
+    """One session in memory, and what runs between its first frame and its first command."""
     import numpy as np
 
     import service
@@ -193,20 +240,37 @@ async def trace_of_a_frame() -> str:
     await sessions.start("traced")
     await asyncio.sleep(0.2)
     link = transport.link
-    trace.is_on = True
-    for camera in link.rooms.cameras:
-        link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
-    link.deliver_joints({name: 0.0 for name in ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")})
-    while not link.sent:  # noqa: ASYNC110  a link is no event
+    joints = ("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw")
+    trace.begin()
+    delivered_at = -math.inf
+    while not link.sent:  # a link is no event
+        if time.monotonic() - delivered_at > 0.2:  # again where a machine is so slow that the frame gets old
+            for camera in link.rooms.cameras:
+                link.deliver_frame(camera, np.zeros((48, 64, 3), np.uint8))
+            link.deliver_joints(dict.fromkeys(joints, 0.0))
+            delivered_at = time.monotonic()
         await asyncio.sleep(0)
     trace.end()
     await sessions.close()
-    files = Counter(file for file, _ in dict.fromkeys(trace.calls))
+    return trace
+
+
+def trace_page(trace: Trace) -> str:
+    """What a trace counted, as text."""
+    functions = dict.fromkeys((call.file, call.function) for call in trace.calls)
+    on_loop = {(call.file, call.function) for call in trace.calls if call.thread == threading.main_thread().name}
+    files = Counter(file for file, _ in functions)
     head = (
-        f"\nfrom a frame to its command: {len(files)} files and {sum(files.values())} functions of service, "
-        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that had been left"
+        f"\nfrom a frame to its command: {len(files)} files and {len(functions)} functions of service, "
+        f"{len(trace.calls)} calls, {trace.returns()} returns to a file that had been left; "
+        f"of them on the event loop {len({file for file, _ in on_loop})} files and {len(on_loop)} functions; "
+        f"calls back into a caller: {sum(call.is_callback for call in trace.calls)}"
     )
-    return "\n".join([head, *(f"  {count:3} {file}" for file, count in files.most_common())])
+    lines = [
+        f"  {count:3} {file}: {', '.join(name for each, name in functions if each == file)}"
+        for file, count in files.most_common()
+    ]
+    return "\n".join([head, *lines])
 
 
 def main() -> None:
@@ -217,7 +281,7 @@ def main() -> None:
     print(page())
     if not asked.no_trace:
         sys.path.insert(0, str(ROOT))
-        print(asyncio.run(trace_of_a_frame()))
+        print(trace_page(asyncio.run(trace_of_a_frame())))
 
 
 if __name__ == "__main__":

@@ -405,7 +405,7 @@ class WebhooksClient:
         if status == 404 and path:
             _, webhook_id, *rest = path.split("/")
             what = f"webhook {webhook_id!r}" + (f" with a delivery {rest[1]!r}" if rest[:1] == ["replay"] else "")
-            text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() tells which there are"
+            text = f"there is no {what} at {self.endpoint}: {message[:200]}; list_webhooks() lists those that there are"
             raise WebhookNotFound(text, response=response, server_message=message)
         wait = read_retry_after(response.headers, now=time.time())
         advice = {

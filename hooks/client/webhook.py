@@ -72,7 +72,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
         return "disabled" if self.disabled else "enabled"
 
     def __repr__(self) -> str:
-        shown = {
+        fields = {
             "id": self.id,
             "url": None if self.url is None else mask_url(self.url),
             "job": None if self.job is None else mask_job(self.job),
@@ -81,7 +81,7 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
             "secret": MASK if self.has_secret else None,
             "disabled": self.disabled,
         }
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def read_webhook(answer: object) -> WebhookInfo:
@@ -119,17 +119,17 @@ def mask_url(url: str) -> str:
         parts = parts._replace(netloc=f"{parts.username}:{MASK}@{parts.netloc.rpartition('@')[2]}")
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     if any(name.lower() in SECRET_PARAMETERS for name, _ in pairs):
-        shown = [(name, MASK if name.lower() in SECRET_PARAMETERS else value) for name, value in pairs]
-        parts = parts._replace(query=urlencode(shown, safe="*/:"))
+        masked = [(name, MASK if name.lower() in SECRET_PARAMETERS else value) for name, value in pairs]
+        parts = parts._replace(query=urlencode(masked, safe="*/:"))
     return parts.geturl()
 
 
 def mask_job(job: JobSpec) -> JobSpec:
     """Return a copy of a job's JSON with the values of its secrets masked."""
-    shown = copy.copy(job)
+    masked = copy.copy(job)
     if isinstance(job.secrets, Mapping):
-        shown.secrets = dict.fromkeys(job.secrets, MASK)
-    return shown
+        masked.secrets = dict.fromkeys(job.secrets, MASK)
+    return masked
 
 
 def _mask(value: Any, name: str = "") -> Any:
@@ -190,8 +190,8 @@ def make_body(
             raise InvalidWebhook(f"job secret {name!r}: wanted a name and a text each")
     if secret is not None:
         _check_secret(secret, shortest_secret)
-    given = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
-    body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    fields = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
+    body: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if watched is not None:
         body["watched"] = [asdict(item) for item in read_watched(watched, stacklevel=stacklevel + 1)]
         if not body["watched"] and not allow_empty:
@@ -210,14 +210,14 @@ def _check_url(url: str, allow_http: Collection[str]) -> None:
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise InvalidWebhook(f"url cannot be read: {error}; wanted https://host/path") from None
-    shown = mask_url(url)
+    masked = mask_url(url)
     if parts.scheme not in ("http", "https") or not host:
-        raise InvalidWebhook(f"url {shown!r} is no web address; wanted https://host/path")
+        raise InvalidWebhook(f"url {masked!r} is no web address; wanted https://host/path")
     if any(character.isspace() or not character.isprintable() for character in url):
-        raise InvalidWebhook(f"url {shown!r} has blanks or control characters; wanted them as %20 and the like")
+        raise InvalidWebhook(f"url {masked!r} has blanks or control characters; wanted them as %20 and the like")
     if parts.scheme == "http" and not _may_be_http(host, allow_http):
         raise InvalidWebhook(
-            f"url {shown!r} is http, over which the secret travels in the open; wanted https, "
+            f"url {masked!r} is http, over which the secret travels in the open; wanted https, "
             f"or allow this host: allow_http=[{host!r}] (--allow-http {host})"
         )
 
@@ -287,8 +287,8 @@ def read_domains(domains: str | Iterable[str]) -> list[str]:
     Raises:
         InvalidWebhook: one is not known, or there is none.
     """
-    given = [domains] if isinstance(domains, str) else domains
-    named = list(dict.fromkeys("discussion" if domain == "discussions" else domain for domain in given))
+    domain_list = [domains] if isinstance(domains, str) else domains
+    named = list(dict.fromkeys("discussion" if domain == "discussions" else domain for domain in domain_list))
     for domain in named:
         if domain not in DOMAINS:
             raise InvalidWebhook(
@@ -299,8 +299,8 @@ def read_domains(domains: str | Iterable[str]) -> list[str]:
     return named
 
 
-def _closest(given: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(given, known, 1)
+def _closest(value: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value, known, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -311,7 +311,7 @@ def check_webhook_id(webhook_id: str) -> str:
         InvalidWebhook: it is empty or has other characters.
     """
     if not isinstance(webhook_id, str) or not re.fullmatch(r"(?!\.+$)[A-Za-z0-9._-]+", webhook_id):
-        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() tells them")
+        raise InvalidWebhook(f"webhook id {webhook_id!r}: wanted letters and digits, as list_webhooks() lists them")
     return webhook_id
 
 
@@ -352,20 +352,20 @@ def find_secret(
         return secrets_by_source
     if file is None:
         return given
-    shown = f"secret file {os.fspath(file)!r}"
+    label = f"secret file {os.fspath(file)!r}"
     try:
         if generate:
             _make_secret_file(file)
         secrets_by_source = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
-            f"{shown} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
+            f"{label} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
             "(--generate-secret), or write the secret into it"
         ) from None
     except UnicodeDecodeError:
-        raise InvalidWebhook(f"{shown} is not ASCII text; wanted the secret alone in it") from None
+        raise InvalidWebhook(f"{label} is not ASCII text; wanted the secret alone in it") from None
     if not secrets_by_source:
-        raise InvalidWebhook(f"{shown} is empty; wanted the secret alone in it")
+        raise InvalidWebhook(f"{label} is empty; wanted the secret alone in it")
     return secrets_by_source
 
 

@@ -203,8 +203,8 @@ class Handler:
     def bind(self, payload: Any, request: Any, event: Event) -> Callable[[], Any]:
         """Bind the values that the handler takes to its parameters."""
         values = {PAYLOAD: payload, REQUEST: request, EVENT: event}
-        positional = [values[kind] for _, kind, is_place in self.arguments if is_place]
-        named = {name: values[kind] for name, kind, is_place in self.arguments if not is_place}
+        positional = [values[kind] for _, kind, is_positional in self.arguments if is_positional]
+        named = {name: values[kind] for name, kind, is_positional in self.arguments if not is_positional}
         return functools.partial(self.function, *positional, **named)
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from hooks.payload import WebhookPayload, WebhookPayloadUpdatedFile
 
 REQUIRED_PARTS = ("event", "repo", "webhook")
-SHOWN = 5
+MAX_NAMED = 5
 LONGEST = 512  # letters of a fact; listings have those of many events, and a body could be one name of 5 MB
 AT_ONCE = 500
 QUICK, QUICK_VALUES = 1 << 16, 4096
@@ -154,7 +154,9 @@ def _build_hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseMode
         except ValidationError as error:
             # A subclass may need more than the three parts.
             unusable = [one["loc"] for one in error.errors(include_input=False)]
-    raise InvalidPayload("the payload is not usable", _join_first(".".join(map(str, place)) for place in unusable))
+    raise InvalidPayload(
+        "the payload is not usable", _join_first(".".join(map(str, location)) for location in unusable)
+    )
 
 
 def _is_hub_model(model: type[BaseModel]) -> bool:
@@ -175,9 +177,9 @@ def _parse_slowly(body: bytes) -> Any:
     """Parse JSON as pydantic does, in Python: five times slower, but other threads get their turns."""
 
     def text(raw: str, start: int, strict: bool = True) -> tuple[str, int]:
-        found, end = scanstring(raw, start, strict)
-        found.encode()  # half a surrogate, which no database takes
-        return found, end
+        value, end = scanstring(raw, start, strict)
+        value.encode()  # half a surrogate, which no database takes
+        return value, end
 
     def refuse(literal: str) -> NoReturn:
         raise ValueError(literal)
@@ -193,7 +195,7 @@ def _parse_slowly(body: bytes) -> Any:
 
 
 def _join_first(names: Any) -> tuple[str, ...]:
-    return tuple(sorted(set(names)))[:SHOWN]
+    return tuple(sorted(set(names)))[:MAX_NAMED]
 
 
 def _get_object(data: object, name: str) -> object:
@@ -201,5 +203,5 @@ def _get_object(data: object, name: str) -> object:
 
 
 def _get_text(data: object, name: str) -> str | None:
-    found = _get_object(data, name)
-    return found[:LONGEST] if isinstance(found, str) else None
+    value = _get_object(data, name)
+    return value[:LONGEST] if isinstance(value, str) else None

@@ -445,7 +445,7 @@ class Intake:
 
     def _answer_at_once(self, acceptance: Acceptance, event: Event) -> Answer | None:
         if acceptance is Acceptance.FULL:
-            log.warning("a delivery to %s is told 503: %d events wait", event.path, self.settings.max_waiting)
+            log.warning("a delivery to %s is answered 503: %d events wait", event.path, self.settings.max_waiting)
             return answers.build_busy_answer("Too many events wait.", self.settings.retry_after)
         if acceptance is Acceptance.DUPLICATE:
             return answers.build_duplicate_answer(event)

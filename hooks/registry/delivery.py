@@ -132,11 +132,11 @@ def make_excerpt(
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
     # NUL would end the text where it is read by C.
-    shown = text.replace("\0", "\ufffd").encode()
+    excerpt = text.replace("\0", "\ufffd").encode()
     if len(data) >= max_bytes + longest_secret:
         # A secret may have been cut in two where reading ended.
-        shown = shown[longest_secret:] if is_end else shown[: max(len(shown) - longest_secret, 0)]
-    return (shown[-max_bytes:] if is_end else shown[:max_bytes]).decode("utf-8", "ignore")
+        excerpt = excerpt[longest_secret:] if is_end else excerpt[: max(len(excerpt) - longest_secret, 0)]
+    return (excerpt[-max_bytes:] if is_end else excerpt[:max_bytes]).decode("utf-8", "ignore")
 
 
 MINUTE, HOUR = 60.0, 3600.0

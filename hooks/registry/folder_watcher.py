@@ -15,7 +15,7 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from hooks.policy_files import REQUIRED, hash_content, is_policy_file
+from hooks.policy_files import find_missing, hash_content, is_policy_file
 
 # (path within the folder, size, time of the last change, inode): an exchanged file of the same size and time differs.
 FolderState = frozenset[tuple[str, int, int, int]]
@@ -29,7 +29,7 @@ class WatchStopped(Exception):
 
 
 class SettleTimer:
-    """Timer that tells when a folder has been unchanged for long enough.
+    """Timer for how long a folder has been unchanged.
 
     Attributes:
         quiet: seconds.
@@ -90,7 +90,7 @@ def _list_watched_files(folder: Path) -> list[tuple[str, Path]]:
     """List the policy's files; all files while the folder is not a whole policy."""
     files = list(_list_all_files(folder))
     names = {name for name, _ in files}
-    if not all(name in names for name in REQUIRED):
+    if find_missing(names):
         return files
     return [(name, path) for name, path in files if is_policy_file(name)]
 

@@ -371,7 +371,7 @@ class Registry:
                 continue
             if result is not None:
                 old, count, dropped = result
-                logger.info("folder %s: %s -> %s, told to %d webhooks", name, old[:8], sha[:8], count)
+                logger.info("folder %s: %s -> %s, sent to %d webhooks", name, old[:8], sha[:8], count)
                 sender.on_queued(count, dropped)
             return
 

@@ -25,7 +25,7 @@ STOP_TIMEOUT = 0.5
 
 
 class Subscribers(Protocol):
-    """Registered webhooks as the sender sees them; both methods run inside the queue's transactions."""
+    """Interface of the registered webhooks for the sender; both methods run inside the queue's transactions."""
 
     def destination(self, connection: sqlite3.Connection, webhook_id: str) -> Destination | None:
         """Return where a webhook's events go now; None when it was deleted."""

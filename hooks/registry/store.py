@@ -56,7 +56,7 @@ class Webhook:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to the Hub's JSON; the secrets are never in it."""
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": self.id,
             "watched": [{"type": item.type, "name": item.name} for item in self.watched],
             "domains": list(self.domains),
@@ -66,9 +66,9 @@ class Webhook:
             "updatedAt": format_time(self.updated_at),
         }
         if self.url is not None:
-            return given | {"url": self.url}
+            return fields | {"url": self.url}
         # huggingface_hub makes a JobSpec of ``job``; what the job runs is the operator's business and stays here.
-        return given | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
+        return fields | {"jobSourceId": self.job, "job": {"labels": {"id": self.job}}, "secretNames": [*self.secrets]}
 
     def matches(self, scope: str, repo_type: str, repo_name: str) -> bool:
         """Whether the webhook gets a Hub event of this scope and repo."""

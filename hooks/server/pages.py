@@ -231,13 +231,13 @@ def build_blueprint(
     """
     pages = Blueprint(f"pages-{secrets.token_hex(4)}")
     named = {"Endpoints": paths.docs, "OpenAPI": paths.document, **(links or {})}
-    shown_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
+    page_links = {name: path for name, path in named.items() if path} | {"Webhooks on the Hub": landing.SETTINGS_PAGE}
 
     async def show_landing(request: Request) -> HTTPResponse:
         text = await render_landing_page(
             receiver,
             base() or _get_base_url(request),
-            links=shown_links,
+            links=page_links,
             with_events=is_local_request(request),
             when_open=when_open,
         )

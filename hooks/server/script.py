@@ -29,10 +29,10 @@ def load_server(target: str) -> WebhooksServer:
         ServerNotFound: there is none, or more than one; or the module cannot be found.
         Exception: whatever the module raises.
     """
-    place, _, name = target.partition(":")
+    module_name, _, name = target.partition(":")
     token = is_script_being_loaded.set(True)
     try:
-        module = _import_target(place)
+        module = _import_target(module_name)
     finally:
         is_script_being_loaded.reset(token)
     get_default_server().cancel_start_at_exit()
@@ -40,18 +40,18 @@ def load_server(target: str) -> WebhooksServer:
         servers_by_name = getattr(module, name, None)
         if not isinstance(servers_by_name, WebhooksServer):
             raise ServerNotFound(
-                f"{place}: {name!r} is {type(servers_by_name).__name__}; wanted the name of a WebhooksServer"
+                f"{module_name}: {name!r} is {type(servers_by_name).__name__}; wanted the name of a WebhooksServer"
             )
         return servers_by_name
     servers = {id(value): (key, value) for key, value in vars(module).items() if isinstance(value, WebhooksServer)}
     if len(servers) > 1:
         names = ", ".join(key for key, _ in servers.values())
-        raise ServerNotFound(f"{place} has several servers ({names}); say which one: {place}:NAME")
+        raise ServerNotFound(f"{module_name} has several servers ({names}); say which one: {module_name}:NAME")
     if servers:
         return next(iter(servers.values()))[1]
     if get_default_server().registered_webhooks:
         return get_default_server()
-    raise ServerNotFound(f"{place} has no WebhooksServer and no function with @webhook_endpoint")
+    raise ServerNotFound(f"{module_name} has no WebhooksServer and no function with @webhook_endpoint")
 
 
 def _import_target(target: str) -> ModuleType:

@@ -385,9 +385,9 @@ class WebhooksServer:
         app = build_app(self._settings.max_body)
         app.blueprint(self._receiver.blueprint())
         app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self._settings.secrets))
-        places = pages.PagePaths("/" if self._ui is None else "", "/docs", "/openapi.json")
+        paths = pages.PagePaths("/" if self._ui is None else "", "/docs", "/openapi.json")
         links = {"Health": "/healthz"}
-        app.blueprint(pages.build_blueprint(self._receiver, places, base=lambda: self._public, links=links))
+        app.blueprint(pages.build_blueprint(self._receiver, paths, base=lambda: self._public, links=links))
         if self._ui is not None:
             app.blueprint(pages.build_ui_blueprint(self._ui))
 

@@ -392,13 +392,13 @@ class WebhooksApp(Sanic[Any, Any]):
             await super().__call__(_add_raw_path(scope), receive, send)
             return
 
-        async def receive_there() -> Message:
+        async def receive_on_loop() -> Message:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(receive), here))
 
-        async def send_there(message: Message) -> None:
+        async def send_on_loop(message: Message) -> None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_run_on_loop(send, message), here))
 
-        answered = super().__call__(_add_raw_path(scope), receive_there, send_there)
+        answered = super().__call__(_add_raw_path(scope), receive_on_loop, send_on_loop)
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered, serving))
 
 
@@ -407,7 +407,7 @@ async def _run_on_loop(call: Callable[..., Awaitable[Any]], *arguments: Message)
 
 
 def _add_raw_path(scope: Message) -> Message:
-    """The optional ``raw_path`` of ASGI, which Sanic wants."""
+    """Add the optional ``raw_path`` of ASGI, which Sanic needs."""
     if scope.get("raw_path") is None and "path" in scope:
         return {**scope, "raw_path": scope["path"].encode()}
     return scope

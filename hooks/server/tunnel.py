@@ -119,7 +119,9 @@ async def open_tunnel(
             await asyncio.wait({address, reading}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not address.done():
                 how = (
-                    f"ended with {await process.wait()}" if reading.done() else f"told no address within {timeout:g} s"
+                    f"ended with {await process.wait()}"
+                    if reading.done()
+                    else f"printed no address within {timeout:g} s"
                 )
                 last = "".join(f"\n    {line}" for line in output) or " nothing"
                 raise TunnelFailed(f"{name} {how}; it said:{last}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-PATIENCE = 5.0  # seconds between asking and killing
+END_TIMEOUT = 5.0  # seconds between asking and killing
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
             pass
         program.terminate()
         try:
-            program.wait(PATIENCE)
+            program.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
             program.kill()
 

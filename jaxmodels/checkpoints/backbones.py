@@ -122,21 +122,19 @@ def read_backbone(
 
 
 def replace_backbone(backbone: Backbone, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy's weights with those of its backbone replaced by a trained one's.
+    """A policy's weights with those of its backbone, or of each camera's own, replaced by a trained one's.
 
     Args:
-        weights: of the whole policy, by our names; its backbone is an attribute ``backbone``, at any depth.
+        weights: of the whole policy, by our names; its backbones are attributes ``backbone``, at any depth.
 
     Raises:
-        WeightsMismatch: the policy's backbone is another.
+        WeightsMismatch: the policy's backbone is another, or it has none.
     """
     stems = [name.removesuffix("stem.kernel") for name in weights if f".{name}".endswith(".backbone.stem.kernel")]
-    if len(stems) != 1:
-        raise WeightsMismatch(
-            f"the policy has {len(stems)} ResNets called backbone; wanted one {backbone.architecture}"
-        )
-    renamed = {stems[0] + name: array for name, array in backbone.weights.items()}
-    expected = {name: np.shape(array) for name, array in weights.items() if name.startswith(stems[0])}
+    if not stems:
+        raise WeightsMismatch(f"the policy has 0 ResNets called backbone; wanted a {backbone.architecture}")
+    renamed = {stem + name: array for stem in stems for name, array in backbone.weights.items()}
+    expected = {name: np.shape(array) for name, array in weights.items() if name.startswith(tuple(stems))}
     check_fit({name: array.shape for name, array in renamed.items()}, expected, where=backbone.architecture)
     return {**weights, **renamed}
 

@@ -24,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from jaxmodels.checkpoints.folder import JSON_BYTES as LIMIT
-from jaxmodels.checkpoints.folder import Source, open_source
+from jaxmodels.checkpoints.folder import SHARD, Folder, Source, list_names, open_source
 from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError
 
@@ -337,16 +337,67 @@ def write_shards(
     write_json(folder / list_index_names(variant)[0], {"metadata": {"total_size": size}, "weight_map": index}, indent=2)
 
 
-def _find_in_shards(folder: Path, index: str, is_selected: Callable[[str], bool]) -> dict[str, Stored]:
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+def has_policy_weights(folder: Folder) -> bool:
+    """Whether a policy's folder has weights, in one file or in shards, perhaps not all of them."""
+    is_there = any((folder / name).exists() for name in (WEIGHTS, WEIGHTS_INDEX))
+    return is_there or any(SHARD.fullmatch(name) for name in list_names(folder))
+
+
+def find_policy_weights(folder: Folder, is_selected: Callable[[str], bool] = lambda name: True) -> dict[str, Stored]:
+    """Position, dtype and shape of a policy's selected tensors, in one file or in shards; none is read.
+
+    Shards are named as transformers names them (``model-00001-of-00002.safetensors``), and each is in the index.
+
+    Raises:
+        CheckpointError: as of `find_floats`; weights in one file and in shards, or shards that the index does not name.
+    """
+    shards = {name for name in list_names(folder) if SHARD.fullmatch(name)}
+    if not (folder / WEIGHTS_INDEX).exists() and not shards:
+        return find_floats(folder / WEIGHTS, is_selected)
+    if (folder / WEIGHTS).exists():
+        other = WEIGHTS_INDEX if (folder / WEIGHTS_INDEX).exists() else min(shards)
+        raise CheckpointError(f"{folder.name}: weights in {WEIGHTS} and in shards ({other}); keep one of them")
+    if not (folder / WEIGHTS_INDEX).exists():
+        raise CheckpointError(f"{folder.name}: {', '.join(sorted(shards))} without {WEIGHTS_INDEX}, which is missing")
+    found = _find_in_shards(folder, WEIGHTS_INDEX, is_selected, SHARD)
+    if unnamed := sorted(shards - set(_read_weight_map(folder, WEIGHTS_INDEX, SHARD).values())):
+        raise CheckpointError(f"{WEIGHTS_INDEX}: names no tensor of {', '.join(unnamed)}; get all files from one place")
+    return found
+
+
+def _read_weight_map(folder: Folder, index: str, pattern: re.Pattern[str]) -> dict[str, str]:
     files = read_json(folder / index).get("weight_map")
-    # Names come from a file of a stranger: they must not lead out of the folder.
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{index}: has no weight_map; wanted an object of tensors and their files")
-    wrong = sorted({str(name) for name in files.values() if not isinstance(name, str) or not PLAIN.fullmatch(name)})
+    if len(files) > TENSOR_LIMIT:
+        raise CheckpointError(f"{index}: names {len(files)} tensors; wanted at most {TENSOR_LIMIT}")
+    # Names come from a file of a stranger: they must not lead out of the folder.
+    wrong = sorted(
+        {str(name)[:80] for name in files.values() if not isinstance(name, str) or not pattern.fullmatch(name)}
+    )
     if wrong:
-        raise CheckpointError(f"{index}: weight_map names {', '.join(wrong)}; wanted plain names of .safetensors files")
+        example = "model-00001-of-00002.safetensors" if pattern is SHARD else "model.safetensors"
+        raise CheckpointError(
+            f"{index}: weight_map names {', '.join(wrong[:20])}; wanted plain names of .safetensors files, "
+            f"e.g. {example}"
+        )
+    return files
+
+
+def _find_in_shards(
+    folder: Folder, index: str, is_selected: Callable[[str], bool], pattern: re.Pattern[str] = PLAIN
+) -> dict[str, Stored]:
+    files = _read_weight_map(folder, index, pattern)
+    if missing := sorted(name for name in set(files.values()) if not (folder / name).exists()):
+        raise CheckpointError(
+            f"{', '.join(missing[:20])}: cannot be read (not there); {index} names it, get all files from one place"
+        )
     tensors: dict[str, Stored] = {}
-    wrong = []
+    wrong: list[str] = []
     for file in sorted(set(files.values())):
         inside = find_floats(folder / file, is_selected)
         wrong += [f"{name} is in {file}, not in {files.get(name)}" for name in inside if files.get(name) != file]

@@ -7,6 +7,7 @@ where one that is cut off meanwhile ends the process (SIGBUS).
 """
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +31,13 @@ SPARSE_BYTES = 64 << 20
 SPARSE_PART = 16
 ENTRIES = 10_000  # names in a folder; a policy's has ten
 STATE_FILES = 64
+SHARDS = 64
 ALIGNMENT = 64  # bytes, of an array that JAX need not copy for a program on a CPU
 TREE_ENTRIES = 100_000  # of an Orbax checkpoint
 TREE_DEPTH = 32
 ORBAX = "orbax"
+PARAMS, TRAINING = "params", "train_state"  # trees of openpi's
+NORM_STATS = "norm_stats.json"  # of openpi's, in folders within the policy's
 # Files that are opened wherever they are, and how long each may be; those of statistics have names of their own.
 KNOWN: Mapping[str, int] = {
     "config.json": JSON_BYTES,
@@ -42,13 +46,16 @@ KNOWN: Mapping[str, int] = {
     "policy_postprocessor.json": JSON_BYTES,
     "tokenizer.json": TOKENIZER_BYTES,
     "model.safetensors": WEIGHT_BYTES,
+    "model.safetensors.index.json": JSON_BYTES,
     "architecture.json": JSON_BYTES,
+    "stats.json": JSON_BYTES,
 }
+SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 # Files of a model that a policy is built on, in folders within the policy's that have the model's name
 # (``google/paligemma-3b-pt-224/tokenizer.json``); so deep, and so many of them.
-OF_MODELS = ("config.json", "tokenizer.json")
+OF_MODELS = ("config.json", "tokenizer.json", NORM_STATS)
 MODEL_DEPTH = 3
-MODEL_FILES = 16
+MODEL_FILES = 64
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
     stat.S_IFDIR: "a folder",
@@ -308,15 +315,15 @@ class PolicyFolder:
             if isinstance(file, OpenFile):
                 file.check_unchanged()
 
-    def has_tree(self) -> bool:
-        """Whether the folder has arrays in Orbax's format."""
+    def has_tree(self, name: str = ORBAX) -> bool:
+        """Whether the folder has arrays in Orbax's format, in a folder of this name."""
         if self._descriptor is None:
             return False
         with suppress(OSError):
-            return stat.S_ISDIR(os.stat(ORBAX, dir_fd=self._descriptor).st_mode)
+            return stat.S_ISDIR(os.stat(name, dir_fd=self._descriptor).st_mode)
         return False
 
-    def tree(self) -> Path:
+    def tree(self, name: str = ORBAX) -> Path:
         """Path of the Orbax arrays; `check_tree` says whether they can be read there.
 
         Raises:
@@ -324,14 +331,14 @@ class PolicyFolder:
         """
         assert self._descriptor is not None
         try:
-            tree = os.open(ORBAX, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
+            tree = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
             try:
-                self._check_inside_roots(tree, ORBAX)
+                self._check_inside_roots(tree, name)
                 return get_path(tree)
             finally:
                 os.close(tree)
         except OSError as error:
-            raise CheckpointError(f"{ORBAX}: cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from error
 
     def _open_all(self, descriptor: int) -> None:
         names: list[str] = []
@@ -341,25 +348,31 @@ class PolicyFolder:
                 if len(names) > ENTRIES:
                     raise CheckpointError(f"{self.name}: more than {ENTRIES} entries; wanted a policy's folder")
         self.names = tuple(sorted(names))
-        states = [name for name in names if name not in KNOWN and is_state_file(name)]
+        shards = sorted(name for name in names if SHARD.fullmatch(name))
+        if len(shards) > SHARDS:
+            raise CheckpointError(f"{self.name}: weights in {len(shards)} files; wanted {SHARDS} at most")
+        states = [name for name in names if name not in KNOWN and name not in shards and is_state_file(name)]
         states.sort(key=lambda name: (not name.startswith("policy_"), name))
-        for name in [*(name for name in KNOWN if name in names), *states[:STATE_FILES]]:
+        for name in [*(name for name in KNOWN if name in names), *shards, *states[:STATE_FILES]]:
             try:
                 self.files[name] = self._open(name, descriptor)
             except CheckpointError as error:
-                if name in KNOWN or name.startswith("policy_"):
+                if name in KNOWN or name in shards or name.startswith("policy_"):
                     raise
                 self.files[name] = MissingFile(name, error)  # nobody need ask for it
         for name in states[STATE_FILES:]:
             error = CheckpointError(f"{name}: one of over {STATE_FILES} .safetensors files; wanted a policy's folder")
             self.files[name] = MissingFile(name, error)
+        size = sum(file.size for name in shards if isinstance(file := self.files[name], OpenFile))
+        if size > (limit := WEIGHT_BYTES if self._largest is None else self._largest):
+            raise CheckpointError(f"{self.name}: weights of {size} bytes in {len(shards)} files, over {limit} bytes")
         self._open_models(descriptor, "")
 
     def _open_models(self, descriptor: int, within: str) -> None:
         """Opens the files of models that the policy is built on, whatever they are called; links are not followed."""
         with os.scandir(descriptor) as entries:
             folders = [e.name for e, _ in zip(entries, range(ENTRIES), strict=False) if e.is_dir(follow_symlinks=False)]
-        for name in sorted(set(folders) - {ORBAX}):
+        for name in sorted(set(folders) - {ORBAX, PARAMS, TRAINING}):
             if name.startswith(".") or not name.isascii():
                 continue
             inside = f"{within}{name}/"
@@ -383,8 +396,9 @@ class PolicyFolder:
                 self.files[f"{within}{name}"] = MissingFile(f"{within}{name}", error)
 
     def _open(self, name: str, within: int) -> OpenFile:
-        limit = KNOWN.get(name, STATE_BYTES)
-        if name == "model.safetensors" and self._largest is not None:
+        is_weights = name == "model.safetensors" or SHARD.fullmatch(name) is not None
+        limit = WEIGHT_BYTES if is_weights else KNOWN.get(name, STATE_BYTES)
+        if is_weights and self._largest is not None:
             limit = self._largest
         try:
             file = open_file(name, within)

@@ -4,7 +4,7 @@ Restoring without one believes the files: an edited shape asks for any amount of
 edited path reads outside the folder. Here both are refused; and only the operator's own folders are read at all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -83,14 +83,10 @@ class Writer:
             raise OSError(f"checkpoint{name} cannot be written ({reason})") from error
 
 
-def restore(folder: Path, target: Tree, *, is_nested: bool = False) -> Tree:
+def restore(folder: Path, target: Tree) -> Tree:
     """Read the arrays of an Orbax checkpoint that `target` names, a tree of `jax.ShapeDtypeStruct` or arrays.
 
     An array goes where its structure's ``sharding`` says, or onto the default device.
-
-    Args:
-        is_nested: the checkpoint is another program's, who left its tree of dictionaries to Orbax; names of `target`
-            are the paths in it, joined by ``/``.
 
     Raises:
         CheckpointError: no such checkpoint, unreadable files, or (`WeightsMismatch`, all listed) other names, shapes
@@ -107,8 +103,7 @@ def restore(folder: Path, target: Tree, *, is_nested: bool = False) -> Tree:
     try:
         with _checkpointer() as checkpointer:
             _check(folder, checkpointer, abstract)
-            wanted = _nest(abstract) if is_nested else abstract
-            restored = _flatten(checkpointer.restore(folder.resolve(), wanted))
+            restored = _flatten(checkpointer.restore(folder.resolve(), abstract))
         if check_tree(folder) != before:
             raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     except CheckpointError:
@@ -116,6 +111,48 @@ def restore(folder: Path, target: Tree, *, is_nested: bool = False) -> Tree:
     except UNREADABLE as error:
         raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
     return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in flat])
+
+
+def restore_parts(
+    folder: Path, target: Mapping[str, jax.ShapeDtypeStruct], *, share: float = 0.02
+) -> Iterator[dict[str, np.ndarray]]:
+    """Read the arrays of another program's checkpoint a few at a time, the largest first, onto the host.
+
+    Orbax has each array twice while it reads it. So whoever keeps them all needs hardly more memory than they have.
+
+    Args:
+        target: paths in the tree of dictionaries, joined by ``/``, of arrays as `float_shapes` found them.
+        share: of all bytes, that are read together at most.
+
+    Raises:
+        CheckpointError: unreadable files, or ones that were changed meanwhile.
+    """
+    import orbax.checkpoint as ocp
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    sizes = {name: x.size * x.dtype.itemsize for name, x in target.items()}
+    most, before = share * sum(sizes.values()), check_tree(folder)
+    batches: list[list[str]] = []
+    room = 0.0
+    for name in sorted(target, key=lambda name: -sizes[name]):
+        if not batches or sizes[name] > room:
+            batches, room = [*batches, []], most
+        batches[-1].append(name)
+        room -= sizes[name]
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            for names in batches:
+                item = _nest({name: target[name] for name in names})
+                how = jax.tree.map(
+                    lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item
+                )
+                arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+                arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
+                yield {name: np.asarray(arrays[name]) for name in names}
+    except UNREADABLE as error:
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    if check_tree(folder) != before:
+        raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
 
 
 def float_dtypes(folder: Path) -> dict[str, np.dtype[Any]]:

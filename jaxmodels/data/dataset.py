@@ -116,12 +116,34 @@ class Dataset:
 
         Beyond, the episode's last (or first) value is repeated. LeRobot's ``delta_timestamps`` times `fps` are steps.
         """
+        inside, is_pad = self.window_rows(rows, steps)
+        return self.vectors(name)[inside], is_pad
+
+    def window_rows(
+        self, rows: Int[np.ndarray, "b"] | Sequence[int], steps: Sequence[int]
+    ) -> tuple[Int[np.ndarray, "b t"], Bool[np.ndarray, "b t"]]:
+        """Rows plus `steps`, those beyond the row's episode replaced by its last (or first), and a mask of them."""
         chosen = self._check_rows(rows)
         episode = np.searchsorted(self.ends, chosen, side="right")
         requested = chosen[:, None] + np.asarray(steps)
         first, last = self.starts[episode][:, None], self.ends[episode][:, None] - 1
         inside = np.clip(requested, first, last)
-        return self.vectors(name)[inside], inside != requested
+        return inside, inside != requested
+
+    def rows_without_ends(self, count: int) -> Int[np.ndarray, "k"]:
+        """All rows but the last `count` of each episode; LeRobot's ``drop_n_last_frames``.
+
+        Raises:
+            DatasetError: none are left.
+        """
+        kept = [np.arange(start, end - count) for start, end in zip(self.starts, self.ends, strict=True)]
+        rows = np.concatenate(kept)
+        if not len(rows):
+            raise DatasetError(
+                f"{self.folder.name}: its longest episode has {self.lengths.max()} frames, and the last {count} of "
+                "each are left out; set --policy.drop_n_last_frames to less, or record longer ones"
+            )
+        return rows
 
     def frames(self, name: str, rows: Int[np.ndarray, "k"] | Sequence[int]) -> UInt8[np.ndarray, "k h w 3"]:
         """Frames of a camera at these rows, in their order; may be called from several threads.

@@ -18,9 +18,13 @@ from jaxmodels.types import Feature
 
 
 class Sampler:
-    """Draws rows for each step; in every epoch each row once, in a newly shuffled order."""
+    """Draws rows for each step; in every epoch each row once, in a newly shuffled order.
 
-    def __init__(self, rows: int, batch_size: int, seed: int):
+    Args:
+        rows: those that are drawn, ascending.
+    """
+
+    def __init__(self, rows: np.ndarray, batch_size: int, seed: int):
         self._rows, self._batch_size, self._seed = rows, batch_size, seed
         self._orders: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
@@ -28,13 +32,14 @@ class Sampler:
     def at(self, step: int) -> np.ndarray:
         """Rows (b,) of a step, ascending, so that neighbours in a file are read together."""
         positions = np.arange(step * self._batch_size, (step + 1) * self._batch_size)
-        epochs, within = np.divmod(positions, self._rows)
+        epochs, within = np.divmod(positions, len(self._rows))
         return np.sort(np.concatenate([self._order(int(e))[within[epochs == e]] for e in np.unique(epochs)]))
 
     def _order(self, epoch: int) -> np.ndarray:
         with self._lock:
             if epoch not in self._orders:
-                self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(self._rows)
+                shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+                self._orders[epoch] = self._rows[shuffled]
                 # Steps are asked for a little out of order when several are prepared at once.
                 for old in sorted(self._orders)[:-4]:
                     del self._orders[old]
@@ -44,11 +49,14 @@ class Sampler:
 class Batch(NamedTuple):
     """A training batch: raw (not normalised) observations, the actions that followed, and tasks.
 
+    Of a policy that looks at several observations, pictures and states have an axis of time behind the batch's, oldest
+    first; before an episode's first row that is repeated.
+
     Attributes:
         images: per camera of the policy, in its order and size, uint8 (b, h, w, 3).
         state: (b, s) float32, or None when the policy reads none.
         environment_state: (b, e) float32, or None.
-        actions: (b, t, a) float32; steps after an episode's end repeat its last action.
+        actions: (b, t, a) float32; steps beyond an episode's ends repeat its last (or first) action.
         is_pad: (b, t) bool, True for those repeated steps.
         tasks: (b,) int32, numbers of `Dataset.tasks`.
     """
@@ -74,7 +82,9 @@ class FeatureSource(Protocol):
     @property
     def action(self) -> Feature: ...
     @property
-    def chunk_size(self) -> int: ...
+    def observation_steps(self) -> int: ...
+    @property
+    def action_delta_indices(self) -> range: ...
 
 
 class Loader:
@@ -122,7 +132,9 @@ class Loader:
         _check(dataset, policy)
         self.dataset, self.policy, self.waited = dataset, policy, 0.0
         self._part = slice(index * batch_size // count, (index + 1) * batch_size // count)
-        self._sampler = Sampler(len(dataset), batch_size, seed)
+        dropped = getattr(policy, "drop_n_last_frames", 0)  # LeRobot's name, of the policies that have it
+        self._sampler = Sampler(dataset.rows_without_ends(dropped), batch_size, seed)
+        self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
         folder = get_frames_folder() if cache is True else cache or None
@@ -141,13 +153,14 @@ class Loader:
         """The batch of one training step."""
         rows = self._sampler.at(step)[self._part]
         dataset, policy = self.dataset, self.policy
-        actions, is_pad = dataset.window(policy.action.name, rows, range(policy.chunk_size))
+        actions, is_pad = dataset.window(policy.action.name, rows, policy.action_delta_indices)
+        seen = rows if len(self._looks) == 1 else dataset.window_rows(rows, self._looks)[0]
 
         def vector(feature: Feature | None) -> np.ndarray | None:
-            return None if feature is None else dataset.vectors(feature.name)[rows]
+            return None if feature is None else dataset.vectors(feature.name)[seen]
 
         return Batch(
-            images=tuple(self._frames(name, rows) for name in self._sizes),
+            images=tuple(self._frames(name, seen) for name in self._sizes),
             state=vector(policy.state),
             environment_state=vector(policy.environment_state),
             actions=actions,
@@ -181,7 +194,8 @@ class Loader:
         cached = self._cached[name]
         if cached is not None:
             return np.asarray(cached[rows])
-        return resize_frames(self.dataset.frames(name, rows), self._sizes[name])
+        distinct, places = np.unique(rows, return_inverse=True)  # windows share frames: each is decoded once
+        return resize_frames(self.dataset.frames(name, distinct), self._sizes[name])[places.reshape(rows.shape)]
 
 
 def _check(dataset: Dataset, policy: FeatureSource) -> None:

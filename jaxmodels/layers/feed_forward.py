@@ -12,6 +12,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxmodels.layers.linear import Linear
+
 
 def dropout(x: Float[Array, "..."], rate: float, rngs: nnx.Rngs | None) -> Float[Array, "..."]:
     """Set a share `rate` of `x` to zero and scale the rest up; without `rngs`, `x` itself.
@@ -157,9 +159,9 @@ class GatedFeedForward(nnx.Module):
 
     def __init__(self, width: int, hidden: int, activation: Callable[[Array], Array], *, rngs: nnx.Rngs):
         self.activation = activation
-        self.gate = nnx.Linear(width, hidden, use_bias=False, kernel_metadata=_UP, rngs=rngs)
-        self.up = nnx.Linear(width, hidden, use_bias=False, kernel_metadata=_UP, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, use_bias=False, kernel_metadata=_DOWN, rngs=rngs)
+        self.gate = Linear(width, hidden, axes=("mlp", "embed"), rngs=rngs)
+        self.up = Linear(width, hidden, axes=("mlp", "embed"), rngs=rngs)
+        self.down = Linear(hidden, width, axes=("embed", "mlp"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         gate, up = self.gate(x), self.up(x)

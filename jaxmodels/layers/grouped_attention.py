@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmodels.layers.attention_kernels import compute_exponents
+from jaxmodels.layers.linear import Linear
 
 ROTARY_BASE = 10_000.0
 # Of scores that are left out. Not -inf: rows of padding that see nothing must not become NaN.
@@ -109,8 +110,8 @@ class KeyValueProjection(nnx.Module):
 
     def __init__(self, width: int, heads: int, head_width: int, *, rngs: nnx.Rngs):
         self.kv_heads = heads
-        self.key = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
-        self.value = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
+        self.key = Linear(width, heads * head_width, rngs=rngs)
+        self.value = Linear(width, heads * head_width, rngs=rngs)
 
     def project_keys(self, x: Float[Array, "b m c"], rotation: Rotation) -> KeyValues:
         """Keys, rotated, and values of tokens."""
@@ -147,8 +148,8 @@ class GroupedQueryAttention(KeyValueProjection):
     ):
         super().__init__(context_width or width, kv_heads, head_width, rngs=rngs)
         self.heads = heads
-        self.query = nnx.Linear(width, heads * head_width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(heads * head_width, width, use_bias=False, rngs=rngs)
+        self.query = Linear(width, heads * head_width, rngs=rngs)
+        self.out = Linear(heads * head_width, width, rngs=rngs)
 
     def project_query(self, x: Float[Array, "b n d"], rotation: Rotation) -> Float[Array, "b n h k"]:
         return rotate(rearrange(self.query(x), "b n (h k) -> b n h k", h=self.heads), rotation)

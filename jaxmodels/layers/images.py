@@ -21,13 +21,66 @@ def resize_with_padding(
 
     Source: lerobot/policies/common/vla_utils.py, resize_with_pad and resize_with_pad_torch.
     """
-    height, width = images.shape[1:3]
-    if (height, width) == size:
+    if images.shape[1:3] == size:
         return images
-    ratio = max(width / size[1], height / size[0])
-    inside = max(int(height / ratio), 1), max(int(width / ratio), 1)
+    inside = _fit(images.shape[1:3], size)
     for axis, count in ((1, inside[0]), (2, inside[1])):
         images = _resize_axis(images, axis, count)
+    return _pad(images, size, place, value)
+
+
+def resize_as_pillow(images: Float[Array, "b h w c"], size: tuple[int, int]) -> Float[Array, "b h2 w2 c"]:
+    """Resize pixels of [0, 1] to fit into the middle of ``size`` and fill the rest with 0, as openpi's clients do.
+
+    Bilinear with antialiasing, first along rows and then along columns, each of which leaves whole numbers of 0 to 255.
+    Images of that size stay as they are.
+
+    Source: openpi_client/image_tools.py, resize_with_pad, which is Pillow's resize (src/libImaging/Resample.c).
+    """
+    if images.shape[1:3] == size:
+        return images
+    inside = _fit(images.shape[1:3], size)
+    pixels = jnp.round(images * 255).astype(jnp.int32)
+    for axis, count in ((2, inside[1]), (1, inside[0])):
+        indices, weights = _weigh_neighbours(images.shape[axis], count)
+        shape = [count if i == axis else 1 for i in range(4)]
+        total = jnp.full((), 1 << (_BITS - 1), jnp.int32)  # a half, so that cutting off rounds
+        for index, weight in zip(indices.T, weights.T, strict=True):
+            total = total + jnp.take(pixels, index, axis=axis) * weight.reshape(shape)
+        pixels = jnp.clip(total >> _BITS, 0, 255)
+    return _pad(pixels.astype(jnp.float32) / 255, size, "center", 0.0)
+
+
+_BITS = 22  # of a weight's fraction, as Pillow has them
+
+
+def _weigh_neighbours(size: int, count: int) -> tuple[Int[np.ndarray, "n k"], Int[np.ndarray, "n k"]]:
+    """Of each of `count` pixels: those of `size` near it, and their weights; a triangle, as wide as two of the coarser.
+
+    Weights are whole numbers of 2**-22.
+    """
+    scale = size / count
+    places = (np.arange(count) + 0.5) * scale
+    distance = np.abs(np.arange(size)[None] + 0.5 - places[:, None]) / max(scale, 1.0)
+    weights = np.maximum(1 - distance, 0)
+    weights /= weights.sum(axis=1, keepdims=True)
+    near = int((weights > 0).sum(axis=1).max())
+    first = np.minimum(np.argmax(weights > 0, axis=1), size - near)
+    indices = first[:, None] + np.arange(near)
+    near_weights = np.take_along_axis(weights, indices, axis=1)
+    return indices.astype(np.int32), np.floor(near_weights * (1 << _BITS) + 0.5).astype(np.int32)
+
+
+def _fit(shape: tuple[int, ...], size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of an image of this shape inside ``size``, rounded down."""
+    ratio = max(shape[1] / size[1], shape[0] / size[0])
+    return max(int(shape[0] / ratio), 1), max(int(shape[1] / ratio), 1)
+
+
+def _pad(
+    images: Float[Array, "b h w c"], size: tuple[int, int], place: Place, value: float
+) -> Float[Array, "b h2 w2 c"]:
+    inside = images.shape[1:3]
     left = [whole - part for whole, part in zip(size, inside, strict=True)]
     before = left if place == "bottom right" else [rest // 2 for rest in left]
     border = [(part, rest - part) for part, rest in zip(before, left, strict=True)]

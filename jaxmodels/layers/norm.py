@@ -9,6 +9,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxmodels.weights import RunningStatistic
+
 EPSILON = 1e-5  # PyTorch's default for LayerNorm, GroupNorm and torchvision's FrozenBatchNorm2d
 
 
@@ -135,6 +137,38 @@ class GroupNorm(nnx.Module):
         """The group's mean at each of its channels; pixels first, which keeps the large array in its layout."""
         groups = rearrange(x.mean(axis=(1, 2)), "b (g c) -> b g c", g=self.groups).mean(axis=-1)
         return jnp.repeat(groups, x.shape[-1] // self.groups, axis=-1)[:, None, None]
+
+
+MOMENTUM = 0.1  # PyTorch's: the share of a batch's statistics in the running ones after it
+
+
+class BatchNorm(nnx.Module):
+    """Batch normalisation with PyTorch's semantics, in float32: by the batch's own statistics in training mode
+    (``train()``), which go into the running ones; by those otherwise.
+
+    Source: torch/nn/modules/batchnorm.py. The batch is normalised by its biased variance, the running one is unbiased.
+    """
+
+    def __init__(self, width: int):
+        self.use_running_average = True  # NNX's name of what train() and eval() set
+        self.scale = nnx.Param(jnp.ones(width), axes=("channels",))
+        self.bias = nnx.Param(jnp.zeros(width), axes=("channels",))
+        self.mean = RunningStatistic(jnp.zeros(width))
+        self.variance = RunningStatistic(jnp.ones(width))
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
+        mean, variance = self.mean[...].astype(jnp.float32), self.variance[...].astype(jnp.float32)
+        wide = x.astype(jnp.float32)
+        if not self.use_running_average:
+            count = x.size // x.shape[-1]
+            before = mean, variance
+            mean = wide.mean(axis=(0, 1, 2))
+            variance = jnp.square(wide - mean).mean(axis=(0, 1, 2))
+            unbiased = variance * (count / max(count - 1, 1))
+            self.mean[...] = before[0] + MOMENTUM * (lax.stop_gradient(mean) - before[0])
+            self.variance[...] = before[1] + MOMENTUM * (lax.stop_gradient(unbiased) - before[1])
+        scale = self.scale[...].astype(jnp.float32) * lax.rsqrt(variance + EPSILON)
+        return (wide * scale + (self.bias[...].astype(jnp.float32) - mean * scale)).astype(x.dtype)
 
 
 class FrozenBatchNorm(nnx.Module):

@@ -31,7 +31,12 @@ class PolicyType:
         unused: tensors that files may have and that acting does not need, and their shapes, from a config.
         rename: the table's name of a tensor of a file, where files may have others.
         tied: names of tensors, and the name of one with the same content that stands for them where they are missing.
+        openpi: how a tree of openpi's own is read, for types that openpi has.
         small: fields of the config that make a policy which a CPU trains in minutes, and their values.
+        accelerator_dtype: what it computes in on an accelerator, where nobody says. Norms, softmax, the times and the
+            steps of a flow are in float32 whatever it is.
+        stages: parts of `act` that can be compiled and timed apart, in their order; none where it is one part.
+        parts: how names of weights begin, and which part of the network these are of; the first that fits counts.
     """
 
     config: Callable[[dict[str, Any]], Any]
@@ -46,7 +51,40 @@ class PolicyType:
     unused: Callable[[Any], Mapping[str, tuple[int, ...]]] | None = None
     rename: Callable[[str], str] = str
     tied: Mapping[str, str] = field(default_factory=dict)
+    openpi: "TreeReader | None" = None
     small: Mapping[str, Any] = field(default_factory=dict)
+    accelerator_dtype: str = "float32"
+    stages: tuple["Stage", ...] = ()
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": "network"})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a policy's `act`; serving runs all of them as one program.
+
+    Attributes:
+        name: such as ``vision``.
+        run: (config as `architecture` gives it, serving weights, normalised observation, what the stage before gave or
+            None) to what the next one is given; of a sampler, its first step.
+        count: how often it runs for one chunk, from a config.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    count: Callable[[Any], int] = lambda config: 1
+
+
+@dataclass(frozen=True)
+class TreeReader:
+    """Functions that read a checkpoint of another program's, which is a tree of arrays.
+
+    Attributes:
+        complete: (folder of the tree, config) to the config with the sizes that the tree has, once both agree.
+        read: (folder of the tree, config) to our weights, float32.
+    """
+
+    complete: Callable[[Path, Any], Any]
+    read: Callable[[Path, Any], dict[str, Any]]
 
 
 # Types that are built on another model: under which name a config's reader finds the sizes of that model among the
@@ -59,7 +97,7 @@ ARCHITECTURE_FILES: Mapping[str, tuple[str, str]] = {
 }
 
 # Served from checkpoints of LeRobot, and not trained here yet.
-SERVED_ONLY = frozenset({"diffusion", "pi0", "pi05", "smolvla"})
+SERVED_ONLY = frozenset({"pi0", "pi05", "smolvla"})
 
 
 def trained_types() -> tuple[str, ...]:

@@ -116,6 +116,7 @@ class PolicyConfig:
 
     input_features: tuple[Feature, ...]
     output_features: tuple[Feature, ...]
+    chunk_size: Any
     normalization_mapping: tuple[tuple[str, str], ...]
 
     # Steps of LeRobot's processors, besides renaming and normalising, that the policy's own arithmetic stands for.
@@ -124,8 +125,26 @@ class PolicyConfig:
     resizes_frames: ClassVar[bool] = False
     # Whether a camera may be left out of an observation.
     allows_absent_cameras: ClassVar[bool] = False
-    # Whether the numbers of the state are part of what is made of an instruction (`format_prompt`).
-    prompt_reads_state: ClassVar[bool] = False
+
+    @property
+    def prompt_reads_state(self) -> bool:
+        """Whether the numbers of the state are part of what is made of an instruction (`format_prompt`)."""
+        return False
+
+    @property
+    def joint_map(self) -> Any:
+        """Functions from the robot's joints to what the policy was trained with, where they differ (pi0's of ALOHA)."""
+        return None
+
+    @property
+    def client_metadata(self) -> Mapping[str, Any]:
+        """What the checkpoint wants clients to be told, JSON."""
+        return {}
+
+    @property
+    def controls_joints(self) -> bool:
+        """Whether actions are targets of the joints that the state measures; else velocities or displacements."""
+        return True
 
     @property
     def cameras(self) -> tuple[Feature, ...]:
@@ -149,6 +168,11 @@ class PolicyConfig:
     def observation_steps(self) -> int:
         """Observations that are looked at together, the newest included."""
         return 1
+
+    @property
+    def action_delta_indices(self) -> range:
+        """Actions that are learned together, in steps from the newest observation on (LeRobot's name)."""
+        return range(self.chunk_size)
 
     @property
     def noise(self) -> tuple[int, int] | None:

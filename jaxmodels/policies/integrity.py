@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json
-from jaxmodels.checkpoints.folder import TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
+from jaxmodels.checkpoints.files import (
+    NEVER_USED,
+    WEIGHTS,
+    Stored,
+    find_floats,
+    find_policy_weights,
+    has_policy_weights,
+    read_json,
+)
+from jaxmodels.checkpoints.folder import NORM_STATS, TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
-from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors
+from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 
 PIECE = 16 << 20  # bytes that are in memory at a time
-WEIGHTS = "model.safetensors"
 # Of what is told, and of an error that lists the names of a stranger: characters.
 ANSWER = 100_000
 ERROR = 10_000
@@ -41,25 +48,31 @@ def verify_files(folder: Folder) -> dict[str, int]:
         CheckpointError: a file is malformed, cut off or not readable, or a weight is not finite.
     """
     names = list_names(folder)
-    for name in (CONFIG, SIDECAR, *PROCESSORS):
+    for name in (CONFIG, SIDECAR, *PROCESSORS, *(name for name in names if name.endswith(f"/{NORM_STATS}"))):
         if name in names:
             read_json(folder / name)
     if any(name in names for name in PROCESSORS):
         read_processors(folder)
-    tensors = size = 0
-    broken: list[str] = []
-    for name in names:
-        if name != WEIGHTS and not (name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)):
-            continue
-        for tensor, stored in find_floats(folder / name, lambda name: not name.endswith(NEVER_USED)).items():
-            count, is_finite = _read(stored)
-            tensors, size = tensors + 1, size + count
-            if name == WEIGHTS and not is_finite:
-                broken.append(tensor)
+    read = [
+        _read(stored)
+        for name in names
+        if name.startswith((f"{PRE}_", f"{POST}_")) and is_state_file(name)
+        for stored in find_floats(folder / name, _is_used).values()
+    ]
+    broken: dict[str, str] = {}
+    for tensor, stored in find_policy_weights(folder, _is_used).items() if has_policy_weights(folder) else ():
+        read.append(_read(stored))
+        if not read[-1][1]:
+            broken[tensor] = stored.path.name
     if broken:
         others = f" and {len(broken) - 20} more" if len(broken) > 20 else ""
-        raise CheckpointError(f"{WEIGHTS}: a NaN or an infinity in {', '.join(broken[:20])}{others}")
-    return {"tensors": tensors, "bytes": size}
+        where = ", ".join(sorted(set(broken.values())))
+        raise CheckpointError(f"{where}: a NaN or an infinity in {', '.join(list(broken)[:20])}{others}")
+    return {"tensors": len(read), "bytes": sum(count for count, _ in read)}
+
+
+def _is_used(tensor: str) -> bool:
+    return not tensor.endswith(NEVER_USED)
 
 
 def read_description(folder: Folder) -> dict[str, Any]:
@@ -74,6 +87,8 @@ def read_description(folder: Folder) -> dict[str, Any]:
     is_modern = any((folder / name).exists() for name in PROCESSORS)
     renames = dict(read_processors(folder).renames) if is_modern else {}
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if openpi_configs.is_openpi(folder, sidecar):
+        renames = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).renames
     return {"config": values, "sidecar": sidecar, "renames": renames}
 
 
@@ -83,7 +98,13 @@ def read_config(folder: Folder) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing or malformed.
     """
-    values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+    sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if openpi_configs.is_openpi(folder, sidecar):
+        if openpi_configs.KEY not in (sidecar or {}):
+            raise CheckpointError(openpi_configs.describe_missing_config(folder.name))
+        values = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).build_values()
+    else:
+        values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
     field, pattern = ARCHITECTURE_FILES.get(str(values.get("type")), ("", ""))
     name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
     if name and (folder / name).exists():
@@ -109,7 +130,7 @@ def check_weights(folder: Folder, *, has_orbax: bool) -> None:
     Raises:
         CheckpointError: there is none.
     """
-    if not (folder / WEIGHTS).exists() and not has_orbax:
+    if not has_policy_weights(folder) and not has_orbax:
         raise CheckpointError(describe_missing_weights(folder))
 
 

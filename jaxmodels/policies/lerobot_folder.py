@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,13 +18,23 @@ import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.files import NEVER_USED, Stored, find_floats, read_json, write_json, write_safetensors
-from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, PolicyFolder, Source
+from jaxmodels.checkpoints.files import (
+    NEVER_USED,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    Stored,
+    find_policy_weights,
+    has_policy_weights,
+    read_json,
+    write_json,
+    write_safetensors,
+)
+from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, PolicyFolder
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import Sizes
 from jaxmodels.normalization import Normalization, Normalizer, check_normalization
-from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors
+from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
 from jaxmodels.ranges import Range, is_number, shorten_value
@@ -110,7 +120,6 @@ class Checkpoint:
 
 
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 SIDECAR = "robojax.json"
 # Of the sidecar: the version of LeRobot whose reading of the same files is meant, where versions differ.
 LEROBOT, LEROBOT_VERSIONS = "lerobot", ("0.4", "0.6")
@@ -155,6 +164,7 @@ def build_description(small: Mapping[str, Any]) -> Description:
     """
     values = small["config"]
     config: Any = read_config_values(values, small["sidecar"])
+    lerobot_processors.check_renames(small["renames"], config.input_features)
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
 
 
@@ -166,6 +176,14 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
     """
     version = (sidecar or {}).get(LEROBOT)
     values = dict(values)
+    if openpi_configs.KEY in (sidecar or {}):
+        if values.get("type") not in openpi_configs.MODELS:
+            raise ConfigError(
+                f"{SIDECAR}: has {openpi_configs.KEY!r}, and the policy is of type "
+                f"{shorten_value(values.get('type'))}; "
+                f"openpi's are {', '.join(openpi_configs.MODELS)}"
+            )
+        values[openpi_configs.KEY] = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
     if version is not None:
         if version not in LEROBOT_VERSIONS:
             raise ConfigError(
@@ -176,13 +194,19 @@ def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | N
     return get_policy_type(values.get("type")).config(values)
 
 
-def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.check) -> Checkpoint:
+def read_checkpoint(
+    folder: Folder,
+    *,
+    admit: Callable[[Sizes, PolicyType], None] = lambda sizes, kind: None,
+    lerobot: str | None = None,
+) -> Checkpoint:
     """Read a policy's folder.
 
     Args:
         folder: a path, or a folder whose files are open: then no file is opened again, and one that was changed since
             is refused.
         admit: asked with what follows from the config, before anything is built or weights are read.
+        lerobot: the version of LeRobot that is meant, whatever the sidecar says.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -192,22 +216,28 @@ def read_checkpoint(folder: Folder, *, admit: Callable[[Sizes], None] = Sizes.ch
         if not folder.is_dir():
             raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
         with PolicyFolder(folder) as opened:
-            return read_checkpoint(opened, admit=admit)
-    checkpoint = _read(folder, admit)
+            return read_checkpoint(opened, admit=admit, lerobot=lerobot)
+    checkpoint = _read(folder, admit, lerobot)
     folder.check_unchanged()
     return checkpoint
 
 
-def _read(folder: PolicyFolder, admit: Callable[[Sizes], None]) -> Checkpoint:
+def _read(folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lerobot: str | None) -> Checkpoint:
     values = read_config(folder)
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
+    if lerobot is not None:
+        sidecar = {**(sidecar or {}), LEROBOT: lerobot}
     config = read_config_values(values, sidecar)
     kind = get_policy_type(values.get("type"))
+    if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
+        config = kind.openpi.complete(folder.tree(PARAMS), config)
     sizes: Sizes = kind.sizes(config)
     _check_sizes(folder, kind, config, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
     normalization = _read_normalization(folder, config, buffers)
+    normalization = lerobot_processors.add_statistics(folder, normalization, sidecar)
     check_normalization(normalization)
+    lerobot_processors.check_renames(normalization.renames, config.input_features)
     lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
     relative = lerobot_processors.get_relative_actions(normalization, config.action.shape[0])
     if relative != config.relative_action_mask:
@@ -232,9 +262,9 @@ def _describe_missing_statistics(where: str, names: list[str], step: Normalizer)
     return (
         f"{where}: no statistics for {', '.join(names)}; found those of {found}. A policy that was trained on many "
         "robots ships them by dataset, and which are your robot's nobody can guess: without them its actions are "
-        "numbers around 0 instead of places. Train it on your dataset, or write mean and std (or what the processors "
-        "ask for) of your robot's data under the features' names, e.g. action.mean, into the files of statistics of "
-        "both processors"
+        "numbers around 0 instead of places. Train it on your dataset; or copy meta/stats.json of your dataset into "
+        'the folder as stats.json; or name one of those that are there in robojax.json, e.g. {"statistics": '
+        '"so100.buffer"} for so100.buffer.action'
     )
 
 
@@ -278,6 +308,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         for path in sorted(files, key=lambda path: path.name == WEIGHTS):
             (folder / path.relative_to(draft)).parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, folder / path.relative_to(draft))
+        for path in folder.iterdir():  # of weights that were in shards before
+            if path.name == WEIGHTS_INDEX or SHARD.fullmatch(path.name):
+                path.unlink()
 
 
 @lru_cache(maxsize=8)  # a training writes the same policy again and again
@@ -288,35 +321,42 @@ def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
 
 
 def _check_sizes(
-    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes], None]
+    folder: PolicyFolder, kind: PolicyType, config: Any, sizes: Sizes, admit: Callable[[Sizes, PolicyType], None]
 ) -> None:
     """Compares what follows from the config with the header of the weights, and asks whether there is room."""
     sizes.check()
-    if (folder / WEIGHTS).exists():
-        tensors, _ = _find_tensors(folder / WEIGHTS, kind, config)
-        sizes.check_file(sum(math.prod(tensor.shape) for tensor in tensors.values()), len(tensors), WEIGHTS)
-    admit(sizes)
+    if has_policy_weights(folder):
+        tensors, _ = _find_tensors(folder, kind, config)
+        count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        sizes.check_file(count, len(tensors), _get_weights_name(folder))
+    admit(sizes, kind)
 
 
-def _find_tensors(path: Source, kind: PolicyType, config: Any) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """The tensors of a file that a policy acts with, and the statistics that older policies keep among them.
+def _get_weights_name(folder: Folder) -> str:
+    """What errors call a policy's weights: the file of them, or the index of their shards."""
+    return WEIGHTS_INDEX if (folder / WEIGHTS_INDEX).exists() else WEIGHTS
+
+
+def _find_tensors(folder: Folder, kind: PolicyType, config: Any) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """The tensors of a folder that a policy acts with, and the statistics that older policies keep among them.
 
     Raises:
         WeightsMismatch: a tensor that acting does not need is not the one of the config either, or one is there twice.
     """
-    tensors = find_floats(path, lambda name: not name.endswith(NEVER_USED))
+    where = _get_weights_name(folder)
+    tensors = find_policy_weights(folder, lambda name: not name.endswith(NEVER_USED))
     buffers = {name: tensors.pop(name) for name in list(tensors) if lerobot_processors.is_buffer(name)}
     renamed = {kind.rename(name): tensor for name, tensor in tensors.items()}
     if len(renamed) < len(tensors):
         twice = sorted(name for name in tensors if kind.rename(name) != name and kind.rename(name) in tensors)
-        raise WeightsMismatch(f"{path.name}: {', '.join(twice)[:400]} is there under two names; keep one of them")
+        raise WeightsMismatch(f"{where}: {', '.join(twice)[:400]} is there under two names; keep one of them")
     tensors = renamed
     for name, same in kind.tied.items():
         if name not in tensors and same in tensors:
             tensors[name] = tensors[same]
     unused = {} if kind.unused is None else kind.unused(config)
     found = {name: tensors.pop(name).shape for name in unused if name in tensors}
-    check_fit(found, {name: unused[name] for name in found}, where=path.name)
+    check_fit(found, {name: unused[name] for name in found}, where=where)
     return tensors, buffers
 
 
@@ -325,31 +365,34 @@ def _read_weights(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Our weights, and the statistics that older policies keep among theirs."""
     plan = model_blueprint(config)
-    if not (folder / WEIGHTS).exists():
+    if not has_policy_weights(folder):
         if folder.has_tree():
             restored = orbax.restore(folder.tree(), dict(plan.shapes))
             weights, buffers = {name: np.asarray(array) for name, array in restored.items()}, {}
+        elif kind.openpi is not None and folder.has_tree(PARAMS):
+            weights, buffers = kind.openpi.read(folder.tree(PARAMS), config), {}
         else:
             raise CheckpointError(describe_missing_weights(folder))
     else:
-        weights, buffers = _read_tensors(folder / WEIGHTS, kind, config, plan.shapes)
+        weights, buffers = _read_tensors(folder, kind, config, plan.shapes)
     if wrong := not_finite(weights):
         raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
     return weights, buffers
 
 
 def _read_tensors(
-    path: Source, kind: PolicyType, config: Any, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    folder: Folder, kind: PolicyType, config: Any, shapes: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    tensors, buffers = _find_tensors(path, kind, config)
+    where = _get_weights_name(folder)
+    tensors, buffers = _find_tensors(folder, kind, config)
     table = kind.tensors(shapes)
     check_fit(
         {name: tensor.shape for name, tensor in tensors.items()},
         their_shapes(table, {name: shape.shape for name, shape in shapes.items()}),
-        where=path.name,
+        where=where,
     )
     if (size := sum(tensor.bytes for tensor in buffers.values())) > STATE_BYTES:
-        raise CheckpointError(f"{path.name}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
+        raise CheckpointError(f"{where}: {size} bytes of statistics; wanted at most {STATE_BYTES}")
     # Only now that they are known to be of the config's size: what is read is in memory.
     return (
         read_tensors(table, lambda name: tensors[name].read()),
@@ -368,6 +411,10 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
             )
         return read_processors(folder)
     modes: tuple[tuple[str, str], ...] = config.normalization_mapping
+    openpi = getattr(config, "openpi", None)
+    if openpi is not None:
+        statistics = openpi_configs.read_norm_stats(folder, openpi)
+        return openpi_configs.build_normalization((inputs, outputs), modes, statistics, openpi)
     is_needed = any(dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" for feature in (*inputs, *outputs))
     if is_needed and not buffers:
         raise CheckpointError(
@@ -379,6 +426,8 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
 
 def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:
     sidecar = Sidecar() if values is None else Sidecar.from_json(values, config.action.shape[0])
-    if sidecar.joint_names is None and config.action.names is not None:
-        return Sidecar(sidecar.rate, config.action.names, sidecar.other)
-    return sidecar
+    openpi = getattr(config, "openpi", None)
+    rate, names = sidecar.rate, sidecar.joint_names or config.action.names
+    if openpi is not None:
+        rate, names = openpi.rate if rate is None else rate, names or openpi.joint_names
+    return replace(sidecar, rate=rate, joint_names=names)

@@ -7,7 +7,7 @@ lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/polici
 """
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
+# Of ``robojax.json``: whose of the statistics in the processors' files are the robot's.
+GROUP = "statistics"
+DATASET_STATISTICS = "stats.json"
 TOKENIZE = "tokenizer_processor"
 RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 # Steps of some policy types, which do in their own arithmetic what these steps say (`PolicyConfig.processor_steps`);
@@ -117,6 +120,49 @@ def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
     return name
 
 
+def add_statistics(folder: Folder, normalization: Normalization, sidecar: Mapping[str, Any] | None) -> Normalization:
+    """Add the robot's statistics where a policy lacks them, as one that was trained on many robots does.
+
+    They are those of a dataset among the policy's own that ``robojax.json`` names as ``statistics``; else those of a
+    ``stats.json`` in its folder, which is the file of a LeRobotDataset (``meta/stats.json``).
+
+    Raises:
+        CheckpointError: there is no such dataset, or the file makes no sense.
+    """
+    steps = (normalization.inputs, normalization.outputs)
+    if not any(step.without_stats() for step in steps):
+        return normalization
+    group = (sidecar or {}).get(GROUP)
+    given = _read_dataset_statistics(folder) if group is None and (folder / DATASET_STATISTICS).exists() else {}
+    added: list[Normalizer] = []
+    for step in steps:
+        missing = step.without_stats()
+        if group is not None:
+            if wrong := [name for name in missing if f"{group}.{name}" not in step.stats]:
+                raise CheckpointError(
+                    f"robojax.json: {GROUP} is {shorten_value(group)}, of which there are none for {', '.join(wrong)}; "
+                    f"there are {', '.join(sorted(step.stats)[:20]) or 'none'}"
+                )
+            given = {name: step.stats[f"{group}.{name}"] for name in missing}
+        added.append(replace(step, stats={**step.stats, **{name: given[name] for name in missing if name in given}}))
+    return replace(normalization, inputs=added[0], outputs=added[1])
+
+
+def _read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for feature, statistics in read_json(folder / DATASET_STATISTICS).items():
+        if not isinstance(statistics, Mapping):
+            raise CheckpointError(f"{DATASET_STATISTICS}: {feature[:80]} is no object of statistics by name")
+        for name, values in statistics.items():
+            try:
+                found.setdefault(feature, {})[name] = np.asarray(values, np.float32)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{DATASET_STATISTICS}: {feature[:80]}.{name[:80]} is {shorten_value(values)}; wanted numbers"
+                ) from error
+    return found
+
+
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
     """Write a policy's two processor files as LeRobot does."""
     steps = normalization.steps
@@ -178,9 +224,31 @@ def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, st
     renames = config.get("rename_map", {})
     if not isinstance(renames, Mapping) or not all(isinstance(name, str) for name in renames.values()):
         raise CheckpointError(f"{where}: rename_map is {shorten_value(renames)}; wanted an object of names")
-    if (before and renames) or len(set(renames.values())) < len(renames):
-        raise CheckpointError(f"{where}: rename_map gives one name twice, or there are two of them")
+    if before and renames:
+        raise CheckpointError(f"{where}: there are two steps that rename; wanted one")
+    inside: dict[str, str] = {}
+    for outside, name in renames.items():
+        if inside.setdefault(name, outside) != outside:
+            raise CheckpointError(
+                f"{where}: rename_map gives one name twice: {shorten_value(inside[name])} and "
+                f"{shorten_value(outside)} are both {shorten_value(name)}"
+            )
     return dict(renames)
+
+
+def check_renames(renames: Mapping[str, str], inputs: Iterable[Feature]) -> None:
+    """Refuse a step that renames to what the policy does not read.
+
+    Raises:
+        CheckpointError: there is such a name.
+    """
+    known = {feature.name for feature in inputs}
+    for outside, inside in renames.items():
+        if inside not in known:
+            raise CheckpointError(
+                f"{PRE}.json: rename_map calls {shorten_value(outside)} {shorten_value(inside)}, which the policy does "
+                f"not read; its inputs are {', '.join(sorted(known))[:400]}"
+            )
 
 
 def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapping[str, Any]) -> Normalizer:

@@ -142,6 +142,15 @@ def augment(frames: UInt8[Array, "b h w 3"], config: ImageTransforms, key: PRNGK
     return jnp.clip(jnp.round(x * 255), 0, 255).astype(jnp.uint8)
 
 
+def augment_moments(
+    frames: UInt8[Array, "b *t h w 3"], config: ImageTransforms, key: PRNGKeyArray
+) -> UInt8[Array, "b *t h w 3"]:
+    """Apply random transforms to frames; where there is an axis of time, the same to all moments of an example."""
+    if frames.ndim == 4:
+        return augment(frames, config, key)
+    return jax.vmap(lambda moment: augment(moment, config, key), in_axes=1, out_axes=1)(frames)
+
+
 def _choose(config: ImageTransforms, count: int, key: PRNGKeyArray) -> Array:
     """Choose the transforms of each picture: drawn without replacement, by weight (the largest of Gumbel's numbers)."""
     weights = jnp.log(jnp.asarray([transform.weight for transform in config.active], jnp.float32))

@@ -147,6 +147,7 @@ class OptimizerConfig:
 def optimizer_preset(policy: object) -> OptimizerConfig:
     """The optimizer that a policy's config asks for."""
     names = {
+        "type": "optimizer_type",
         "lr": "optimizer_lr",
         "lr_backbone": "optimizer_lr_backbone",
         "weight_decay": "optimizer_weight_decay",

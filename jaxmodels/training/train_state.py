@@ -24,7 +24,7 @@ from jaxmodels.normalization import Affine, Normalization
 from jaxmodels.policies import get_policy_type
 from jaxmodels.program import Scales, Size, normalize
 from jaxmodels.text import tokenizer
-from jaxmodels.training.augmentation import augment
+from jaxmodels.training.augmentation import augment_moments
 from jaxmodels.training.config import OPERATIONAL, TrainingConfig
 from jaxmodels.training.initial_policy import Start
 from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset, update_average
@@ -109,6 +109,7 @@ class State(NamedTuple):
         average: their moving average; None without one.
         sums: of what was measured since the last line of metrics, and `COUNT`, the steps that are in it. A resumed run
             so writes the lines that it would have written.
+        statistics: running statistics of batch norms, by our names, float32.
     """
 
     step: Any
@@ -116,6 +117,7 @@ class State(NamedTuple):
     optimizer: Any
     average: dict[str, Any] | None
     sums: dict[str, Any]
+    statistics: dict[str, Any]
 
 
 class Fixed(NamedTuple):
@@ -134,12 +136,14 @@ class Fixed(NamedTuple):
     instructions: Instructions | None
 
 
-Loss = Callable[[Weights, Fixed, Batch, PRNGKeyArray], tuple[Array, dict[str, Array]]]
+# What was measured by name, and running statistics after the batch.
+Outcome = tuple[dict[str, Array], dict[str, Array]]
+Loss = Callable[[Weights, Weights, Fixed, Batch, PRNGKeyArray], tuple[Array, Outcome]]
 Step = Callable[[State, Fixed, Batch], tuple[State, Float[Array, ""]]]
 
 
 def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingConfig, layout: Layout) -> Loss:
-    """The loss function of a batch, given parameters, and its parts.
+    """The loss function of a batch, given parameters and running statistics; also its parts and new statistics.
 
     Args:
         plan: the module, which computes in `config.dtype`.
@@ -147,15 +151,17 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
     """
     dtype = jnp.dtype(config.dtype)
 
-    def loss(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Array, dict[str, Array]]:
+    def loss(
+        parameters: Weights, statistics: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray
+    ) -> tuple[Array, Outcome]:
         # Cast before they are gathered: half the traffic in bfloat16.
-        weights = cast_weights({**fixed.weights, **parameters}, dtype)
+        weights = {**cast_weights({**fixed.weights, **parameters}, dtype), **statistics}
         weights = jax.lax.with_sharding_constraint(weights, layout.replicated)
         model = plan.assemble({name: weights[name] for name in plan.shapes})
         picture, vector, *streams = jax.random.split(key, 5)
         keys = jax.random.split(picture, max(1, len(batch.images)))
         images = tuple(
-            augment(jnp.asarray(frames), config.image_transforms, key)
+            augment_moments(jnp.asarray(frames), config.image_transforms, key)
             for frames, key in zip(batch.images, keys, strict=False)
         )
         raw = Observation(images=images, state=batch.state, environment_state=batch.environment_state)
@@ -170,7 +176,9 @@ def make_loss(plan: Blueprint[Any], sizes: tuple[Size, ...], config: TrainingCon
         rngs = nnx.Rngs(**dict(zip(("dropout", "latent", "noise"), streams, strict=True)))
         value, parts = model.loss(observation, fixed.action.normalize(batch.actions), batch.is_pad, rngs)
         value = value.astype(jnp.float32)
-        return value, {"loss": value, **{name: part.astype(jnp.float32) for name, part in parts.items()}}
+        after = flatten(model) if statistics else {}
+        measured = {"loss": value, **{name: part.astype(jnp.float32) for name, part in parts.items()}}
+        return value, (measured, {name: after[name] for name in statistics})
 
     return loss
 
@@ -185,23 +193,25 @@ def make_step(
     """
     parts = config.gradient_accumulation_steps
 
-    def gradient(parameters: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray) -> tuple[Any, dict[str, Array]]:
+    def gradient(
+        parameters: Weights, statistics: Weights, fixed: Fixed, batch: Batch, key: PRNGKeyArray
+    ) -> tuple[Any, Outcome]:
         gradient_of = jax.grad(loss, has_aux=True)
         if parts == 1:
-            return gradient_of(parameters, fixed, batch, key)
+            return gradient_of(parameters, statistics, fixed, batch, key)
 
         def add(total: Any, part: tuple[Batch, PRNGKeyArray]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradient_of(parameters, fixed, *part)), None
+            return jax.tree.map(jnp.add, total, gradient_of(parameters, statistics, fixed, *part)), None
 
         some = jax.tree.map(lambda x: _split(x, parts, layout), batch)
-        shapes = jax.eval_shape(gradient_of, parameters, fixed, jax.tree.map(lambda x: x[0], some), key)
+        shapes = jax.eval_shape(gradient_of, parameters, statistics, fixed, jax.tree.map(lambda x: x[0], some), key)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = jax.lax.scan(add, nothing, (some, jax.random.split(key, parts)))
         return jax.tree.map(lambda x: x / parts, total)
 
     def step(state: State, fixed: Fixed, batch: Batch) -> tuple[State, Float[Array, ""]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        slope, values = gradient(state.parameters, fixed, batch, key)
+        slope, (values, statistics) = gradient(state.parameters, state.statistics, fixed, batch, key)
         updates, memory = rule.update(slope, state.optimizer, state.parameters)
         parameters: Any = optax.apply_updates(state.parameters, updates)
         average = state.average
@@ -210,7 +220,7 @@ def make_step(
         measured = {**values, "gradient_norm": optax.tree.norm(slope), COUNT: jnp.ones((), jnp.float32)}
         is_first = state.step % config.log_freq == 0
         sums = {name: jnp.where(is_first, 0, state.sums[name]) + value for name, value in measured.items()}
-        return State(state.step + 1, parameters, memory, average, sums), values["loss"]
+        return State(state.step + 1, parameters, memory, average, sums, statistics), values["loss"]
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated))
 
@@ -274,6 +284,7 @@ def put_on_devices(
     programs = _programs(policy, replace(config, **_UNCOMPILED), layout)
     weights = _weights(programs, start, layout, config.seed)
     parameters = {name: weights.pop(name) for name in programs.learned}
+    statistics = {name: weights.pop(name) for name in programs.plan.running}
     inputs = normalization.inputs
     scales = Scales(
         images=tuple(inputs.get_forward(camera) for camera in policy.cameras),
@@ -286,7 +297,7 @@ def put_on_devices(
         instructions = instructions.read_ahead(programs.plan, {**weights, **parameters}, layout.replicated)
     others = (scales, inputs.get_forward(policy.action), instructions)
     fixed = Fixed(weights, *jax.tree.map(lambda array: layout.put(array, layout.replicated), others))
-    _, values = programs.loss.eval_shape(parameters, fixed, batch, jax.random.key(0))
+    _, (values, _) = programs.loss.eval_shape(parameters, statistics, fixed, batch, jax.random.key(0))
     names = (*values, "gradient_norm", COUNT)
     state = State(
         step=layout.put(np.int32(0), layout.replicated),
@@ -294,6 +305,7 @@ def put_on_devices(
         optimizer=programs.remember(parameters),
         average=jax.tree.map(jnp.copy, parameters) if config.ema_decay else None,
         sums={name: layout.put(np.float32(0), layout.replicated) for name in sorted(names)},
+        statistics=statistics,
     )
     return PlacedTraining(state, fixed, programs.step)
 
@@ -341,7 +353,8 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
     memory = layout.parameter_shardings(jax.eval_shape(rule.init, parameters))
     loss = make_loss(computing, policy.frames, config, layout)
     whole: Any = layout.replicated  # one for all leaves of a part
-    shardings = State(whole, spread, memory, spread if config.ema_decay else None, whole)
+    running = layout.parameter_shardings({name: plan.shapes[name] for name in plan.running})
+    shardings = State(whole, spread, memory, spread if config.ema_decay else None, whole, running)
     return _Programs(
         plan=plan,
         learned=learned,
@@ -391,4 +404,4 @@ def _is_frozen(policy: Any, name: str) -> bool:
 
 def gather_weights(state: State, fixed: Fixed, layout: Layout) -> Mapping[str, np.ndarray]:
     """The policy's current weights on the host, averaged where there is an average; every process has to call it."""
-    return layout.gather({**fixed.weights, **(state.average or state.parameters)})
+    return layout.gather({**fixed.weights, **(state.average or state.parameters), **state.statistics})

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxmodels.checkpoints.tensor_layouts import LINEAR, SAME, Tensor
+from jaxmodels.checkpoints.tensor_layouts import SAME, Tensor
 from jaxmodels.layers.feed_forward import GatedFeedForward
 from jaxmodels.layers.grouped_attention import GroupedQueryAttention, KeyValues, Rotation, append
 from jaxmodels.layers.norm import EPSILON, RMSNorm
@@ -69,7 +69,7 @@ class DecoderLayer(nnx.Module):
 
     def compute_key_values(self, x: Float[Array, "b n d"], rotation: Rotation) -> KeyValues:
         """Keys and values of tokens: all that is needed of the last layer of a prefix."""
-        return self.attention.project_keys(self.attention_norm(x), rotation)
+        return self.attention.project_keys(self._normalize(self.attention_norm, x), rotation)
 
     def __call__(
         self, x: Float[Array, "b n d"], rotation: Rotation, mask: Bool[Array, "b #n m"], cache: KeyValues | None = None
@@ -79,22 +79,26 @@ class DecoderLayer(nnx.Module):
         Args:
             mask: which keys each token sees: of the cache, if there is one, then their own.
         """
-        normal = self.attention_norm(x)
+        normal = self._normalize(self.attention_norm, x)
         own = self.attention.project_keys(normal, rotation)
         seen = own if cache is None else append(cache, own)
-        x = x + self.attention.mix(self.attention.project_query(normal, rotation), seen, mask)
-        return self.forward(x), own
+        mixed = self.attention.mix(self.attention.project_query(normal, rotation), seen, mask)
+        return self.forward(x + mixed.astype(x.dtype)), own
 
     def cross_attend(
         self, x: Float[Array, "b n d"], rotation: Rotation, seen: KeyValues, mask: Bool[Array, "b #n m"]
     ) -> Float[Array, "b n d"]:
         """Tokens that look at others only (cross-attention)."""
-        query = self.attention.project_query(self.attention_norm(x), rotation)
-        return self.forward(x + self.attention.mix(query, seen, mask))
+        query = self.attention.project_query(self._normalize(self.attention_norm, x), rotation)
+        return self.forward(x + self.attention.mix(query, seen, mask).astype(x.dtype))
 
     def forward(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
         """The feed-forward layer and its residual."""
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward(self._normalize(self.feed_forward_norm, x)).astype(x.dtype)
+
+    def _normalize(self, norm: RMSNorm, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+        """Tokens as the weights have them: the sum of what all layers added may be more exact."""
+        return norm(x).astype(self.attention.query.weight.dtype)
 
 
 _PARTS = {
@@ -117,5 +121,5 @@ def decoder_tensor(inside: str, *, ours: str, theirs: str) -> Tensor:
         inside: the weight's name in the layer.
         ours, theirs: what comes before it here and there, e.g. ``expert.0.`` and ``lm_expert.layers.0.``.
     """
-    part, _, kind = inside.rpartition(".")
-    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), LINEAR if kind == "kernel" else SAME)
+    part = inside.rpartition(".")[0]
+    return Tensor(f"{theirs}{_PARTS[part]}.weight", (f"{ours}{inside}",), SAME)

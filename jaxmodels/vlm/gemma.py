@@ -68,6 +68,7 @@ class PaliGemma(nnx.Module):
     def compute_cache(self, tokens: Float[Array, "b m d"], is_valid: Bool[Array, "b m"]) -> PrefixCache:
         """Keys and values of tokens that all see each other; the last layer is needed no further."""
         rotation, mask = compute_rotation(count_positions(is_valid), self.head_width), is_valid[:, None]
+        tokens = tokens.astype(jnp.float32)  # what layers add is added up in float32
         kept = []
         for layer in self.layers[:-1]:
             tokens, own = layer(tokens, rotation, mask)
@@ -99,11 +100,13 @@ class AdaptiveLayer(nnx.Module):
         cache: KeyValues,
     ) -> Float[Array, "b n d"]:
         first, second = modulations
-        normal = self.attention_norm(x, first)
+        dtype = self.attention.query.weight.dtype
+        normal = self.attention_norm(x, first).astype(dtype)
         seen = append(cache, self.attention.project_keys(normal, rotation))
         mixed = self.attention.mix(self.attention.project_query(normal, rotation), seen, mask)
-        x = x + mixed * first.gate.astype(x.dtype)
-        return x + self.feed_forward(self.feed_forward_norm(x, second)) * second.gate.astype(x.dtype)
+        x = x + mixed.astype(x.dtype) * first.gate.astype(x.dtype)
+        added = self.feed_forward(self.feed_forward_norm(x, second).astype(dtype))
+        return x + added.astype(x.dtype) * second.gate.astype(x.dtype)
 
 
 class Expert(nnx.Module):

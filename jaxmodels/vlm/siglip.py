@@ -67,9 +67,10 @@ class VisionLayer(nnx.Module):
         self.feed_forward = FeedForward(sizes.width, sizes.hidden, Activation(tanh_gelu, 1), rngs=rngs)
 
     def __call__(self, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
-        normal = self.attention_norm(x)
-        x = x + self.attention(normal, normal, normal)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        dtype = self.feed_forward.up.kernel.dtype
+        normal = self.attention_norm(x).astype(dtype)
+        x = x + self.attention(normal, normal, normal).astype(x.dtype)
+        return x + self.feed_forward(self.feed_forward_norm(x).astype(dtype)).astype(x.dtype)
 
 
 class VisionTower(nnx.Module):
@@ -92,13 +93,14 @@ class VisionTower(nnx.Module):
         sizes, kernel = self.sizes, self.kernel[...]
         rows, columns = sizes.grid(*images.shape[1:3])
         size = sizes.patch_size
-        pixels = images[:, : rows * size, : columns * size].astype(kernel.dtype)
+        # In float32, as the sum of what layers add: a product of few channels.
+        pixels = images[:, : rows * size, : columns * size].astype(jnp.float32)
         patches = rearrange(pixels, "b (r p) (s q) c -> b (r s) (p q c)", p=size, q=size)
-        x = patches @ kernel.reshape(-1, sizes.width) + self.bias[...]
-        x = x + self.positions[...][assign_positions(rows, columns, sizes.side)]
+        x = patches @ kernel.reshape(-1, sizes.width).astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        x = x + self.positions[...][assign_positions(rows, columns, sizes.side)].astype(jnp.float32)
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)
+        return self.norm(x).astype(self.layers[0].feed_forward.up.kernel.dtype)
 
 
 def assign_positions(rows: int, columns: int, side: int) -> Int[np.ndarray, " n"]:

@@ -39,6 +39,25 @@ def fail(code: Code, what: str, why: str, then: str) -> NoReturn:
     raise typer.Exit(code)
 
 
+RENAME_HELP = "A camera of the policy and what the robot or recording calls it, as camera1=front; repeat it for more."
+
+LEROBOT_HELP = "0.4 or 0.6: whose reading of pi0's and pi0.5's files is meant; default: robojax.json's, else 0.6."
+DTYPE_HELP = "float32 or bfloat16; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32."
+
+
+def read_rename(given: Sequence[str] | None) -> dict[str, str]:
+    """Names of cameras of --rename: the policy's to the robot's; ends the process where they make no sense."""
+    rename: dict[str, str] = {}
+    for text in given or ():
+        camera, _, name = text.partition("=")
+        if not camera or not name:
+            fail(Code.USAGE, f"--rename {text} names no two cameras", "there is no name on one side", RENAME_HELP)
+        if rename.setdefault(camera, name) != name:
+            why = f"camera {camera} of the policy would be {rename[camera]} and {name}"
+            fail(Code.USAGE, "--rename contradicts itself", why, "give one of them")
+    return rename
+
+
 # name -> (module, what in it: a Typer app or a function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "serve": ("robojax.cli.serve", "serve", "Run the server: sessions, and rooms unless switched off."),
@@ -185,8 +204,8 @@ def robojax(
     """
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"robojax {version('robojax')}")
         raise typer.Exit
 
@@ -197,10 +216,10 @@ def flatten(function: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, type] = {name: hint for name, hint in hints if isinstance(hint, type) and is_dataclass(hint)}
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        function(**given)
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        function(**arguments)
 
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():

@@ -62,9 +62,9 @@ def bench(
     path = into / "index.html"
     path.write_text(page(collect(wanted(()), [into, RESULTS])))
     typer.echo(f"The page: {path.resolve().as_uri()}")
-    for name, said in failed.items():
+    for name, last_lines in failed.items():
         typer.secho(f"{name} failed or missed its target:", err=True, bold=True)
-        typer.echo("\n".join(f"    {line}" for line in said), err=True)
+        typer.echo("\n".join(f"    {line}" for line in last_lines), err=True)
     if failed:
         raise typer.Exit(Code.CHECK)
 
@@ -129,9 +129,9 @@ def _run_all(
             peer = None if one.takes is None else peers[one.takes]
             if one.takes is not None and peer is not None:
                 arguments += [one.takes, peer]
-            code, said = _run(one, arguments, show)
+            code, last_lines = _run(one, arguments, show)
             if code:
-                failed[one.name] = said
+                failed[one.name] = last_lines
             progress.console.print(
                 f"{one.name}: {'[red]see below[/]' if code else 'done'} in {time.monotonic() - began:.0f} s"
             )
@@ -142,7 +142,7 @@ def _run(benchmark: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[i
     """Run it; its exit code and last lines."""
     from rich.markup import escape
 
-    said: deque[str] = deque(maxlen=12)
+    last_lines: deque[str] = deque(maxlen=12)
     paths = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
         [sys.executable, str(benchmark.script), *arguments],
@@ -154,11 +154,11 @@ def _run(benchmark: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[i
     )
     assert process.stdout is not None
     lines = process.stdout
-    reading = threading.Thread(target=lambda: said.extend(line.rstrip() for line in lines), daemon=True)
+    reading = threading.Thread(target=lambda: last_lines.extend(line.rstrip() for line in lines), daemon=True)
     reading.start()
     try:
         while process.poll() is None:
-            show(escape(said[-1]) if said else "")
+            show(escape(last_lines[-1]) if last_lines else "")
             time.sleep(0.25)
     finally:
         if process.poll() is None:
@@ -166,4 +166,4 @@ def _run(benchmark: "Benchmark", arguments: Sequence[str], show: Any) -> tuple[i
             process.wait()
     reading.join(5)
     lines.close()
-    return process.returncode, list(said)
+    return process.returncode, list(last_lines)

@@ -1,16 +1,18 @@
 """Command `check`: inspects and times a policy or model, without a robot."""
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from robojax.cli.app import Code, fail
+from robojax.cli.app import DTYPE_HELP, LEROBOT_HELP, RENAME_HELP, Code, fail, read_rename
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from jaxmodels import LoadedModel, Policy, Requirements
+    from jaxmodels.types import StageTime
     from service.inference.measurement import Speed, Verdict
 
 
@@ -25,11 +27,13 @@ def check(
         str | None, typer.Option(help="One transformer of a diffusers UNet, e.g. mid_block.attentions.0.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     limits: Annotated[
         str | None, typer.Option(help="TOML or URDF file with limits of motion; default: that of the settings.")
     ] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
+    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
+    lerobot_version: Annotated[str | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """What a policy needs, how fast it is on this machine, and whether that fits a rate.
@@ -56,10 +60,18 @@ def check(
                 return
             load = jaxmodels.load_policy
             loaded = load(
-                policy, revision, dtype, device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+                policy,
+                revision,
+                dtype,
+                device,
+                on_progress=lambda stage: status.update(f"{stage} {policy} ..."),
+                rename=read_rename(rename),
+                lerobot=lerobot_version,
             )
             status.update("compiling and timing ...")
             speed = measure_policy(loaded, runs=runs)
+            status.update("compiling and timing its parts ...")
+            parts = loaded.profile_stages(min(runs, 10))
     except JaxModelsError as error:
         fail(
             Code.POLICY,
@@ -72,10 +84,9 @@ def check(
     verdict = assess_speed(requirements, speed, rate or requirements.rate or 20.0)
     if as_json:
         facts = _facts(requirements, speed, verdict, loaded.device) | motion
-        needs = {"load": loaded.needs.host, "run": loaded.needs.device}
-        typer.echo(json.dumps({**facts, "parameters": loaded.sizes.parameters, "memory_bytes": needs}, indent=2))
+        typer.echo(json.dumps({**facts, **_network_facts(loaded, parts)}, indent=2))
     else:
-        _show(requirements, speed, verdict, loaded)
+        _show(requirements, speed, verdict, loaded, parts)
         _show_limits(motion["limits"], motion["unmatched"])
     if verdict.fit == "does not fit":
         raise typer.Exit(Code.CHECK)
@@ -109,8 +120,8 @@ def _show_limits(limits: dict[str, dict[str, object]], unmatched: list[str]) -> 
     table = Table(show_edge=False, pad_edge=False, box=None)
     for column in ("joint", "low", "high", "step", "velocity", "acceleration", "jerk", "from"):
         table.add_column(column, justify="left" if column in ("joint", "from") else "right")
-    for name, said in limits.items():
-        *numbers, origin = said.values()
+    for name, limit in limits.items():
+        *numbers, origin = limit.values()
         table.add_row(
             escape(name),
             *("-" if value is None else f"{value:g}" for value in numbers),
@@ -140,7 +151,23 @@ def _facts(requirements: "Requirements", speed: "Speed", verdict: "Verdict", dev
     }
 
 
-def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy") -> None:
+def _network_facts(policy: "Policy", parts: Sequence["StageTime"]) -> dict[str, Any]:
+    sizes, needs = policy.sizes, policy.needs
+    return {
+        "parameters": sizes.parameters,
+        "parameters_by_part": policy.count_parameters(),
+        "weights_bytes": {"float32": 4 * sizes.parameters, "bfloat16": 2 * sizes.parameters},
+        "dtype": policy.dtype,
+        "prefix_tokens": sizes.prefix or None,
+        "parts_ms": [{"part": part.name, "ms": part.seconds * 1e3, "times": part.count} for part in parts],
+        "lerobot_version": policy.lerobot,
+        "memory_bytes": {"load": needs.host, "run": needs.device},
+    }
+
+
+def _show(
+    requirements: "Requirements", speed: "Speed", verdict: "Verdict", policy: "Policy", parts: Sequence["StageTime"]
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -150,8 +177,15 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", poli
     ensemble = requirements.temporal_ensemble_coeff
     sizes, needs = policy.sizes, policy.needs
     stages = ", ".join(f"{stage} {seconds * 1e3:.2f}" for stage, seconds in speed.stages.items())
+    counts = policy.count_parameters()
+    by_part = ": " + ", ".join(f"{part} {count:,}" for part, count in counts.items()) if len(counts) > 1 else ""
+    times = [f"{part.name} {part.seconds * 1e3:.2f} ms" + f" x {part.count}" * (part.count > 1) for part in parts]
     rows = {
         "type": requirements.policy_type,
+        "LeRobot": None
+        if policy.lerobot is None
+        else f"{policy.lerobot}'s reading of the files; --lerobot-version "
+        'or "lerobot" in robojax.json choose 0.4 or 0.6',
         "cameras": f"{cameras} (height x width; other sizes are resized)",
         "state": "none" if requirements.state is None else f"{requirements.state} joints",
         "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
@@ -164,7 +198,11 @@ def _show(requirements: "Requirements", speed: "Speed", verdict: "Verdict", poli
         "device": policy.device,
         "inference": f"p50 {speed.p50 * 1e3:.2f} ms, p99 {speed.p99 * 1e3:.2f} ms ({speed.runs} runs; {stages})",
         "compile": f"{speed.compile:.2f} s",
-        "parameters": f"{sizes.parameters:,}",
+        "parts": f"{', '.join(times)} (each as a program of its own)" if len(parts) > 1 else None,
+        "prefix": f"{sizes.prefix} tokens, computed once per chunk" if sizes.prefix else None,
+        "parameters": f"{sizes.parameters:,}{by_part}",
+        "weights": f"{4e-6 * sizes.parameters:,.1f} MB in float32, {2e-6 * sizes.parameters:,.1f} MB in bfloat16; "
+        f"here {policy.dtype}",
         "memory": f"about {needs.host / 1e6:,.0f} MB to load, {needs.device / 1e6:,.0f} MB to run",
     }
     table = Table(show_header=False, show_edge=False, pad_edge=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from robojax.cli.app import Code, fail, print_table
+from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_table, read_rename
 from robojax.cli.sessions import AsJson, Key, Url, base_url, call
 from service.logging import sanitize_text
 
@@ -221,6 +221,8 @@ def replay(
         Path | None, typer.Option(help="With --rerun: write this .rrd instead of opening a viewer.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
+    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
+    lerobot_version: Annotated[str | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """Play a recording against a policy: how far what it would do is from what was done (open loop).
@@ -249,7 +251,12 @@ def replay(
         with errors.status("importing JAX ...") as status:
             load = jaxmodels.load_policy
             loaded = load(
-                policy, revision, device=device, on_progress=lambda stage: status.update(f"{stage} {policy} ...")
+                policy,
+                revision,
+                device=device,
+                on_progress=lambda stage: status.update(f"{stage} {policy} ..."),
+                rename=read_rename(rename),
+                lerobot=lerobot_version,
             )
         with Progress(console=errors, transient=True) as bar:
             task = bar.add_task("playing", total=source.info.length)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from robojax.cli.app import Code, fail, show_findings
+from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
 from robojax.cli.sessions import Key
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def robot(
         str | None,
         typer.Option("--policy.revision", help="Branch, tag or commit of a repo.", rich_help_panel=SESSION),
     ] = None,
+    rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP, rich_help_panel=SESSION)] = None,
     session: Annotated[
         str | None,
         typer.Option(
@@ -152,6 +153,7 @@ def robot(
         session=session,
         policy=policy,
         revision=revision,
+        rename=read_rename(rename),
         task=task,
         transport=transport,
         rate=fps,

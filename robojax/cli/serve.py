@@ -191,8 +191,8 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             )
             kind = list[str] if field.json_schema_extra else bool if field.annotation is bool else str
             options.append(_parameter(name, kind | None, option))
-    shown = sum(Mark.COMMON in field.metadata for field in FIELDS.values())
-    every = f"Show all {len(FIELDS)} settings; --help shows the {shown} that most people need."
+    common_count = sum(Mark.COMMON in field.metadata for field in FIELDS.values())
+    every = f"Show all {len(FIELDS)} settings; --help shows the {common_count} that most people need."
     options.append(
         _parameter("help_all", bool, typer.Option("--help-all", help=every, is_eager=True, callback=_show_all))
     )
@@ -206,8 +206,8 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _show_all(context: typer.Context, is_asked: bool) -> None:
-    if is_asked:
+def _show_all(context: typer.Context, is_given: bool) -> None:
+    if is_given:
         for parameter in context.command.params:
             parameter.hidden = False  # type: ignore[attr-defined]
         typer.echo(context.get_help())
@@ -331,12 +331,12 @@ def follow(
     except SettingsError as error:
         fail(Code.USAGE, "this host cannot follow", str(error), "robojax follow ADDRESS:PORT --secret-file FILE")
     try:
-        from service.distributed.follow import follow_front
+        from service.distributed.follow import follow_server
     except ModuleNotFoundError as error:
         fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
     typer.echo(f"Waiting for the server at {front}.")
     try:
-        why = follow_front(host.strip("[]"), port, secret, wait, typer.echo)
+        why = follow_server(host.strip("[]"), port, secret, wait, typer.echo)
     except KeyboardInterrupt:
         why = None
     typer.echo(f"Ended: {why or 'the server did, or Ctrl-C'}.", err=why is not None)

@@ -145,11 +145,11 @@ def command(failure: str, *names: str) -> Callable[[Callable[..., None]], Callab
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def run(**given: Any) -> None:
+        def run(**arguments: Any) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", UserWarning)
                 try:
-                    function(**given)
+                    function(**arguments)
                 except hooks.InvalidWebhook as error:
                     fail(Code.USAGE, failure, str(error), "see --help for the options")
                 except hooks.HubTrouble as error:
@@ -569,8 +569,8 @@ def read_watch(watch: list[str], any_type: bool) -> list[Any]:
         try:
             return read_watched(watch)
         except UserWarning as error:
-            said = str(error).replace("it is sent as it is", "say --any-type to mean it")
-            raise hooks.InvalidWebhook(said) from None
+            text = str(error).replace("it is sent as it is", "say --any-type to mean it")
+            raise hooks.InvalidWebhook(text) from None
 
 
 def read_job_secrets(named: list[str] | None, file: str | None) -> dict[str, str] | None:

@@ -53,7 +53,7 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
     """Encode a picture for msgpack.
 
     Args:
-        image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file.
+        image: uint8 (h, w, 3), RGB; or the bytes of a JPEG or PNG file. Of several moments: (o, h, w, 3), or a list.
         is_compressed: whether an array is sent as JPEG.
 
     Raises:
@@ -61,7 +61,10 @@ def pack_picture(name: str, image: Any, is_compressed: bool) -> object:
     """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) != 3 or image.shape[2] != 3:
+    has_time = getattr(image, "ndim", 0) == 4
+    if isinstance(image, list | tuple) or (has_time and is_compressed):
+        return [pack_picture(name, one, is_compressed) for one in image]
+    if getattr(image, "dtype", None) != "uint8" or getattr(image, "ndim", 0) not in (3, 4) or image.shape[-1] != 3:
         actual = f"{getattr(image, 'dtype', type(image).__name__)} {getattr(image, 'shape', '')}".rstrip()
         raise Unusable(f"picture {name!r} is {actual}; wanted uint8 (height, width, 3) in RGB, or the bytes of a JPEG")
     return encode_jpeg(image) if is_compressed else pack_array(image)
@@ -77,7 +80,7 @@ def encode_jpeg(image: "np.ndarray") -> bytes:
 
 
 def pack_numbers(what: str, values: Any) -> object:
-    """Encode a state for msgpack: an array, a map by name, or a list.
+    """Encode a state for msgpack: an array, a map by name, or a list; of several moments a list of these.
 
     Raises:
         Unusable: a value is no finite number.
@@ -90,7 +93,12 @@ def pack_numbers(what: str, values: Any) -> object:
         if values.dtype.name not in DTYPES or not np.isfinite(values).all():
             raise Unusable(f"{what} has values that are no finite numbers; nothing was sent")
         return pack_array(values)
-    return [_finite(f"{what} {index}", value) for index, value in enumerate(values)]
+    return [
+        pack_numbers(f"{what} {index}", value)
+        if isinstance(value, Mapping | list | tuple) or getattr(value, "ndim", 0)
+        else _finite(f"{what} {index}", value)
+        for index, value in enumerate(values)
+    ]
 
 
 def _finite(what: str, value: Any) -> float:
@@ -102,7 +110,7 @@ def _finite(what: str, value: Any) -> float:
     return number
 
 
-Image = Any  # uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file
+Image = Any  # uint8 (h, w, 3) in RGB, or the bytes of a JPEG or PNG file; several moments of either
 
 
 def pack_observation(
@@ -118,7 +126,8 @@ def pack_observation(
 
     Args:
         images: camera name to uint8 (h, w, 3) in RGB, or to the bytes of a JPEG or PNG file.
-        state: joint positions, in the order of the session's joints or by name.
+        state: joint positions, in the order of the session's joints or by name. Pictures and joints of all the moments
+            that a policy looks at have an axis of time in front, or are lists, oldest first.
         prompt: what is to be done, in words, from now on.
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 

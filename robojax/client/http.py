@@ -119,8 +119,8 @@ def status(session_id: str) -> Call[SessionStatus]:
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
     """Request for a new session; answered when its policy is loaded, or cannot be."""
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
-    said = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    body = required | {name: value for name, value in said.items() if value is not None}
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    body = required | {name: value for name, value in listed.items() if value is not None}
     call = build_call("POST", "/sessions", body, LOADED)
     # For a proxy in front of several servers, which cannot look into the body (deploy/proxy).
     return replace(call, headers={**call.headers, "x-robojax-session": quote(session_id, safe="")})
@@ -191,8 +191,8 @@ def build_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refus
         answer = _decode_body(headers.get("content-type", ""), body)
     except Garbled:
         answer = None
-    said = answer if isinstance(answer, dict) else {}
-    detail, code = said.get("detail"), said.get("code")
+    problem = answer if isinstance(answer, dict) else {}
+    detail, code = problem.get("detail"), problem.get("code")
     if isinstance(detail, list):
         code = code or "invalid"
         detail = "; ".join(_describe_misfit(misfit) for misfit in detail)
@@ -348,8 +348,8 @@ class Http:
                     base, part = steps.throw(error)
                 else:
                     base, part = steps.send(answer)
-        except StopIteration as found:
-            answer = found.value
+        except StopIteration as stop:
+            answer = stop.value
         return read_result(call, answer.status, answer.headers, answer.body)
 
     def _send(self, base: str, call: Call[Any]) -> Answer:
@@ -400,8 +400,8 @@ class AsyncHttp:
                     base, part = steps.throw(error)
                 else:
                     base, part = steps.send(answer)
-        except StopIteration as found:
-            answer = found.value
+        except StopIteration as stop:
+            answer = stop.value
         return read_result(call, answer.status, answer.headers, answer.body)
 
     async def _send(self, base: str, call: Call[Any]) -> Answer:

@@ -25,6 +25,7 @@ class Welcome:
         rate: of the session's control loop, per second.
         silence_s: a client that was not heard of for so long counts as gone.
         max_bytes: the largest message that is taken.
+        observation_steps: moments that the policy looks at together; the server keeps those before.
     """
 
     session_id: str
@@ -36,6 +37,7 @@ class Welcome:
     silence_s: float
     max_bytes: int | None
     reads_prompt: bool
+    observation_steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def decode_message(data: bytes | str) -> Message | None:
     try:
         return None if reader is None else reader(fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"the server's message of kind {kind!r} lacks something: {error!r}") from error
+        raise Garbled(f"the server's message of kind {kind!r} is incomplete: {error!r}") from error
 
 
 def encode_message(kind: str, fields: Mapping[str, object]) -> bytes:
@@ -146,6 +148,7 @@ def _welcome(fields: dict[str, Any]) -> Welcome:
         silence_s=float(fields.get("silence_s") or 2.0),
         max_bytes=fields.get("max_bytes"),
         reads_prompt=bool(fields.get("reads_prompt")),
+        observation_steps=int(fields.get("observation_steps") or 1),
     )
 
 

@@ -36,7 +36,7 @@ class Goal:
 
 
 class Follower:
-    """Decides from commands where an arm goes: the newest targets, or hold when commands stop.
+    """Chooses an arm's goal from commands: the newest targets, or hold when commands stop.
 
     Attributes:
         hold: why the arm is held; None while it follows.
@@ -219,7 +219,7 @@ class ArmThread:
             self._over.set()
 
     def _run_cycle(self) -> bool:
-        """One look and one goal; False when the arm could not be read this once."""
+        """Read the arm once and send one goal; False when it could not be read this time."""
         pose = self._arm.read_pose()
         if pose is None:
             return False
@@ -240,4 +240,4 @@ class ArmThread:
             held = self._arm.hold_responding_servos()
         except (BusLost, OSError):
             held = []
-        return f"held are {', '.join(held)}" if held else "nothing could be told to hold; switch the arm's power off"
+        return f"held are {', '.join(held)}" if held else "no joint could be held; switch the arm's power off"

@@ -9,7 +9,7 @@ from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.runner import RobotRunner
+from robojax.robot.runner import RobotRunner, build_check
 
 # Seconds that a camera's pictures are counted, and the share of its rate that is good enough.
 COUNTED, ENOUGH = 1.0, 0.8
@@ -48,9 +48,9 @@ def check_robot(runner: RobotRunner) -> Iterator[Finding]:
     yield from _server(runner)
 
 
-def _run_check(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _run_check(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
-        yield from look()
+        yield from check()
     except RobotError as error:
         yield Finding(name, "fail", str(error), error.then)
 
@@ -130,11 +130,10 @@ def _server(runner: RobotRunner) -> Iterator[Finding]:
             client.sessions()
             yield Finding("server", "ok", client.url)
             if runner.policy is not None:
-                cameras = list(runner.robot.cameras)
-                request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": cameras}
+                request = build_check(runner, runner.robot.cameras)
                 fit = client.request("POST", "/policies/check", request, timeout=600)
                 text = "; ".join(fit["misfits"]) or f"{fit['policy_type']}, {fit['rate']:g} Hz"
-                fix = "" if fit["fits"] else "name the cameras as the policy does"
+                fix = "" if fit["fits"] else "name the cameras as the policy does, or give --rename"
                 yield Finding("policy", "ok" if fit["fits"] else "fail", text, fix)
     except ClientError as error:
         yield Finding("server", "fail", str(error), "start one with `robojax serve`; a key goes into ROBOJAX_KEY")

@@ -27,7 +27,7 @@ from robojax.robot.errors import RobotError
 
 # Seconds before each further try to reach a server that is gone.
 RETRY_WAITS = (0.2, 0.5, 1.0, 2.0)
-TAKEN = 4409
+ROBOT_TAKEN = 4409
 # Refusals that somebody may change while the arm is held: an interrupted session is restarted, a latch is taken off.
 FOR_NOW = (409, 429, 503)
 Pictures = Callable[[], Mapping[str, np.ndarray]]
@@ -73,7 +73,7 @@ class StreamLink:
             except (Refused, Unreachable, StreamClosed, Garbled) as error:
                 if isinstance(error, Refused) and error.status not in FOR_NOW:
                     raise RobotError(f"the server refused: {error}", "robojax sessions shows what there is") from error
-                if isinstance(error, StreamClosed) and error.code == TAKEN:
+                if isinstance(error, StreamClosed) and error.code == ROBOT_TAKEN:
                     raise RobotError(str(error), "end the other one first") from error
                 if isinstance(error, Refused):
                     self._report_once(error.code, f"the server says: {error.text}")

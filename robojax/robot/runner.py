@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,7 +56,7 @@ async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-LOOK = 0.1  # seconds between looks at the arm
+POLL_PERIOD = 0.1  # seconds between looks at the arm
 LEAVE = 3.0  # seconds that saying goodbye to the server may take
 EMERGENCY, QUIT = " ", "q"
 # SIGHUP: the terminal was closed, or the connection to it was lost.
@@ -73,6 +73,7 @@ class RobotRunner:
         session: id; the robot's when None.
         policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
             None for one that is there.
+        rename: cameras of the policy and what the robot calls them, where that differs; for a session that is made now.
         transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
             the rooms of the server itself.
         rate: observations (and looks at the arm) per second.
@@ -87,6 +88,7 @@ class RobotRunner:
     session: str | None = None
     policy: str | None = None
     revision: str | None = None
+    rename: Mapping[str, str] = field(default_factory=dict)
     task: str | None = None
     transport: str | None = None
     rate: float = 30.0
@@ -144,7 +146,7 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
             if ended is not None:
                 raise ended
     except _Ended:
-        on_event("ended; the arm was told nothing")
+        on_event("ended; the arm got no command")
     finally:
         for number in ENDS:
             loop.remove_signal_handler(number)
@@ -159,7 +161,7 @@ async def _run_linked(
     end_requested: asyncio.Event,
     on_event: OnEvent,
 ) -> Exception | None:
-    """Moves until something ends it; what that was, unless somebody wanted it."""
+    """Run the arm until something ends it; return the reason, or None where a person ended it."""
 
     def pictures() -> dict[str, np.ndarray]:
         now = time.monotonic()
@@ -223,12 +225,13 @@ async def _session(
         on_event(describe_status(await session.status()))
         yield session
         return
-    request = {"policy_path": runner.policy, "revision": runner.revision, "camera_names": list(cameras)}
+    request = build_check(runner, cameras)
     fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
     if not fit["fits"]:
         raise RobotError(
             f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
-            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras",
+            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras, or give "
+            "--rename POLICYS_NAME=YOURS",
         )
     on_event(f"loading {runner.policy} ...")
     making = client.create(
@@ -240,12 +243,19 @@ async def _session(
         revision=runner.revision,
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
+        **({"rename": dict(runner.rename)} if runner.rename else {}),
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
         yield created
     finally:
         await _remove_session(created)
+
+
+def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
+    """The question whether a policy fits these cameras."""
+    request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
+    return request | {"camera_names": list(cameras)} | ({"rename": dict(runner.rename)} if runner.rename else {})
 
 
 async def _remove_session(session: AsyncSession) -> None:
@@ -315,7 +325,7 @@ async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
                 f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
             )
             clamped |= new
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_PERIOD)
 
 
 async def _keys(
@@ -332,7 +342,7 @@ async def _keys(
             try:
                 await session.emergency_stop("key at the robot")
             except ClientError as error:
-                on_event(f"the arm is held; the server could not be told: {error}")
+                on_event(f"the arm is held; the server could not be reached: {error}")
         elif key == QUIT:
             end_requested.set()
 

@@ -243,12 +243,12 @@ class Arm:
 
     @property
     def cube(self) -> np.ndarray:
-        """Position of the asked cube's centre in metres; for the expert and the score, never for a policy."""
+        """Position of the target cube's centre in metres; for the expert and the score, never for a policy."""
         return self._get_position(self.target_cube.name)
 
     @property
     def is_lifted(self) -> bool:
-        """Whether the asked cube is lifted, and no other ever was."""
+        """Whether the target cube is lifted, and no other ever was."""
         return self._is_up(self.target_cube.name) and self.wrong is None
 
     def _get_position(self, cube: str) -> np.ndarray:

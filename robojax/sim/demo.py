@@ -38,19 +38,19 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         """Request body that creates the session, without defaults."""
-        said: dict[str, Any] = {
+        body: dict[str, Any] = {
             "session_id": SESSION,
             "policy_path": self.policy,
             "transport_server_url": self.url,
             "camera_names": [CAMERA],
         }
         if self.revision is not None:
-            said["revision"] = self.revision
+            body["revision"] = self.revision
         if self.policy_type != "act":
-            said["policy_type"] = self.policy_type
+            body["policy_type"] = self.policy_type
         if self.instruction is not None:
-            said["language_instruction"] = self.instruction
-        return said | ({"record": True} if self.is_recorded else {})
+            body["language_instruction"] = self.instruction
+        return body | ({"record": True} if self.is_recorded else {})
 
     def curl(self) -> list[str]:
         """Shell commands that do the same by hand."""

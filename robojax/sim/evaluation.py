@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels import Policy
+from jaxmodels import Policy, list_policy_files
 from jaxmodels.types import TASK
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, LIFTED, RATE, Arm
 from robojax.sim.tasks import PICK, Outcome, Score, Task
@@ -98,8 +98,7 @@ def hash_policy_files(policy: str) -> Mapping[str, str] | None:
     folder = Path(policy)
     if not folder.is_dir():
         return None
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
-    return {path.name: _digest(path) for path in files}
+    return {name: _digest(folder / name) for name in list_policy_files(folder)}
 
 
 def _digest(path: Path) -> str:
@@ -160,10 +159,10 @@ def _play(arm: Arm, policy: Policy, steps: int, delay: int, is_filmed: bool) -> 
     plan: list[np.ndarray] = []
     frames: list[np.ndarray] = []
     for tick in range(HORIZON):
-        is_asked = tick % steps == 0
-        if is_asked or is_filmed:
+        is_due = tick % steps == 0
+        if is_due or is_filmed:
             frames.append(arm.picture(CAMERA, *FRAME))
-        if is_asked:
+        if is_due:
             chunk = list(policy.act(_observation(arm, frames[-1], policy.requirements.language))[0])
             plan = plan[:delay] + chunk[delay:] if plan else chunk
         arm.step(plan.pop(0))

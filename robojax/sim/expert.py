@@ -78,7 +78,7 @@ class Kinematics:
 
 
 def plan_legs(arm: Arm, kinematics: Kinematics) -> list[Leg]:
-    """Plan the path that lifts the asked cube from where it lies: 90 ticks in all."""
+    """Plan the path that lifts the target cube from where it lies: 90 ticks in all."""
     cube = arm.cube
     above = kinematics.solve(HOME, cube + HOVER * UP)
     at = kinematics.solve(above, cube + GRASP * UP)

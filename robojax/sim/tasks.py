@@ -21,7 +21,7 @@ class TaskName(StrEnum):
 
 @dataclass(frozen=True)
 class Cube:
-    """A cube that can be asked for.
+    """A cube that an instruction may name.
 
     Attributes:
         name: its colour, as a person says it.
@@ -52,7 +52,7 @@ class CubePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Cubes on the table, one of which is asked for in each episode.
+    """Cubes on the table, one of which is the target in each episode.
 
     Attributes:
         apart: metres between the centres of any two cubes, at least.
@@ -70,11 +70,11 @@ class Task:
         return tuple(cube.instruction for cube in self.cubes)
 
     def choose_cube(self, seed: int) -> Cube:
-        """The cube of an episode: in turn, so that an even run of seeds asks for each equally often."""
+        """The cube of an episode: in turn, so that each is the target equally often over a run of seeds."""
         return self.cubes[seed % len(self.cubes)]
 
     def draw_positions(self, seed: int) -> tuple[CubePosition, ...]:
-        """Random positions of an episode's cubes, independent of which is asked for."""
+        """Random positions of an episode's cubes, independent of which is the target."""
         random = np.random.default_rng(seed)
         while True:
             drawn = tuple(

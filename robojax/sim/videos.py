@@ -19,7 +19,7 @@ GREEN, RED = (30, 120, 50), (150, 40, 30)
 
 
 def film_name(outcome: Outcome) -> str:
-    """File name of an episode's video, which tells how it ended."""
+    """File name of an episode's video, with how the episode ended."""
     end = "lifted" if outcome.lifted else "missed" if outcome.wrong is None else "wrong"
     return f"{outcome.number:04d}-seed-{outcome.seed}-{end}.mp4"
 

@@ -196,7 +196,7 @@ def get_visible_session(request: Request, session_id: str) -> AnySession:
     """Return the session of this id.
 
     Raises:
-        UnknownSession: there is none, or it is somebody else's: which of the two is not told.
+        UnknownSession: there is none, or it is somebody else's: the answer is the same.
     """
     session = request.app.ctx.sessions.get(session_id)
     if not caller_of(request).sees(session.new.owner):

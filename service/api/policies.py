@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from sanic import HTTPResponse
 
 from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
+from jaxmodels.types import rename_cameras
 from service.api.context import Query, Request, Route, get_visible_session, list_visible_sessions
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
@@ -149,6 +151,10 @@ async def check_policy(request: Request) -> HTTPResponse:
     except PolicyError as error:
         entry = {"loc": ["body", "policy_path"], "msg": mask_input(str(error), body), "type": error.code}
         raise InvalidBody([entry]) from error
+    try:
+        requirements = rename_cameras(requirements, body.rename or {})
+    except JaxModelsError as error:
+        raise InvalidBody([{"loc": ["body", "rename"], "msg": str(error), "type": PolicyError.code}]) from error
     return json_response(_check_request(requirements, body, request.app.ctx.sessions.settings))
 
 

@@ -172,19 +172,22 @@ def _choose_answer_type(accept: str | None, usual: str) -> str:
 
 
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
+_JOINTS = {"type": "object", "additionalProperties": {"type": "number"}}
+_PICTURE = {"type": "string", "description": "a JPEG or PNG file in base64"}
 _OBSERVATION = {
     "type": "object",
     "properties": {
         "images": {
             "type": "object",
-            "additionalProperties": {"type": "string", "description": "a JPEG or PNG file in base64"},
+            "additionalProperties": {"anyOf": [_PICTURE, {"type": "array", "items": _PICTURE}]},
         },
-        "state": {"anyOf": [_NUMBERS, {"type": "object", "additionalProperties": {"type": "number"}}]},
+        "state": {"anyOf": [_NUMBERS, _JOINTS, {"type": "array", "items": {"anyOf": [_NUMBERS, _JOINTS]}}]},
         "prompt": {"type": "string", "maxLength": 2048},
         "number": {"type": "integer"},
         "want": {"type": "string", "enum": ["chunk", "action"]},
         "executed": {"type": "integer", "minimum": 0},
         "reset": {"type": "boolean"},
+        "timestamp": {"type": "number", "description": "seconds by the client's clock at which it was observed"},
     },
     "required": ["state"],
 }

@@ -10,7 +10,7 @@ from yarl import URL
 from service.api.context import App, Request
 from service.auth.caller import caller_of
 from service.distributed import peers
-from service.distributed.peers import NAME, PASSED, PeerSessions, status_of
+from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions, make_status
 from service.distributed.session_table import Entry, Peer
 from service.errors import MoveRefused, UnknownSession
 from service.http.bodies import discard_body, json_response, read_reason, request_id
@@ -50,7 +50,7 @@ class Redirects:
         """Return the redirect, or what is known here of the session; None: this server answers."""
         route: Any = request.route
         front = self.front
-        if route is None or front is None or PASSED in request.headers or getattr(route.ctx, "is_own", False):
+        if route is None or front is None or FORWARDED_HEADER in request.headers or getattr(route.ctx, "is_own", False):
             return None
         session_id = request.match_info.get("session_id")
         # Pages that may not call are refused by the routes, later, in their own words.
@@ -76,7 +76,7 @@ class Redirects:
         return json_response(
             {"detail": f"session {session_id!r} is on the front {owning.name}: ask {owning.url}", "code": CODE},
             307,
-            {"location": location, PASSED: owning.name, ADDRESS_HEADER: _host_and_port(owning.url)},
+            {"location": location, FORWARDED_HEADER: owning.name, ADDRESS_HEADER: _host_and_port(owning.url)},
         )
 
     async def _find(self, front: PeerSessions, session_id: str) -> tuple[Entry, Peer | None] | None:
@@ -96,7 +96,7 @@ class Redirects:
         if not entry.status and request.method != "DELETE":
             raise UnknownSession(f"Session {entry.id} not found")  # its id was taken, and nothing came of it
         if request.method in ("GET", "HEAD") and last == entry.id:
-            return json_response(status_of(entry))
+            return json_response(make_status(entry))
         if request.method == "DELETE" and last == entry.id:
             await front.forget(entry.id)
             return json_response({"message": f"Session {entry.id} deleted; its front {entry.front} had died"})
@@ -109,14 +109,14 @@ class Redirects:
         headers = self._headers(request)
         stopping = peers.stop_session(owning, session_id, headers, await read_reason(request))
         status, body = await self._run_shielded(stopping)
-        return json_response(body, status, {PASSED: owning.name})
+        return json_response(body, status, {FORWARDED_HEADER: owning.name})
 
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
         """Stop the robots of all other servers; returns how many, and which servers are not known to have.
 
         Those too that are not heard of: what they move, they may move still.
         """
-        if PASSED in request.headers or self.front is None:
+        if FORWARDED_HEADER in request.headers or self.front is None:
             return {}
         others = [*self.front.others, *self.front.silent]
         return await self._run_shielded(peers.stop_all(others, self._headers(request), reason))
@@ -131,7 +131,7 @@ class Redirects:
     def _headers(self, request: Request) -> dict[str, str]:
         assert self.front is not None, "asked only once it is there"
         kept = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
-        return kept | {PASSED: self.front.name, "x-request-id": request_id(request)}
+        return kept | {FORWARDED_HEADER: self.front.name, "x-request-id": request_id(request)}
 
     async def close(self) -> None:
         """Wait for stops that are under way."""
@@ -147,7 +147,7 @@ class Redirects:
         @app.on_response
         async def name(request: Request, response: HTTPResponse) -> None:
             if self.front is not None:
-                response.headers[NAME] = self.front.name
+                response.headers[FRONT_NAME_HEADER] = self.front.name
 
 
 def _host_and_port(url: str) -> str:

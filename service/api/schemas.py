@@ -15,6 +15,7 @@ from service.sessions.request import (
     PolicyPath,
     PolicyType,
     Rate,
+    Rename,
     Revision,
     SessionRequest,
     Text,
@@ -141,6 +142,7 @@ class PolicyCheckRequest(BaseModel):
     language_instruction: Text | None = Field(
         default=None, description="Whether one is wanted say the requirements (language); not compared when null."
     )
+    rename: Rename | None = Field(default=None, description="As of POST /sessions; the answer has the robot's names.")
 
 
 class PolicyCheck(BaseModel):

@@ -27,6 +27,8 @@ class ActionQueue:
         aggregation: how a new chunk is joined with what is left of the plan.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
+        seen_at, dry_at: when the frames of the newest chunk were seen, and when its last action is over, monotonic; of
+            no meaning while nothing is left of it.
     """
 
     def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
@@ -39,17 +41,12 @@ class ActionQueue:
         # Of how many predictions each action is made.
         self._counts = np.zeros(0, np.int64)
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
-        self._seen_at = 0.0
+        self.seen_at = self.dry_at = 0.0
         self._next = 0
 
     def __len__(self) -> int:
         """Return how many actions are left."""
         return len(self._chunk) - self._next
-
-    @property
-    def seen_at(self) -> float | None:
-        """When the frames were seen that the remaining actions belong to; None when nothing is left."""
-        return self._seen_at if self._next < len(self._chunk) else None
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
         """Join chunks in another way from the next one on; what is left counts as one prediction then."""
@@ -66,7 +63,7 @@ class ActionQueue:
         """
         if not len(self):
             return 0, self._chunk[:0], self._counts[:0]
-        position = (seen_at - self._seen_at) / self.period
+        position = (seen_at - self.seen_at) / self.period
         whole = math.floor(position + 0.5)
         position = float(whole) if abs(position - whole) < _WHOLE else position
         skipped = max(math.ceil(-position), 0)
@@ -85,9 +82,11 @@ class ActionQueue:
         ``first_usable`` is the index of the first that can still be done.
         """
         first, planned, counts = self.remaining(seen_at, len(chunk))
+        if not len(planned):
+            return chunk
         after = np.arange(first, first + len(planned)) - first_usable + 1
         old_share = 1 - np.asarray(self.aggregation.new_weights(counts, after), np.float64)
-        if not len(planned) or not old_share.any():
+        if not old_share.any():
             return chunk
         result = np.array(chunk, np.float32)
         part = result[first : first + len(planned)]
@@ -105,7 +104,8 @@ class ActionQueue:
         first, planned, counts = self.remaining(seen_at, len(chunk))
         self._counts = np.ones(len(chunk), np.int64)
         self._counts[first : first + len(planned)] += counts
-        self._chunk, self._seen_at, self.consumed = chunk, seen_at, 0
+        self._chunk, self.seen_at, self.consumed = chunk, seen_at, 0
+        self.dry_at = seen_at + len(chunk) * self.period
         self._next = 0
         self._next = min(max(math.floor(self._position(now) + 0.5), 0), len(chunk))
         self.late += self._next
@@ -133,19 +133,22 @@ class ActionQueue:
         last = len(self._chunk) - 1
         if last < 0:
             return None
-        position, present = self._position(deadline), (now - self._seen_at) / self.period
+        position, present = self._position(deadline), (now - self.seen_at) / self.period
         if present > position + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
             position = self._position(now)
-        if position > last and (not self.is_between or present > last + 1):
-            self._drop_until(last + 1)
-            return None
+        is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
-        index = math.floor(position + 0.5)
+        index = last + 1 if is_over else math.floor(position + 0.5)
         if index < self._next and not (self.is_between and self.consumed):
             return None
         before = self._next
-        self._drop_until(index)
+        if index > before:
+            # Ticks slower than actions pass over some of them on purpose.
+            self.late += 0 if self.is_between else index - before
+            self._next = index
+        if is_over:
+            return None
         if index == self._next:
             self._next += 1
             done = self._next - before if self.is_between and self.consumed else 1
@@ -170,12 +173,7 @@ class ActionQueue:
 
     def due(self, index: int) -> float:
         """Monotonic time at which action ``index`` of this chunk is due."""
-        return self._seen_at + index * self.period
-
-    @property
-    def dry_at(self) -> float | None:
-        """Monotonic time at which the plan runs dry; None when nothing is left."""
-        return self.due(len(self._chunk)) if len(self) else None
+        return self.seen_at + index * self.period
 
     def count_taken_since(self, moment: float) -> int:
         """How many actions, of whatever chunk, were given out for ticks from this moment on."""
@@ -192,18 +190,11 @@ class ActionQueue:
 
     def _position(self, moment: float) -> float:
         """Index of a moment in the chunk: a whole number, unless ticks take points between two actions."""
-        position = (moment - self._seen_at) / self.period
+        position = (moment - self.seen_at) / self.period
         if self.is_between:
             return position
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
         return float(self._next) if abs(position - self._next) < 0.501 else math.floor(position + 0.5)
-
-    def _drop_until(self, index: int) -> None:
-        index = min(index, len(self._chunk))
-        if index > self._next:
-            # Ticks slower than actions pass over some of them on purpose.
-            self.late += 0 if self.is_between else index - self._next
-            self._next = index
 
     def _interpolate(self, position: float) -> np.ndarray:
         before = int(position)

@@ -36,7 +36,7 @@ class Aggregation(Protocol):
 
     @property
     def sends_plan(self) -> bool:
-        """Whether the policy is shown what is left of the plan, and begins its chunk with what will be over."""
+        """Whether the policy gets what is left of the plan as an input, and begins its chunk with what will be over."""
         ...
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
@@ -185,11 +185,11 @@ def choose_aggregation(
         raise ValueError(
             f"overlap {name!r} has no coefficient; leave temporal_ensemble_coeff out, or ask for 'ensemble'"
         )
-    found = AGGREGATIONS[name]
+    aggregation = AGGREGATIONS[name]
     return (
-        replace(found, steps=max(round(CROSSFADE_SECONDS * action_rate), 1))
-        if isinstance(found, CrossfadeAggregation)
-        else found
+        replace(aggregation, steps=max(round(CROSSFADE_SECONDS * action_rate), 1))
+        if isinstance(aggregation, CrossfadeAggregation)
+        else aggregation
     )
 
 

@@ -3,8 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from service.control.config import ControlConfig
 from service.control.observation_buffer import Snapshot
 from service.stats import Recent, Tally
 
+# Codes of answers without a chunk: a program is being compiled, so the request was not carried out; the inference did
+# not return, and its thread was replaced.
+COMPILING, STUCK = "compiling", "stuck"
 # Whether an answer came when the plan was to be taken over: one action more or less is the grain of it.
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
@@ -46,15 +50,33 @@ class PolicyRequest:
 
     Attributes:
         snapshot: what the robot sees and feels, and for policies that continue a plan what is left of it.
-        asked_at: monotonic time of the question.
+        requested_at: monotonic time of the request.
         due: when the plan runs dry, monotonic; None when there is no plan.
         motion: number of the motion it belongs to; answers to an earlier motion are dropped.
     """
 
     snapshot: Snapshot
-    asked_at: float
+    requested_at: float
     due: float | None = None
     motion: int = 0
+
+
+class PolicyAnswer(NamedTuple):
+    """Result of a request to the policy.
+
+    Attributes:
+        request: the one that is answered.
+        chunk: (1, t, a) actions as the policy gave them, not yet checked; None when there are none.
+        error: code and text of why there are none: ``compiling``, ``stuck``, or any other failure.
+        fade: set for the first chunk of another policy: how many actions lead over from the plan of the one before.
+        inputs: what the policy was run on, for its runner.
+    """
+
+    request: PolicyRequest
+    chunk: object = None
+    error: tuple[str, str] | None = None
+    fade: int | None = None
+    inputs: object = None
 
 
 class ChunkScheduler:
@@ -62,6 +84,7 @@ class ChunkScheduler:
 
     Attributes:
         config: as it is now.
+        ahead: seconds before it is needed that a chunk is asked for: as configured, else as long as answers take.
         in_flight: the request that has no answer yet, or None.
         discarded: answers that came back after a hold or a stop and were thrown away.
         latency: seconds from asking to answer, on the event loop's side.
@@ -72,6 +95,7 @@ class ChunkScheduler:
 
     def __init__(self, config: ControlConfig):
         self.config = config
+        self.ahead = config.ask_ahead or 0.0
         self.in_flight: PolicyRequest | None = None
         self.discarded = 0
         self.latency = Recent(32)
@@ -92,14 +116,16 @@ class ChunkScheduler:
         is_running_dry = len(queue) <= math.ceil(delay) + 1
         return is_running_dry or queue.consumed + math.floor(delay) >= self.config.action_steps
 
-    @property
-    def ahead(self) -> float:
-        """Seconds before it is needed that a chunk is asked for: as configured, else as long as answers take."""
-        return (self._latency.value or 0.0) if self.config.ask_ahead is None else self.config.ask_ahead
+    def adjust(self, config: ControlConfig) -> None:
+        """Ask by other settings from now on."""
+        self.config = config
+        self.ahead = (self._latency.value or 0.0) if config.ask_ahead is None else config.ask_ahead
 
     def request(self, snapshot: Snapshot, queue: ActionQueue, now: float) -> PolicyRequest:
         """Ask for a chunk that follows this snapshot and what is left of the plan."""
-        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at, self._motion)
+        if self.config.overlap.sends_plan:
+            snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.seen_at))
+        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if len(queue) else None, self._motion)
         self._is_hurried = False
         return self.in_flight
 
@@ -138,8 +164,11 @@ class ChunkScheduler:
 
     def measure(self, request: PolicyRequest, queue: ActionQueue, now: float) -> None:
         """Learn from a usable answer, which is yet to be joined with the plan in this queue."""
-        self.latency.add(now - request.asked_at)
-        self._latency.add(now - request.asked_at)
+        latency = now - request.requested_at
+        self.latency.add(latency)
+        self._latency.add(latency)
+        if self.config.ask_ahead is None:
+            self.ahead = self._latency.value or 0.0
         if request.due is None:
             return
         self.delay = queue.count_taken_since(request.snapshot.seen_at)

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from service.control.action_queue import ActionQueue
-from service.control.chunk_scheduler import ChunkScheduler, PolicyRequest
+from service.control.chunk_scheduler import COMPILING, STUCK, ChunkScheduler, PolicyAnswer, PolicyRequest
 from service.control.config import ControlConfig
-from service.control.guard import Guard
-from service.control.hold import OF_POLICY, TOO_SLOW, CommandHistory, Hold, HoldState
+from service.control.guard import CommandHistory, Guard, Ramp
 from service.control.limits import MotionLimits, create_motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
 from service.control.watchdog import HOLDS, InputTimes, Watchdog
@@ -25,11 +24,8 @@ _EARLY_TOLERANCE = 1e-6
 _MAX_TARGET = 1e30
 # Fields of a ControlConfig that may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
-# Codes of obstacles: the link is up, and takes no command; a program is being compiled.
+# Code of an obstacle: the link is up, and takes no command.
 CHOKED = "link_choked"
-COMPILING = "compiling"
-# Code of an answer that will never come: the inference did not return, and its thread was replaced.
-STUCK = "stuck"
 
 
 class ControlEvent(NamedTuple):
@@ -42,24 +38,6 @@ class ControlEvent(NamedTuple):
 
     move: Move
     reason: str | None
-
-
-class PolicyAnswer(NamedTuple):
-    """Result of a request to the policy.
-
-    Attributes:
-        request: the one that is answered.
-        chunk: (1, t, a) actions as the policy gave them, not yet checked; None when there are none.
-        error: code and text of why there are none: ``compiling``, ``stuck``, or any other failure.
-        fade: set for the first chunk of another policy: how many actions lead over from the plan of the one before.
-        inputs: what the policy was run on, for its runner.
-    """
-
-    request: PolicyRequest
-    chunk: object = None
-    error: tuple[str, str] | None = None
-    fade: int | None = None
-    inputs: object = None
 
 
 class TickResult(NamedTuple):
@@ -123,6 +101,76 @@ class TickClock:
         return DueTick(self._anchor + index * self.period, missed, late)
 
 
+@dataclass(frozen=True)
+class Hold:
+    """Reason for which the robot is held.
+
+    Attributes:
+        code: stable, e.g. ``camera_stale``.
+        text: for people.
+        since: monotonic time.
+    """
+
+    code: str
+    text: str
+    since: float
+
+
+# A stop that the link does not take is sent again, at most so many times as often as a hold is repeated.
+STOP_RETRIES = 25
+
+# Holds that end when the policy gives a usable chunk; all others end when what they name is back.
+OF_POLICY = frozenset({"policy_invalid", "policy_failed", "policy_late", "starved"})
+# Holds that say that the policy is too slow; one may give way to another while the robot stands all the time.
+TOO_SLOW = frozenset({"inference_slow", "action_stale", "policy_late", "starved"})
+
+
+class HoldState:
+    """Whether and why one robot is held, and what is still to be sent for it.
+
+    Attributes:
+        hold: why it is held, or None while it may move.
+        counts: how often each reason held it.
+        repeats_left: how often the measured pose is still to be sent.
+        ramp: slows the robot down before that, or None.
+    """
+
+    def __init__(self, repeats: int):
+        self.hold: Hold | None = None
+        self.counts = Tally()
+        self.repeats_left = 0
+        self._repeats = repeats
+        self._retries = 0
+        self.ramp: Ramp | None = None
+
+    def enter(self, reason: NotReady, now: float, *, is_moving: bool, ramp: Ramp | None = None) -> None:
+        """Hold the robot for this reason; the first one decides how, later ones only say why."""
+        if self.hold is None and is_moving:
+            # Of a robot that does not move, a hold that is not over yet goes on: its reason may come and go.
+            self.repeats_left, self.ramp = self._repeats, ramp
+        if self.hold is None or self.hold.code != reason.code:
+            self.counts.add(reason.code)
+            self.hold = Hold(reason.code, reason.text, now)
+        else:
+            self.hold = Hold(reason.code, reason.text, self.hold.since)
+
+    def enter_stop(self, is_sent: bool) -> None:
+        """Hold the robot without a reason of its own: a stop. Without ``is_sent`` no pose is sent."""
+        self.hold, self.ramp = None, None
+        self.repeats_left = self._repeats if is_sent else 0
+        self._retries = STOP_RETRIES * self._repeats
+
+    def retry(self) -> None:
+        """Send a stop that the link did not take once more, unless that goes on for too long."""
+        if self._retries:
+            self._retries -= 1
+            self.repeats_left += 1
+
+    def end(self) -> None:
+        """Let the robot move again."""
+        self.hold, self.ramp, self.repeats_left = None, None, 0
+
+
 class Controller:
     """Decides for one robot. Every method takes the time and returns what is to be done; none sleeps, sends or infers.
 
@@ -131,6 +179,7 @@ class Controller:
 
     Attributes:
         config, period: as it is now; seconds from tick to tick.
+        clock: grid of the ticks, from ``begin`` on.
         buffer, scheduler, guard, watchdog: its parts.
         queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
             wanted it.
@@ -181,10 +230,10 @@ class Controller:
         self.starvations = self.missed_ticks = self.ticks = self.chunks = self.rejected = 0
         self.lateness = Recent(config.samples)
         self.late_by_chunk = Recent(64)
-        self._clock = TickClock(self.period)
+        self.clock = TickClock(self.period)
         self._hold_state = HoldState(config.control.hold_repeats)
         self._history = CommandHistory(config.rate)
-        self._obstacles: dict[str, str] = {}
+        self._obstacles: dict[str, NotReady] = {}
         self._failures = 0
         self._is_moving = self._is_dry = self._keeps_grip = False
         self._moved_at = 0.0
@@ -193,38 +242,38 @@ class Controller:
 
     # Ticks.
 
-    def next_deadline(self, now: float) -> float:
-        """Return when the next tick is due: on the grid of ``begin``."""
-        return self._clock.next_deadline(now)
-
     def tick(self, now: float) -> TickResult:
         """Do the newest tick that is due; older ones that nobody woke up for are skipped and counted."""
-        due = None if self.is_idle else self._clock.take(now)
+        due = None if self.is_idle else self.clock.take(now)
         if due is None:
             return TickResult()
         self.lateness.add(due.late)
         self.missed_ticks += due.missed
         self.ticks += 1
         if due.missed * self.period > self.config.control.starved_after:
-            self._hold_state.end_ramp()
-        if not self.is_running:
-            return TickResult(self._hold_command())
-        events = self._check_input(now)
-        if not self.is_running:  # the watchdog stopped it
+            self._hold_state.ramp = None  # the arm came to rest meanwhile: there is nothing to slow down any more
+        events = self._check_input(now) if self.is_running else ()
+        if not self.is_running:  # it was halted, or the watchdog stopped it just now
             return TickResult(self._hold_command(), None, events)
-        not_ready = self._obstacle() or self.buffer.not_ready(now)
-        if not_ready is not None:
-            self._enter_hold(not_ready, now)
+        snapshot = next(iter(self._obstacles.values()), None) or self.buffer.snapshot(now)
+        if isinstance(snapshot, NotReady):
+            self._enter_hold(snapshot, now)
             self._flush()
             return TickResult(self._hold_command(), None, events)
-        self.buffer.remember(now)
+        history = self.buffer.history
+        if history.steps > 1:
+            history.add(now, snapshot)
         action = self.queue.take(due.deadline, now)
         if action is None:
             self._wait_for_policy(now)
             command = self._hold_command()
         else:
-            command = self._move(action, now)
-        request = self._request(now) if self.scheduler.is_due(self.queue) else None
+            command = self._move(action, snapshot.joints, now)
+        request = None
+        if self.scheduler.is_due(self.queue):
+            if history.steps > 1:
+                snapshot = replace(snapshot, past=history.before(now, snapshot))
+            request = self.scheduler.request(snapshot, self.queue, now)
         return TickResult(command, request, events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
@@ -236,14 +285,14 @@ class Controller:
                 self.buffer.seen_at,
                 tuple(self.lost_rooms),
                 self.buffer.is_pose_current,
-                self.queue.seen_at,
-                in_flight and in_flight.asked_at,
+                self.queue.seen_at if len(self.queue) else None,
+                in_flight and in_flight.requested_at,
             ),
         )
         if report.holds or self._obstacles:
             for code in HOLDS:
                 if code in report.holds:
-                    self._obstacles[code] = report.holds[code]
+                    self._obstacles[code] = NotReady(code, report.holds[code])
                 else:
                     self._obstacles.pop(code, None)
         events: tuple[ControlEvent, ...] = ()
@@ -255,16 +304,9 @@ class Controller:
             events = (*events, ControlEvent(Move.EMERGENCY_STOP, str(report.stop)))
         return events
 
-    def _obstacle(self) -> NotReady | None:
-        for code, text in self._obstacles.items():
-            return NotReady(code, text)
-        return None
-
-    def _move(self, action: np.ndarray, now: float) -> np.ndarray:
-        """The command (a,) for an action (2 a,) of the queue, within the limits."""
+    def _move(self, action: np.ndarray, pose: np.ndarray, now: float) -> np.ndarray:
+        """The command (a,) for an action (2 a,) of the queue and a measured pose (a,), within the limits."""
         allowed, target = action[: self.config.width], action[self.config.width :]
-        pose = self.buffer.pose
-        assert pose is not None, "a chunk is only asked for when every joint is known"
         if self.command is not None:
             # A robot that stood may have been moved by hand; a gripper that holds something is never where it was sent.
             previous = self._target if self._is_moving else pose
@@ -274,17 +316,18 @@ class Controller:
             np.maximum(self.largest_step, step, out=self.largest_step)
         self._target = target
         if not self._history:
-            self._history.add(self._keep_grip(pose))
-        self.command = self.guard.limit(allowed, self._history.newest)
-        self._history.add(self.command)
+            self._history.append(self._keep_grip(pose))
+        self.command = self.guard.limit(allowed, self._history[-1])
+        self._history.append(self.command)
         self._hold_state.end()
         self._moved_at = now
         self._is_moving, self._is_dry, self._keeps_grip = True, False, True
         return self.command
 
     def _wait_for_policy(self, now: float) -> None:
-        if self.hold is not None and self.hold.code not in OF_POLICY:
-            self._hold_state.hold = None  # the robot can be seen again; the policy has yet to answer
+        held = self._hold_state
+        if held.hold is not None and held.hold.code not in OF_POLICY:
+            held.hold = None  # the robot can be seen again; the policy has yet to answer
         if not self._is_moving:
             return
         self._history.rest()
@@ -297,14 +340,6 @@ class Controller:
             known = "" if latest is None else f"; an inference takes {latest * 1e3:.0f} ms"
             text = f"no action for {waited * 1e3:.0f} ms, limit {self.config.control.starved_after * 1e3:.0f} ms{known}"
             self._enter_hold(NotReady("starved", text), now)
-
-    def _request(self, now: float) -> PolicyRequest | None:
-        snapshot = self.buffer.snapshot(now)
-        if isinstance(snapshot, NotReady):
-            return None
-        if self.config.overlap.sends_plan:
-            snapshot = replace(snapshot, prefix=self.scheduler.prefix(self.queue, snapshot.seen_at))
-        return self.scheduler.request(snapshot, self.queue, now)
 
     def confirm(self, is_sent: bool, now: float) -> None:
         """Note whether a link that is up took the newest command; if not, the robot is where it was sent before."""
@@ -357,8 +392,8 @@ class Controller:
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
-            # After a pause of the whole process its answer may be heard first, and what it saw is over like the frames.
-            not_ready = self._obstacle() or self.buffer.not_ready(now)
+            # After a pause of the whole process its answer may be read first, and what it saw is over like the frames.
+            not_ready = next(iter(self._obstacles.values()), None) or self.buffer.not_ready(now)
             self._enter_hold(not_ready or NotReady("policy_late", text), now)
         return TickResult(is_accepted=True)
 
@@ -374,7 +409,7 @@ class Controller:
         assert isinstance(chunk, np.ndarray)
         queue, width, seen_at = self.queue, chunk.shape[2], request.snapshot.seen_at
         # The first action that can still be done, and what it follows.
-        first, share = queue.first_after(self._clock.next_deadline(now) - self.period, seen_at)
+        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, seen_at)
         first = min(first, self.config.chunk)
         pose = self.buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"
@@ -419,14 +454,15 @@ class Controller:
             raise ValueError(f"only {', '.join(ADJUSTABLE)} can be adjusted")
         if config.overlap != self.config.overlap:
             self.queue.set_aggregation(config.overlap)
-        self.config = self.scheduler.config = config
+        self.config = config
+        self.scheduler.adjust(config)
         self.watchdog.set_chunk_time(
             executed=config.action_steps / config.action_rate, covered=config.chunk / config.action_rate
         )
 
     def begin(self, now: float) -> None:
         """Start, or start anew: the first tick is now, and nothing of an earlier motion is left."""
-        self._clock.begin(now)
+        self.clock.begin(now)
         self.watchdog.begin(now)
         self._flush()
         self._history.clear()
@@ -442,8 +478,8 @@ class Controller:
     def halt(self, now: float, *, always_hold: bool = False) -> TickResult:
         """Stop. The command is to be sent at once; the ticks that follow repeat the hold.
 
-        A robot that was never commanded is not told to hold, unless ``always_hold``. One that stands, and of which
-        nobody knows where it is now, is told nothing: where it was may be far away.
+        A robot that was never commanded is sent no hold, unless ``always_hold``. One that stands, and of which
+        nobody knows where it is now, is sent nothing: where it was may be far away.
         """
         self._begin_halt(now, always_hold=always_hold)
         return TickResult(self._hold_command())
@@ -451,7 +487,7 @@ class Controller:
     def _begin_halt(self, now: float, *, always_hold: bool) -> None:
         is_known = self.is_running or self._hold_state.repeats_left > 0 or self.buffer.is_pose_current
         if not self.is_running and not self._hold_state.repeats_left:
-            self._clock.begin(now, is_done=True)
+            self.clock.begin(now, is_done=True)
         self.is_running = False
         self._flush()
         self.release_grip()
@@ -522,7 +558,7 @@ class Controller:
 
     def obstruct(self, code: str, text: str) -> None:
         """Forbid motion for something outside (a lost link, a compile), until ``clear`` of the same code."""
-        self._obstacles[code] = text
+        self._obstacles[code] = NotReady(code, text)
 
     def clear(self, code: str) -> None:
         """Remove the obstacle of this code."""
@@ -577,13 +613,15 @@ class Controller:
 
     def _hold_command(self) -> np.ndarray | None:
         """Return what is sent to a robot that is held, at this tick: (a,), or None."""
-        slower = self._hold_state.next_of_ramp()
-        if slower is not None:
-            self._history.add(slower)
+        held = self._hold_state
+        if held.ramp is not None and (slower := held.ramp.next()) is not None:
+            self._history.append(slower)
             self.command = slower
             return slower
-        if not self._hold_state.take_repeat():
+        held.ramp = None
+        if not held.repeats_left:
             return None
+        held.repeats_left -= 1
         self._history.clear()
         pose = self.buffer.pose
         if pose is not None:

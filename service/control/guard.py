@@ -1,10 +1,11 @@
-"""Guard: judges whole chunks and limits every command.
+"""Guard: judges whole chunks and limits every command, by the motion that the commands before them make.
 
 Finite, of the right shape and not far outside of every range is no matter of mode: else it is refused. The rest
 (position, step, velocity, acceleration, jerk, and the seam to what was commanded before) is brought inside or refused,
 as the limits say.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,30 +46,30 @@ class ChunkClamp:
         if self.is_smooth:
             return self._smooth(targets, position, speed, acceleration)
         most, least = self.speed, -self.speed
-        change, place = np.empty(len(position)), position
+        change, current = np.empty(len(position)), position
         for row in targets:
-            np.subtract(row, place, change)
+            np.subtract(row, current, change)
             np.minimum(change, most, out=change)
             np.maximum(change, least, out=change)
-            place = np.add(place, change, row)
+            current = np.add(current, change, row)
         return targets
 
     def _smooth(
         self, targets: np.ndarray, position: np.ndarray, speed: np.ndarray, acceleration: np.ndarray
     ) -> np.ndarray:
-        place, before, bent, change = position, speed.copy(), acceleration.copy(), np.empty(len(position))
+        current, before, bent, change = position, speed.copy(), acceleration.copy(), np.empty(len(position))
         has_jerk, jerk = bool((self.jerk < UNLIMITED).any()), self.jerk
         harder, softer = self.acceleration, -self.acceleration
-        fastest, above, below = self.speed, np.empty(len(place)), np.empty(len(place))
+        fastest, above, below = self.speed, np.empty(len(current)), np.empty(len(current))
         # How fast it may go to still come to rest at the end of the range: v = sqrt(b^2 + 2 b room) - b, for both ends.
         # Krauss, Phys. Rev. E 55 (1997) 5597, eq. 4, for a leader at rest. What is kept is the radicand; a joint that
         # is outside has no room.
         brake = self._brake
         twice = 2 * brake
-        top = brake**2 + twice * np.maximum(self.high - place, 0.0)
-        bottom = brake**2 + twice * np.maximum(place - self.low, 0.0)
+        top = brake**2 + twice * np.maximum(self.high - current, 0.0)
+        bottom = brake**2 + twice * np.maximum(current - self.low, 0.0)
         for row in targets:
-            np.subtract(row, place, change)
+            np.subtract(row, current, change)
             np.subtract(change, before, change)  # how the speed changes, from here on
             if has_jerk:
                 np.minimum(change, np.add(bent, jerk, above), out=change)
@@ -85,7 +86,7 @@ class ChunkClamp:
             np.add(bottom, above, bottom)
             np.subtract(change, before, bent)
             before, change = change, before
-            place = np.add(place, before, row)
+            current = np.add(current, before, row)
         return targets
 
 
@@ -109,6 +110,80 @@ class Motion:
     velocity: np.ndarray
     acceleration: np.ndarray | None = None
     is_at_rest: bool = True
+
+
+# Seconds from the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
+USUAL_RAMP, LONGEST_RAMP = 0.25, 0.5
+
+
+class Ramp:
+    """Commands that slow a motion down in its own direction; all joints come to rest at the same time."""
+
+    def __init__(self, limits: MotionLimits, position: np.ndarray, velocity: np.ndarray, rate: float):
+        """Begin at a command (a,) that moved with this velocity (a,), in units per second."""
+        fastest = np.minimum(limits.velocity, limits.step * rate)
+        velocity = np.clip(velocity, -fastest, fastest)
+        braking = np.where(np.isfinite(limits.acceleration), limits.acceleration, fastest / USUAL_RAMP)
+        needed = np.where(np.isfinite(braking), np.abs(velocity) / braking, np.where(velocity == 0, 0.0, USUAL_RAMP))
+        self._ticks = int(np.ceil(min(float(needed.max(initial=0.0)), LONGEST_RAMP) * rate))
+        self._limits = limits
+        self._position = position.astype(np.float64)
+        self._change = velocity / rate
+        self._done = 0
+
+    def next(self) -> np.ndarray | None:
+        """The command of this tick (a,) float32, or None when the arm has come to rest."""
+        self._done += 1
+        if self._done > self._ticks:
+            return None
+        aim = self._position + self._change * (1 - self._done / (self._ticks + 1))
+        # Not further out of its range than it is: a joint may have been pushed there.
+        low, high = np.minimum(self._limits.low, self._position), np.maximum(self._limits.high, self._position)
+        self._position = np.clip(aim, low, high)
+        return self._position.astype(np.float32)
+
+
+class CommandHistory(deque[np.ndarray]):
+    """The newest three commands (a,) of a motion, or the pose that it began from; empty when the robot stands."""
+
+    def __init__(self, rate: float):
+        """``rate``: commands per second."""
+        super().__init__(maxlen=3)
+        self._rate = rate
+
+    def rest(self) -> None:
+        """Note a tick without a command: the robot goes where it was sent and rests there."""
+        if self:
+            self.append(self[-1])
+
+    def take_back(self) -> np.ndarray:
+        """Take back the newest command, which the link did not take; returns the one before (a,)."""
+        self[-1] = self[-2]
+        return self[-1]
+
+    def motion(self, pose: np.ndarray, *, ahead: float, is_between: bool) -> Motion:
+        """Motion that a chunk follows which is done from now on.
+
+        Args:
+            pose: (a,) where a robot that stands begins.
+            ahead: seconds that the newest command is past the due time of the action before the chunk's first.
+            is_between: whether commands are points between two actions: their bends are no matter of the policy then.
+        """
+        if not self:
+            rest = np.zeros(len(pose))
+            return Motion(pose, rest, rest)
+        newest, older, oldest = self[-1], self[max(len(self) - 2, 0)], self[0]
+        velocity = (newest - older).astype(np.float64) * self._rate
+        bend = None if is_between else (newest - 2 * older + oldest).astype(np.float64) * self._rate**2
+        # On the grid of actions: where it was when the action before the first one was due.
+        return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False)
+
+    def ramp(self, limits: MotionLimits) -> Ramp | None:
+        """Ramp from the newest commands to a stop; None when the robot has no speed."""
+        if len(self) < 2:
+            return None
+        velocity = (self[-1] - self[-2]).astype(np.float64) * self._rate
+        return Ramp(limits, self[-1], velocity, self._rate)
 
 
 @dataclass(frozen=True)
@@ -212,10 +287,10 @@ class Guard:
         wild = (least < low) | (most > high)
         if not wild.any():
             return None, None
-        place = int(np.flatnonzero(wild)[0])
-        worst = float(least[place] if least[place] < low[place] else most[place])
+        index = int(np.flatnonzero(wild)[0])
+        worst = float(least[index] if least[index] < low[index] else most[index])
         return "wild", (
-            f"the policy wants joint {self.limits.names[place]!r} at {worst:.4g}, further out than its range is wide: "
+            f"the policy wants joint {self.limits.names[index]!r} at {worst:.4g}, further out than its range is wide: "
             "it is broken, or counts in another unit"
         )
 
@@ -235,8 +310,8 @@ class Guard:
             return ChunkVerdict(chunk)
         for reason in outside:
             self.clamped.add(reason)
-        for place in np.flatnonzero(np.any(list(outside.values()), axis=0)):
-            self.joints.add(self.limits.names[place])
+        for index in np.flatnonzero(np.any(list(outside.values()), axis=0)):
+            self.joints.add(self.limits.names[index])
         actions = np.empty_like(chunk, np.float32)
         np.clip(whole[:first], self._clamping.low, self._clamping.high, out=whole[:first])
         actions[:first] = whole[:first]
@@ -253,14 +328,14 @@ class Guard:
         np.abs(change, out=change)
         if ((change <= self._step) & (action >= self._low) & (action <= self._high)).all():
             return action
-        wanted = np.where(np.isfinite(action), action, before)
-        np.maximum(wanted, self._low, out=wanted)
-        np.minimum(wanted, self._high, out=wanted)
-        np.minimum(wanted, before + self._step, out=wanted)
-        np.maximum(wanted, before - self._step, out=wanted)
-        if not (np.abs(wanted - action) <= self._unnoticed).all():
+        limited = np.where(np.isfinite(action), action, before)
+        np.maximum(limited, self._low, out=limited)
+        np.minimum(limited, self._high, out=limited)
+        np.minimum(limited, before + self._step, out=limited)
+        np.maximum(limited, before - self._step, out=limited)
+        if not (np.abs(limited - action) <= self._unnoticed).all():
             self.clamped.add("tick")
-        return wanted
+        return limited
 
     def stats(self) -> dict[str, object]:
         """Return the guard's figures; JSON-ready."""
@@ -281,56 +356,57 @@ class Guard:
             return speed, np.zeros_like(speed)
         return speed, before.acceleration / self._action_rate**2
 
-    def _is_plainly_inside(self, chunk: np.ndarray, place: np.ndarray) -> bool:
+    def _is_plainly_inside(self, chunk: np.ndarray, position: np.ndarray) -> bool:
         """Whether ``_find_violations`` would find nothing; False too where that takes a closer look."""
         count = len(chunk)
         if 2 * count != len(self._lowest) or self._clamping.is_smooth:
             return False
         both = np.empty(self._lowest.shape)
-        places, changes = both[:count], both[count:]
-        places[:] = chunk
-        np.subtract(places[0], place, out=changes[0])
-        np.subtract(places[1:], places[:-1], out=changes[1:])
+        positions, changes = both[:count], both[count:]
+        positions[:] = chunk
+        np.subtract(positions[0], position, out=changes[0])
+        np.subtract(positions[1:], positions[:-1], out=changes[1:])
         return not np.count_nonzero((both < self._lowest) | (both > self._highest))
 
     def _find_violations(self, whole: np.ndarray, before: Motion, first: int) -> dict[str, np.ndarray]:
         """Return reason to (a,) bool: which joints leave the limits for it, over the actions that will be done."""
-        found: dict[str, np.ndarray] = {}
+        violations: dict[str, np.ndarray] = {}
         clamping, tolerance = self._clamping, self._tolerance
-        low, high = (_repeat_rows(end, len(whole)) for end in self._ends)
-        out = (whole < low) | (whole > high)
+        # Limits are rows that are equal: as many as the chunk has, or one for all where there are fewer.
+        rows = slice(len(whole) if len(whole) <= len(self._fastest) else 1)
+        out = (whole < self._ends[0][rows]) | (whole > self._ends[1][rows])
         if np.count_nonzero(out):
-            found["position"] = np.logical_or.reduce(out)
+            violations["position"] = np.logical_or.reduce(out)
         if first >= len(whole):
-            return found
+            return violations
         left = whole[first:]
         fastest = np.empty_like(left)
         np.subtract(left[0], before.position, out=fastest[0])
         np.subtract(left[1:], left[:-1], out=fastest[1:])
         np.abs(fastest, out=fastest)
-        fast = fastest > _repeat_rows(self._fastest, len(fastest))
+        fast = fastest > self._fastest[: len(left) if rows.stop > 1 else 1]
         if np.count_nonzero(fast):
             if (seam := fast[0]).any():
-                found["seam"] = seam
+                violations["seam"] = seam
             if (inner := fast[1:].any(axis=0)).any():
                 for reason, chosen in (("step", self._is_step), ("velocity", ~self._is_step)):
                     if (joints := inner & chosen).any():
-                        found[reason] = joints
+                        violations[reason] = joints
         if clamping.is_smooth:
             # The motion before as three places on the grid of actions, so that one difference covers chunk and seam.
             speed, bend = self._per_action(before)
-            place = before.position.astype(np.float64)
-            places = np.concatenate(([place - 2 * speed + bend, place - speed, place], left))
-            bends = np.diff(places, 2, axis=0)
+            position = before.position.astype(np.float64)
+            positions = np.concatenate(([position - 2 * speed + bend, position - speed, position], left))
+            bends = np.diff(positions, 2, axis=0)
             # A difference of differences has several roundings.
-            allowed = clamping.acceleration * (1 + _RELATIVE_TOLERANCE) + 8 * tolerance
-            if (hard := (np.abs(bends[1:]) > allowed).any(axis=0)).any():
-                found["acceleration"] = hard
+            limit = clamping.acceleration * (1 + _RELATIVE_TOLERANCE) + 8 * tolerance
+            if (hard := (np.abs(bends[1:]) > limit).any(axis=0)).any():
+                violations["acceleration"] = hard
             jerks = np.abs(np.diff(bends, axis=0))[1 if before.acceleration is None else 0 :]
-            allowed = clamping.jerk * (1 + _RELATIVE_TOLERANCE) + 16 * tolerance
-            if (hard := (jerks > allowed).any(axis=0)).any():
-                found["jerk"] = hard
-        return found
+            limit = clamping.jerk * (1 + _RELATIVE_TOLERANCE) + 16 * tolerance
+            if (hard := (jerks > limit).any(axis=0)).any():
+                violations["jerk"] = hard
+        return violations
 
     def _find_refusable(
         self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]
@@ -341,42 +417,42 @@ class Guard:
         Refusing judges all of a chunk, also what is over: it says what the policy is worth.
         """
         low, high = self._clamping.low - self._slack, self._clamping.high + self._slack
-        found: dict[str, np.ndarray] = {}
+        refusable: dict[str, np.ndarray] = {}
         if (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
-            found["position"] = out
+            refusable["position"] = out
         if "seam" in outside and not before.is_at_rest:
-            found["seam"] = outside["seam"]
+            refusable["seam"] = outside["seam"]
         inside = np.clip(whole, self._clamping.low, self._clamping.high)
         rest = Motion(inside[0], np.zeros(inside.shape[1]), None)
         alone = self._find_violations(inside, rest, 0)
-        found |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}
+        refusable |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}
         for reason, skipped in (("acceleration", 2), ("jerk", 3)):
             if reason in outside:
                 differences = np.abs(np.diff(inside, skipped, axis=0))
-                allowed = getattr(self._clamping, reason) * (1 + _RELATIVE_TOLERANCE) + 16 * self._tolerance
-                hard = (differences > allowed).any(axis=0)
+                limit = getattr(self._clamping, reason) * (1 + _RELATIVE_TOLERANCE) + 16 * self._tolerance
+                hard = (differences > limit).any(axis=0)
                 hard = hard if before.is_at_rest else hard | outside[reason]
                 if hard.any():
-                    found[reason] = hard
-        return found
+                    refusable[reason] = hard
+        return refusable
 
-    def _describe_violations(self, whole: np.ndarray, found: Mapping[str, np.ndarray]) -> str:
+    def _describe_violations(self, whole: np.ndarray, violations: Mapping[str, np.ndarray]) -> str:
         parts = []
-        for reason, joints in found.items():
-            place = int(np.flatnonzero(joints)[0])
-            name, others = self.limits.names[place], int(joints.sum()) - 1
+        for reason, joints in violations.items():
+            index = int(np.flatnonzero(joints)[0])
+            name, others = self.limits.names[index], int(joints.sum()) - 1
             more = f" (and {others} more)" if others else ""
-            values = whole[:, place]
-            low, high = self.limits.low[place], self.limits.high[place]
+            values = whole[:, index]
+            low, high = self.limits.low[index], self.limits.high[index]
             if reason == "position":
                 detail = f"{values.min():.4g}..{values.max():.4g}, limits {low:.4g}..{high:.4g}"
             elif reason in ("step", "velocity", "seam"):
-                most = float(self._clamping.speed[place])
+                most = float(self._clamping.speed[index])
                 largest = np.abs(np.diff(values)).max(initial=0.0)
                 which = "the change to what was commanded before" if reason == "seam" else f"changes by {largest:.4g}"
                 detail = f"{which}, the limit is {most:.4g} per action"
             else:
-                limit = float(getattr(self.limits, reason)[place])
+                limit = float(getattr(self.limits, reason)[index])
                 detail = f"more than the limit of {limit:.4g}"
             parts.append(f"{reason} of joint {name!r}{more}: {detail}")
         return "the chunk leaves the limits: " + "; ".join(parts)
@@ -390,8 +466,3 @@ def _round_inside_float32(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
         np.where(lows < low, np.nextafter(lows, far), lows),
         np.where(highs > high, np.nextafter(highs, -far), highs),
     )
-
-
-def _repeat_rows(limits: np.ndarray, count: int) -> np.ndarray:
-    """Return so many of (t, a) equal rows; one for all, where there are fewer."""
-    return limits[:count] if count <= len(limits) else limits[:1]

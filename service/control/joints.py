@@ -12,7 +12,8 @@ from service.transport.link import JointValue
 
 # Policies compute in float32, so a value has to be finite there too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-# A joint that is so much of its range outside of it is more likely told in degrees, or in a motor's steps.
+_NUMBERS = (int, float, np.integer, np.floating)
+# A joint that is so much of its range outside of it is more likely reported in degrees, or in a motor's steps.
 OUT_OF_RANGE_SHARE = 0.1
 # A joint that holds things, by whatever name: gripper.pos, Jaw, left_gripper, panda_finger_joint1.
 _GRIPPER = re.compile("gripper|jaw|finger", re.IGNORECASE)
@@ -76,7 +77,13 @@ class ReadJoints:
 
 
 class JointTable:
-    """The joints of one policy, in the order of its actions (and of its state)."""
+    """The joints of one policy, in the order of its actions (and of its state).
+
+    Attributes:
+        names: wire names.
+        ranges: lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows.
+        grippers: (a,) bool: which joints hold things.
+    """
 
     def __init__(self, joints: Sequence[Joint]):
         self.joints = tuple(joints)
@@ -86,28 +93,14 @@ class JointTable:
             for name in (joint.name, joint.alias)
             if name is not None
         }
-        self._names = tuple(joint.name for joint in self.joints)
-        self._low = np.array([joint.low for joint in self.joints], np.float32)
-        self._high = np.array([joint.high for joint in self.joints], np.float32)
-        self._grippers = np.array([joint.is_gripper for joint in self.joints], bool)
+        self.names = tuple(joint.name for joint in self.joints)
+        low, high = [joint.low for joint in self.joints], [joint.high for joint in self.joints]
+        self.ranges = np.array(low, np.float32), np.array(high, np.float32)
+        self.grippers = np.array([joint.is_gripper for joint in self.joints], bool)
+        self._indices = tuple(joint.index for joint in self.joints)
 
     def __len__(self) -> int:
         return len(self.joints)
-
-    @property
-    def ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest values, (a,) float32 each; infinite for joints of which nobody knows."""
-        return self._low, self._high
-
-    @property
-    def grippers(self) -> np.ndarray:
-        """(a,) bool: which joints hold things."""
-        return self._grippers
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Wire names in order."""
-        return self._names
 
     def read_update(self, values: Mapping[str, object]) -> ReadJoints:
         """Read one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
@@ -116,11 +109,22 @@ class JointTable:
         clamped = 0
         odd: dict[int, float] = {}
         for name, raw in values.items():
-            reason, position, value = self._read_value(name, raw)
-            if reason is None and usable.get(position, value) != value:
-                # The same joint under both its names with two values: neither can be trusted.
-                reason = "contradicting"
-                del usable[position]
+            position, value, reason = self._position.get(name, -1), math.nan, None
+            if position < 0:
+                reason = "unknown_joint"
+            elif isinstance(raw, bool) or not isinstance(raw, _NUMBERS):
+                reason = "not_a_number"
+            else:
+                try:
+                    value = float(raw)
+                except OverflowError:  # of an integer with hundreds of digits
+                    value = math.inf
+                if not abs(value) <= _FLOAT32_MAX:  # also true of NaN
+                    reason = "not_finite"
+                elif usable.get(position, value) != value:
+                    # The same joint under both its names with two values: neither can be trusted.
+                    reason = "contradicting"
+                    del usable[position]
             if reason is not None:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
@@ -131,20 +135,6 @@ class JointTable:
                 if abs(value - usable[position]) > OUT_OF_RANGE_SHARE * (joint.high - joint.low):
                     odd[position] = value
         return ReadJoints(usable, dropped, clamped, odd)
-
-    def _read_value(self, name: str, raw: object) -> tuple[str | None, int, float]:
-        position = self._position.get(name)
-        if position is None:
-            return "unknown_joint", -1, 0.0
-        if isinstance(raw, bool) or not isinstance(raw, int | float | np.integer | np.floating):
-            return "not_a_number", position, 0.0
-        try:
-            value = float(raw)
-        except OverflowError:
-            return "not_finite", position, 0.0
-        if not abs(value) <= _FLOAT32_MAX:  # also true of NaN
-            return "not_finite", position, 0.0
-        return None, position, value
 
     def to_commands(self, values: np.ndarray) -> tuple[JointValue, ...]:
         """Convert (a,) in the table's order to wire values, clamped to each joint's range.
@@ -157,10 +147,8 @@ class JointTable:
         if not np.isfinite(values).all():
             bad = [name for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
             raise ValueError(f"command has values that are not finite, of {', '.join(bad)}")
-        clamped = np.clip(values, self._low, self._high).tolist()
-        return tuple(
-            JointValue(joint.name, value, joint.index) for joint, value in zip(self.joints, clamped, strict=True)
-        )
+        clamped = np.clip(values, *self.ranges).tolist()
+        return tuple(map(JointValue, self.names, clamped, self._indices))
 
 
 def create_joint_table(

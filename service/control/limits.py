@@ -72,7 +72,7 @@ def read_limits(path: str | Path) -> LimitsFile:
     if path.suffix.lower() in (".urdf", ".xml"):
         wrong: list[str] = []
         joints = {
-            name: _limits_from_urdf(name, found, {}, path.name, wrong) for name, found in _read_urdf(path).items()
+            name: _limits_from_urdf(name, limits, {}, path.name, wrong) for name, limits in _read_urdf(path).items()
         }
         return _check_file(path, joints, wrong)
     return _read_toml(path)
@@ -97,24 +97,24 @@ def _read_toml(path: Path) -> LimitsFile:
         raise LimitsError(f"limits file {path.name!r}: found joints = {named!r:.40}; wanted tables [joints.NAME]")
     joints: dict[str, FileLimits] = {}
     used = set()
-    for name, said in named.items():
-        if not isinstance(said, dict):
-            wrong.append(f"joint {name!r}: found {said!r:.40}; wanted a table [joints.{name}]")
+    for name, table in named.items():
+        if not isinstance(table, dict):
+            wrong.append(f"joint {name!r}: found {table!r:.40}; wanted a table [joints.{name}]")
             continue
-        joints[name] = _read_joint(name, said, path.name, wrong)
-        source = said.get("urdf", name)
+        joints[name] = _read_joint(name, table, path.name, wrong)
+        source = table.get("urdf", name)
         if source in urdf:
             used.add(source)
             scaling = {"scale": scale, "offset": offset} | {
-                key: said[key] for key in ("scale", "offset") if key in said
+                key: table[key] for key in ("scale", "offset") if key in table
             }
             base = _limits_from_urdf(name, urdf[source], scaling, path.name, wrong)
             joints[name] = _merge_limits(joints[name], base)
-        elif any(key in said for key in _URDF_KEYS):
+        elif any(key in table for key in _URDF_KEYS):
             wrong.append(f"joint {name!r}: found no joint {source!r} with limits in the URDF; wanted the name of one")
-    for name, found in urdf.items():
+    for name, limits in urdf.items():
         if name not in used and name not in joints:
-            joints[name] = _limits_from_urdf(name, found, {"scale": scale, "offset": offset}, path.name, wrong)
+            joints[name] = _limits_from_urdf(name, limits, {"scale": scale, "offset": offset}, path.name, wrong)
     return _check_file(path, joints, wrong)
 
 
@@ -134,11 +134,11 @@ def _read_urdf_table(
     return _read_urdf(path.parent / table.get("file", "")), table.get("scale"), table.get("offset")
 
 
-def _read_joint(name: str, said: Mapping[str, Any], origin: str, wrong: list[str]) -> FileLimits:
+def _read_joint(name: str, table: Mapping[str, Any], origin: str, wrong: list[str]) -> FileLimits:
     known = (*_LIMIT_KEYS, *_URDF_KEYS)
-    wrong += [f"joint {name!r}: found {key!r}; wanted {', '.join(known)}" for key in sorted(said) if key not in known]
+    wrong += [f"joint {name!r}: found {key!r}; wanted {', '.join(known)}" for key in sorted(table) if key not in known]
     numbers: dict[str, Any] = {
-        key: _read_number(said[key], f"joint {name!r}: {key}", wrong) for key in _LIMIT_KEYS if key in said
+        key: _read_number(table[key], f"joint {name!r}: {key}", wrong) for key in _LIMIT_KEYS if key in table
     }
     return FileLimits(**numbers, origin=origin)
 
@@ -150,15 +150,15 @@ def _read_number(value: object, what: str, wrong: list[str]) -> float | None:
     return float(value)
 
 
-def _merge_limits(said: FileLimits, base: FileLimits) -> FileLimits:
+def _merge_limits(limits: FileLimits, base: FileLimits) -> FileLimits:
     """Merge what the TOML gives, and for the rest what the URDF gives."""
-    given: dict[str, Any] = {key: getattr(said, key) for key in _LIMIT_KEYS if getattr(said, key) is not None}
+    given: dict[str, Any] = {key: getattr(limits, key) for key in _LIMIT_KEYS if getattr(limits, key) is not None}
     unscaled = base.is_unscaled_urdf and not {"low", "high"} <= set(given)
     return replace(base, **given, is_unscaled_urdf=unscaled)
 
 
 def _limits_from_urdf(
-    name: str, found: Mapping[str, float], scaling: Mapping[str, Any], origin: str, wrong: list[str]
+    name: str, urdf: Mapping[str, float], scaling: Mapping[str, Any], origin: str, wrong: list[str]
 ) -> FileLimits:
     scale, offset = (
         default if scaling.get(key) is None else _read_number(scaling[key], f"joint {name!r}: {key}", wrong)
@@ -169,14 +169,14 @@ def _limits_from_urdf(
     if scale == 0:
         wrong.append(f"joint {name!r}: found scale 0; wanted units on the wire per unit of the URDF")
         return FileLimits(origin=origin)
-    ends = [found[key] * scale + offset for key in ("lower", "upper") if key in found]
-    low, high = (min(ends), max(ends)) if len(ends) == 2 and found["lower"] < found["upper"] else (None, None)
+    ends = [urdf[key] * scale + offset for key in ("lower", "upper") if key in urdf]
+    low, high = (min(ends), max(ends)) if len(ends) == 2 and urdf["lower"] < urdf["upper"] else (None, None)
     if len(ends) == 2 and low is None:
         wrong.append(
-            f"joint {name!r}: found lower {found['lower']:g} and upper {found['upper']:g} in the URDF; "
+            f"joint {name!r}: found lower {urdf['lower']:g} and upper {urdf['upper']:g} in the URDF; "
             "wanted lower below upper"
         )
-    velocity = found["velocity"] * abs(scale) if "velocity" in found else None
+    velocity = urdf["velocity"] * abs(scale) if "velocity" in urdf else None
     return FileLimits(low, high, velocity=velocity, origin=origin, is_unscaled_urdf=scaling.get("scale") is None)
 
 
@@ -202,14 +202,14 @@ def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
     Expat alone, with no document type and no entity let through: what cannot be declared cannot expand or be fetched.
     """
     joints: dict[str, dict[str, float]] = {}
-    places: list[tuple[str, Mapping[str, str]]] = []
+    elements: list[tuple[str, Mapping[str, str]]] = []
     wrong: list[str] = []
 
     def started(tag: str, attributes: dict[str, str]) -> None:
-        places.append((tag, attributes))
-        if tag == "limit" and [each for each, _ in places] == ["robot", "joint", "limit"]:
-            _read_urdf_limit(places[1][1], attributes, joints, wrong)
-        if len(places) > 64 or len(joints) > _MAX_JOINTS:
+        elements.append((tag, attributes))
+        if tag == "limit" and [each for each, _ in elements] == ["robot", "joint", "limit"]:
+            _read_urdf_limit(elements[1][1], attributes, joints, wrong)
+        if len(elements) > 64 or len(joints) > _MAX_JOINTS:
             raise LimitsError(f"limits file {path.name!r}: nested too deep, or too many joints; wanted a robot's URDF")
 
     def refuse(*_: object) -> Any:
@@ -217,7 +217,7 @@ def _read_urdf(path: Path) -> dict[str, dict[str, float]]:
 
     parser = xml.parsers.expat.ParserCreate()
     parser.StartElementHandler = started
-    parser.EndElementHandler = lambda tag: places.pop()
+    parser.EndElementHandler = lambda tag: elements.pop()
     parser.StartDoctypeDeclHandler = refuse
     parser.EntityDeclHandler = refuse
     parser.ExternalEntityRefHandler = refuse
@@ -239,10 +239,10 @@ def _read_urdf_limit(
     if name in joints:
         wrong.append(f"joint {name!r}: found it twice; wanted each name once")
     # The format's own default of an end that is left out is 0; a continuous joint has no ends.
-    found = {} if kind == "continuous" else {"lower": limit.get("lower", "0"), "upper": limit.get("upper", "0")}
-    found |= {"velocity": limit["velocity"]} if "velocity" in limit else {}
+    values = {} if kind == "continuous" else {"lower": limit.get("lower", "0"), "upper": limit.get("upper", "0")}
+    values |= {"velocity": limit["velocity"]} if "velocity" in limit else {}
     joints[name] = {}
-    for key, text in found.items():
+    for key, text in values.items():
         try:
             value = float(text)
         except ValueError:
@@ -366,13 +366,13 @@ def create_motion_limits(
     """
     safety = safety or SafetySettings()
     joints = table.joints
-    wanted = _by_joint(requested, joints, "max_relative_target of the request", is_strict=True)
-    allowed = _by_joint(safety.max_relative_target, joints, "max_relative_target of the settings", is_strict=False)
+    request = _by_joint(requested, joints, "max_relative_target of the request", is_strict=True)
+    settings = _by_joint(safety.max_relative_target, joints, "max_relative_target of the settings", is_strict=False)
     filed, unmatched = _match_file(file, joints)
     data = _data_ranges(action_range, len(joints))
     rows, origin = [], {}
-    for place, joint in enumerate(joints):
-        row, sources = _combine_limits(joint, wanted[place], allowed[place], filed[place], data[place])
+    for index, joint in enumerate(joints):
+        row, sources = _combine_limits(joint, request[index], settings[index], filed[index], data[index])
         rows.append(row)
         origin[joint.name] = ", ".join(sources) or "none"
     low, high, step, velocity, acceleration, jerk = np.array(rows, np.float64).reshape(-1, 6).T.copy()
@@ -395,7 +395,9 @@ def _believable_range(joints: Sequence[Joint], data: Sequence[tuple[float, float
     # Not the limits of a file: those may keep a joint to a small part of what its policy rightly asks for.
     unknown = (-math.inf, math.inf)
     own = [(joint.low, joint.high) for joint in joints]
-    ranges = np.array([found if found != unknown else data[place] or unknown for place, found in enumerate(own)])
+    ranges = np.array(
+        [ends if ends != unknown else measured or unknown for ends, measured in zip(own, data, strict=True)]
+    )
     low, high = ranges.reshape(-1, 2).T
     return np.stack([low - (high - low), high + (high - low)])
 
@@ -407,33 +409,33 @@ def _combine_limits(
     filed: tuple[FileLimits, str] | None,
     data: tuple[float, float] | None,
 ) -> tuple[tuple[float, ...], list[str]]:
-    said, file = filed or (FileLimits(), "")
-    steps = {"request": requested, "settings": setting, file: said.step}
+    limits, file = filed or (FileLimits(), "")
+    steps = {"request": requested, "settings": setting, file: limits.step}
     given = {source: step for source, step in steps.items() if step is not None}
     step = min(given.values(), default=math.inf)
     sources = [source for source, value in given.items() if value == step][:1]
     if filed is not None:
         sources += [file] if file not in sources else []
-        _check_unit(joint, said, file)
-    low = max(joint.low, -math.inf if said.low is None else said.low)
-    high = min(joint.high, math.inf if said.high is None else said.high)
+        _check_unit(joint, limits, file)
+    low = max(joint.low, -math.inf if limits.low is None else limits.low)
+    high = min(joint.high, math.inf if limits.high is None else limits.high)
     if not low < high:
         raise InvalidRequest(
-            f"limits file {file!r}, joint {joint.name!r}: found {said.low}..{said.high}; its range on the wire is "
+            f"limits file {file!r}, joint {joint.name!r}: found {limits.low}..{limits.high}; its range on the wire is "
             f"{joint.low:g}..{joint.high:g}, wanted limits inside of it"
         )
-    if (joint.low, joint.high) != (-math.inf, math.inf) and not (said.low is not None and said.high is not None):
+    if (joint.low, joint.high) != (-math.inf, math.inf) and not (limits.low is not None and limits.high is not None):
         sources.append("joint table")
     factor = DEFAULT_VELOCITY
     if low == -math.inf and high == math.inf and data is not None:
         (low, high), factor = data, DEFAULT_DATA_VELOCITY
         sources.append("checkpoint")
-    velocity = said.velocity if said.velocity is not None else factor * (high - low)
-    return (low, high, step, velocity, said.acceleration or math.inf, said.jerk or math.inf), sources
+    velocity = limits.velocity if limits.velocity is not None else factor * (high - low)
+    return (low, high, step, velocity, limits.acceleration or math.inf, limits.jerk or math.inf), sources
 
 
-def _check_unit(joint: Joint, said: FileLimits, file: str) -> None:
-    if said.is_unscaled_urdf and joint in SO100:
+def _check_unit(joint: Joint, limits: FileLimits, file: str) -> None:
+    if limits.is_unscaled_urdf and joint in SO100:
         raise InvalidRequest(
             f"limits file {file!r}, joint {joint.name!r}: a URDF counts in radians, this joint in {joint.low:g}.."
             f"{joint.high:g} on the wire; wanted a TOML file that gives its scale and offset (docs/robots/safety.md "
@@ -447,24 +449,24 @@ def _by_joint(
     if value is None or isinstance(value, int | float):
         _check_step(value, what)
         return [value] * len(joints)
-    found: list[float | None] = [None] * len(joints)
+    steps: list[float | None] = [None] * len(joints)
     unknown = []
     for name, step in value.items():
         _check_step(step, f"{what}, joint {name!r}")
-        place = _find_joint(name, joints)
-        if place is None:
+        index = _find_joint(name, joints)
+        if index is None:
             unknown.append(name)
-        elif found[place] not in (None, step):
-            raise InvalidRequest(f"{what}: joint {joints[place].name!r} has two values, under two names; wanted one")
+        elif steps[index] not in (None, step):
+            raise InvalidRequest(f"{what}: joint {joints[index].name!r} has two values, under two names; wanted one")
         else:
-            found[place] = step
+            steps[index] = step
     if unknown and is_strict:
         raise InvalidRequest(
             f"{what} names {', '.join(map(repr, sorted(unknown)))}, which the policy does not have; "
             f"its joints are {', '.join(joint.name for joint in joints)}",
             ("body", "max_relative_target"),
         )
-    return found
+    return steps
 
 
 def _check_step(step: float | None, what: str) -> None:
@@ -475,26 +477,26 @@ def _check_step(step: float | None, what: str) -> None:
 def _match_file(
     file: LimitsFile | None, joints: Sequence[Joint]
 ) -> tuple[list[tuple[FileLimits, str] | None], list[str]]:
-    found: list[tuple[FileLimits, str] | None] = [None] * len(joints)
+    matched: list[tuple[FileLimits, str] | None] = [None] * len(joints)
     unmatched = []
-    for name, said in (file.joints if file else {}).items():
-        place = _find_joint(name, joints)
-        if place is None:
+    for name, limits in (file.joints if file else {}).items():
+        index = _find_joint(name, joints)
+        if index is None:
             unmatched.append(name)
             continue
-        if found[place] is not None:
+        if matched[index] is not None:
             assert file is not None
             raise InvalidRequest(
-                f"limits file {file.name!r}: joint {joints[place].name!r} is there twice, under two names; wanted once"
+                f"limits file {file.name!r}: joint {joints[index].name!r} is there twice, under two names; wanted once"
             )
-        found[place] = (said, said.origin)
-    return found, sorted(unmatched)
+        matched[index] = (limits, limits.origin)
+    return matched, sorted(unmatched)
 
 
 def _find_joint(name: str, joints: Sequence[Joint]) -> int | None:
-    for place, joint in enumerate(joints):
+    for index, joint in enumerate(joints):
         if strip_feature_name(name) in (strip_feature_name(joint.name), joint.alias):
-            return place
+            return index
     return None
 
 
@@ -512,8 +514,8 @@ def _data_ranges(
         return [None] * width
     margin = np.maximum(DATA_MARGIN * spans, MIN_DATA_MARGIN * widest)
     return [
-        (float(least[place] - margin[place]), float(most[place] + margin[place])) if usable[place] else None
-        for place in range(width)
+        (float(least[index] - margin[index]), float(most[index] + margin[index])) if usable[index] else None
+        for index in range(width)
     ]
 
 

@@ -27,6 +27,7 @@ class Snapshot:
         frames: camera to picture, uint8 (h, w, 3).
         joints: (a,) float32, in the order of the joint table.
         seen_at: when the oldest of the newest frames was seen.
+        sizes: camera to (height, width).
         prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
         past: frames and joints of the moments before, oldest first, for a policy that looks at several
             (``Requirements.observation_steps``): one less than it looks at.
@@ -35,28 +36,24 @@ class Snapshot:
     frames: Mapping[str, np.ndarray]
     joints: np.ndarray
     seen_at: float
+    sizes: Mapping[str, tuple[int, int]]
     prefix: Mapping[str, np.ndarray] = field(default_factory=dict)
     past: Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]] = ()
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """Camera to (height, width)."""
-        return {camera: (frame.shape[0], frame.shape[1]) for camera, frame in self.frames.items()}
 
     def observation(self) -> dict[str, np.ndarray]:
         """LeRobot feature names to arrays with a leading batch axis of 1; with a past an axis of time follows.
 
         Without one nothing is copied but the joints.
         """
+        features = {"observation.state": self.joints[None].copy()}
+        for camera, frame in self.frames.items():
+            features[f"observation.images.{camera}"] = frame[None]
         if self.past:
             moments = [*self.past, (self.frames, self.joints)]
-            features = {
-                f"observation.images.{camera}": np.stack([frames[camera] for frames, _ in moments])[None]
-                for camera in self.frames
-            }
-            return features | {"observation.state": np.stack([joints for _, joints in moments])[None]}
-        features = {f"observation.images.{camera}": frame[None] for camera, frame in self.frames.items()}
-        features["observation.state"] = self.joints[None].copy()
+            features["observation.state"] = np.stack([joints for _, joints in moments])[None]
+            for camera in self.frames:
+                stacked = np.stack([frames[camera] for frames, _ in moments])
+                features[f"observation.images.{camera}"] = stacked[None]
         return features
 
 
@@ -80,11 +77,9 @@ class ObservationHistory:
         self.steps, self.period = steps, period
         self._moments: deque[tuple[float, Mapping[str, np.ndarray], np.ndarray]] = deque()
 
-    def add(self, now: float, frames: Mapping[str, np.ndarray], joints: np.ndarray) -> None:
-        """Keep what is there now; nothing for a policy that looks at one observation."""
-        if self.steps == 1:
-            return
-        self._moments.append((now, dict(frames), joints.copy()))
+    def add(self, now: float, snapshot: Snapshot) -> None:
+        """Keep what is there now."""
+        self._moments.append((now, snapshot.frames, snapshot.joints))
         while now - self._moments[0][0] > self.steps * self.period:
             self._moments.popleft()
 
@@ -92,20 +87,18 @@ class ObservationHistory:
         """Forget everything: the robot begins anew."""
         self._moments.clear()
 
-    def before(
-        self, now: float, frames: Mapping[str, np.ndarray], joints: np.ndarray
-    ) -> tuple[tuple[Mapping[str, np.ndarray], np.ndarray], ...]:
+    def before(self, now: float, snapshot: Snapshot) -> Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]]:
         """The ``steps - 1`` moments before what is there now, oldest first."""
-        newer = (frames, joints)
-        found = []
+        newer = (snapshot.frames, snapshot.joints)
+        past = []
         for back in range(1, self.steps):
             at = now - back * self.period
             near = min(self._moments, key=lambda moment: abs(moment[0] - at), default=None)
             # Pictures of another size are of before a camera was set anew.
-            if near is not None and abs(near[0] - at) <= self.period / 2 and _is_alike(near[1], frames):
+            if near is not None and abs(near[0] - at) <= self.period / 2 and _is_alike(near[1], snapshot.frames):
                 newer = near[1:]
-            found.append(newer)
-        return tuple(reversed(found))
+            past.append(newer)
+        return past[::-1]
 
 
 def _is_alike(frames: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
@@ -127,6 +120,7 @@ class ObservationBuffer:
         last_input_at: when anything usable last came in, or None.
         sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
         seen_at: when each camera's newest frame was seen, None before the first.
+        pose: (a,) the last measured pose, which nobody changes any more; None while a joint was never seen.
         is_pose_current: whether every joint is known and trusted.
         history: what was there before, for policies that look at it.
     """
@@ -155,9 +149,11 @@ class ObservationBuffer:
         self.seen_at: dict[str, float | None] = dict.fromkeys(cameras)
         self.is_pose_current = not len(joints)
         self._images: dict[str, np.ndarray] = {}
+        # Replaced with each update and never changed: snapshots and commands share it.
         self._values = np.zeros(len(joints), np.float32)
         self._is_known = np.zeros(len(joints), bool)
         self._is_current = np.zeros(len(joints), bool)
+        self.pose: np.ndarray | None = None if len(joints) else self._values
         # Poses that were measured lately, with when the next one came.
         self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
@@ -201,12 +197,15 @@ class ObservationBuffer:
             self.odd |= {names[position]: value for position, value in update.out_of_range.items()}
         if not update.values:
             return update.dropped
+        if self.pose is not None:
+            self._past.append((seen_at, self.pose))
         positions = list(update.values)
-        if self._is_known.all():
-            self._past.append((seen_at, self._values.copy()))
+        self._values = self._values.copy()
         self._values[positions] = list(update.values.values())
+        self._values.flags.writeable = False
         self._is_known[positions] = True
         self._is_current[positions] = True
+        self.pose = self._values if self._is_known.all() else None
         self.is_pose_current = bool(self._is_current.all())
         self.joint_updates.add(seen_at)
         self.last_input_at = max(seen_at, self.last_input_at or seen_at)
@@ -230,17 +229,13 @@ class ObservationBuffer:
         """Forget all joint values: another robot may come, which must not be sent where this one was."""
         self.distrust_joints()
         self._is_known[:] = False
+        self.pose = None if len(self.joints) else self._values
         self._past.clear()
-
-    @property
-    def pose(self) -> np.ndarray | None:
-        """(a,) the last measured pose, or None while a joint was never seen."""
-        return self._values.copy() if self._is_known.all() else None
 
     def poses(self, now: float) -> list[np.ndarray]:
         """Return the measured pose (a,) and those of the last second; none while a joint is unknown."""
         past = [pose for until, pose in self._past if now - until <= RECENT_POSES]
-        return [self._values, *past] if self._is_known.all() else past
+        return past if self.pose is None else [self.pose, *past]
 
     def measured_joints(self) -> dict[str, float | None]:
         """Wire name to last measured value, None for a joint that was never seen."""
@@ -255,7 +250,13 @@ class ObservationBuffer:
 
     def not_ready(self, now: float) -> NotReady | None:
         """Return all that is missing or stale in one text; None when every frame and joint is there and fresh."""
-        missing, stale = [], []
+        snapshot = self.snapshot(now)
+        return snapshot if isinstance(snapshot, NotReady) else None
+
+    def snapshot(self, now: float) -> Snapshot | NotReady:
+        """Everything at once when it is complete and fresh, else all that is missing or stale in one text."""
+        frames: dict[str, np.ndarray] = {}
+        missing, stale, unseen, oldest = [], [], [], math.inf
         for camera, seen_at in self.seen_at.items():
             if seen_at is None:
                 missing.append(f"camera {camera!r}: no frame yet")
@@ -266,25 +267,13 @@ class ObservationBuffer:
                     f"camera {camera!r}: frame is {(now - seen_at) * 1e3:.0f} ms old, "
                     f"limit {self._frame_age_limit * 1e3:.0f} ms"
                 )
-        unseen = []
+            else:
+                frames[camera], oldest = self._images[camera], min(oldest, seen_at)
         if not self.is_pose_current:
             names = [name for name, known in zip(self.joints.names, self._is_current, strict=True) if not known]
             unseen.append("joints: no value yet of " + ", ".join(names))
-        if not (missing or stale or unseen):
-            return None
-        code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
-        return NotReady(code, "; ".join(missing + stale + unseen))
-
-    def remember(self, now: float) -> None:
-        """Keep what is there now for policies that look at several observations; all of it has to be there."""
-        self.history.add(now, self._images, self._values)
-
-    def snapshot(self, now: float) -> Snapshot | NotReady:
-        """Everything at once when it is complete and fresh, else why it is not."""
-        not_ready = self.not_ready(now)
-        if not_ready is not None:
-            return not_ready
+        if missing or stale or unseen:
+            code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
+            return NotReady(code, "; ".join(missing + stale + unseen))
         # Without cameras the joints are all there is, and they hold until they change.
-        seen_at = min((moment for moment in self.seen_at.values() if moment is not None), default=now)
-        frames, joints = {camera: self._images[camera] for camera in self.frames}, self._values.copy()
-        return Snapshot(frames, joints, seen_at, past=self.history.before(now, frames, joints))
+        return Snapshot(frames, self._values, oldest if frames else now, self.sizes)

@@ -46,34 +46,35 @@ class SessionObserver(Protocol):
 
 
 class SessionObservers:
-    """All observers of one session; one that raises is detached, the robot's control goes on."""
+    """All observers of one session; one that raises is detached, the robot's control goes on.
+
+    Attributes:
+        attached: those of now.
+    """
 
     def __init__(self) -> None:
-        self._observers: tuple[SessionObserver, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._observers)
+        self.attached: tuple[SessionObserver, ...] = ()
 
     def attach(self, observer: SessionObserver) -> Callable[[], None]:
         """Attach an observer; the returned function detaches it, and may be called twice."""
-        # A new tuple each time: a tap may be attached or taken off while the others are being told.
-        self._observers = (*self._observers, observer)
+        # A new tuple each time: one may be attached or detached while the others are being notified.
+        self.attached = (*self.attached, observer)
         return lambda: self._detach(observer)
 
     def notify_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Notify all observers of a frame."""
-        for observer in self._observers:
+        for observer in self.attached:
             self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, seen_at))
 
     def notify_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
         """Notify all observers of a chunk."""
-        for tap in self._observers:
-            self._notify(tap, lambda tap=tap: tap.on_chunk(chunk, seen_at, at))
+        for observer in self.attached:
+            self._notify(observer, lambda observer=observer: observer.on_chunk(chunk, seen_at, at))
 
     def notify_tick(self, tick: Tick) -> None:
         """Notify all observers of a tick."""
-        for tap in self._observers:
-            self._notify(tap, lambda tap=tap: tap.on_tick(tick))
+        for observer in self.attached:
+            self._notify(observer, lambda observer=observer: observer.on_tick(tick))
 
     def _notify(self, observer: SessionObserver, call: Callable[[], None]) -> None:
         try:
@@ -83,4 +84,4 @@ class SessionObservers:
             self._detach(observer)
 
     def _detach(self, observer: SessionObserver) -> None:
-        self._observers = tuple(other for other in self._observers if other is not observer)
+        self.attached = tuple(other for other in self.attached if other is not observer)

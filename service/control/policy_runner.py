@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.control.chunk_scheduler import PolicyRequest
-from service.control.controller import COMPILING, STUCK, PolicyAnswer, TickResult
+from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, PolicyRequest
+from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import DeviceAway, PolicyFailed
-from service.inference.engine import Engine, FrameSizes, InferenceResult, InferenceStuck, LoadedPolicy, describe_sizes
+from service.inference.engine import Engine, FrameSizes, InferenceStuck, LoadedPolicy, describe_sizes
 from service.inference.loaded_policy import select_features, task_input
 from service.stats import Recent
 
@@ -52,8 +52,9 @@ class PolicyRunner:
         seconds: time spent in each stage of the newest inferences.
         errors: inferences that failed.
         frame_age: age of the oldest frame at each request, in seconds.
-        instruction: what a policy that reads language is told from the next request on.
+        instruction: of a policy that reads language, from the next request on.
         followed: the instruction that the newest chunk follows; what the next one will before there is one.
+        tokens_cut: of the instruction, at its end, that the policy does not read.
         recent: newest observations, each with the chunk that the policy answered.
     """
 
@@ -67,7 +68,9 @@ class PolicyRunner:
         instruction: str | None = None,
     ):
         """``samples``: how many of the newest figures percentiles are taken of."""
-        self.instruction = self.followed = instruction
+        self.followed = instruction
+        self.tokens_cut = 0
+        self.instruct(instruction)
         self.loaded = loaded
         self.shadow = shadow
         self.seconds = {stage: Recent(samples) for stage in STAGES}
@@ -82,18 +85,20 @@ class PolicyRunner:
 
     async def ask(self, request: PolicyRequest) -> PolicyAnswer:
         """Run the policy on a request, by its ``due`` if the device can. A policy that fails is an answer, too."""
-        sizes = request.snapshot.sizes
+        snapshot, sizes = request.snapshot, request.snapshot.sizes
         if self._successor is not None and self._successor.loaded.is_compiled(sizes):
             self._change_over()
         loaded, instruction = self.loaded, self.instruction
         if not loaded.is_compiled(sizes):
             return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
-        if self._waits_for_compile():
+        if self._engine.batch_compiler.idle.is_set():
+            self._has_waited = False
+        elif not self._has_waited:  # for no longer than ``COMPILE_WAIT``
             text = "what was being compiled when the robot was started is let end"
             return PolicyAnswer(request, error=(COMPILING, text))
-        features = request.snapshot.observation() | task_input(instruction)
-        observation = select_features(loaded.requirements, features) | dict(request.snapshot.prefix)
-        self.frame_age.add(time.monotonic() - request.snapshot.seen_at)
+        features = snapshot.observation() | self._task
+        observation = select_features(loaded.requirements, features) | dict(snapshot.prefix)
+        self.frame_age.add(time.monotonic() - snapshot.seen_at)
         inputs = _Inputs(loaded, instruction, features, observation)
         try:
             result = await self._engine.infer(loaded, observation, due=request.due, caller=self)
@@ -102,7 +107,8 @@ class PolicyRunner:
             code = STUCK if isinstance(error, InferenceStuck) else "policy_failed"
             code = "busy" if isinstance(error, DeviceAway) else code
             return PolicyAnswer(request, error=(code, str(error)), inputs=inputs)
-        self.note_times(result)
+        for stage in STAGES:
+            self.seconds[stage].add(getattr(result, stage))
         fade = None
         if loaded is self.loaded and self._fading is not None and self._fading[0] is loaded:
             fade = self._fading[1]
@@ -125,10 +131,9 @@ class PolicyRunner:
             if self.shadow is not None:
                 self.shadow.compare(inputs.features, answer.chunk)
 
-    def note_times(self, result: InferenceResult) -> None:
-        """Add an inference to the figures."""
-        for stage in STAGES:
-            self.seconds[stage].add(getattr(result, stage))
+    def instruct(self, instruction: str | None) -> None:
+        """Give a policy that reads language another instruction, from the next request on."""
+        self.instruction, self._task = instruction, task_input(instruction)
 
     # Other policies.
 
@@ -175,13 +180,6 @@ class PolicyRunner:
 
     # Compiling.
 
-    def _waits_for_compile(self) -> bool:
-        """Whether a program that was begun before is still being compiled, for no longer than ``COMPILE_WAIT``."""
-        if self._engine.is_batch_compiler_idle:
-            self._has_waited = False
-            return False
-        return not self._has_waited
-
     async def prepare(self, sizes: FrameSizes) -> None:
         """Compile for frames of these sizes; or wait for the end of a compile that was begun before.
 
@@ -193,7 +191,7 @@ class PolicyRunner:
             return
         try:
             async with asyncio.timeout(COMPILE_WAIT):
-                await self._engine.wait_for_batch_compiler()
+                await self._engine.batch_compiler.idle.wait()
         except TimeoutError:
             logger.warning("a program has been compiled for more than %g s; the robot moves beside that", COMPILE_WAIT)
         self._has_waited = True

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import numpy as np
 
-from service.control.chunk_scheduler import PolicyRequest
+from service.control.chunk_scheduler import COMPILING, PolicyRequest
 from service.control.config import ControlConfig
-from service.control.controller import COMPILING, ControlEvent, Controller, TickResult
+from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
@@ -17,9 +17,9 @@ from service.errors import PolicyFailed
 from service.inference.engine import FrameSizes, LoadedPolicy
 from service.logging import sanitize_text
 from service.stage import Move
-from service.transport.link import EmergencyStop, Link, LinkEvent
+from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent
 
-# Rounds of the event loop from a readable socket to the session that hears what came: reading, waking, parsing.
+# Rounds of the event loop from a readable socket to the session that receives what came: reading, waking, parsing.
 _INPUT_ROUNDS = 8
 # Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
 _MAX_DECISION_TIME = 0.1
@@ -45,7 +45,6 @@ class RobotIO:
         commands_sent, commands_refused: what the link took, and what it did not.
         commands_withheld: what a dry run would have sent.
         is_dry: whether nothing is sent.
-        last_command: wire name to value, as last sent.
         broken: fails when the link raises, which ends the session.
         observers: of frames, chunks and ticks.
         is_held: whether a hold reached the link since the robot was halted.
@@ -71,7 +70,7 @@ class RobotIO:
         self.is_dry = is_dry
         self.is_held = False
         self.commands_sent = self.commands_refused = self.commands_withheld = 0
-        self.last_command: dict[str, float] = {}
+        self._last_command: tuple[JointValue, ...] = ()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._clock = clock
         self._sleep = sleep
@@ -99,10 +98,10 @@ class RobotIO:
                         await self._wake.wait()
                         previous = None
                         continue
-                    await self._sleep(controller.next_deadline(self._clock()))
+                    await self._sleep(controller.clock.next_deadline(self._clock()))
                     now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
-                        # The loop was blocked: what came meanwhile, a stop above all, is heard before anything is sent.
+                        # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
                         for _ in range(_INPUT_ROUNDS):
                             await asyncio.sleep(0)
                         now = self._clock()
@@ -119,10 +118,12 @@ class RobotIO:
         sizes = self.buffer.sizes
         if self.buffer.put_frame(camera, image, seen_at):
             self.controller.watchdog.note_frame(camera, image, seen_at)
-            if self.observers:
+            if self.observers.attached:
                 self.observers.notify_frame(camera, image, seen_at)
-        if self.buffer.sizes is not sizes and len(self.buffer.sizes) == len(self.buffer.frames):
-            self._prepare_for(self.buffer.sizes)
+        newest = self.buffer.sizes
+        are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
+        if are_new and not self.runner.loaded.is_compiled(newest):
+            self._prepare(newest)
 
     def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
         """Take a partial joint update: wire name to value."""
@@ -146,6 +147,8 @@ class RobotIO:
     def apply(self, result: TickResult, *, is_tick: bool = False, is_overtaken: bool = False) -> None:
         """Do what the controller decided: send, ask the policy, keep events for the session. Never raises.
 
+        Every command to the robot, a hold too, passes here.
+
         Args:
             is_tick: this is a tick of the grid, or the moment of a stop.
             is_overtaken: the process stood still while this was decided; the command is not for now any more.
@@ -153,14 +156,23 @@ class RobotIO:
         is_sent = False
         if result.command is not None:
             try:
-                is_sent = self._send(result.command, is_overtaken=is_overtaken)
+                joints = self.table.to_commands(result.command)
+                if self.is_dry:
+                    self.commands_withheld += 1
+                elif self._link is None or is_overtaken or not self._link.send(joints):
+                    self.commands_refused += 1
+                else:
+                    is_sent = True
+                    self.commands_sent += 1
+                    self.is_held = not self.controller.is_running
+                    self._last_command = joints
             except Exception as error:
                 # Whoever stops several robots must reach the others too; this one's session ends by it.
                 if not self.broken.done():
                     self.broken.set_exception(error)
             if not (self.is_dry or self.controller.lost_rooms or self._link is None):
                 self.controller.confirm(is_sent, self._clock())
-        if self.observers and (is_tick or result.command is not None):
+        if self.observers.attached and (is_tick or result.command is not None):
             hold = self.controller.hold
             self.observers.notify_tick(
                 Tick(self._clock(), result.command, is_sent, self.buffer.pose, hold.code if hold else None)
@@ -173,35 +185,17 @@ class RobotIO:
             self._has_events.set()
             self.wake()
 
-    def _send(self, values: np.ndarray, *, is_overtaken: bool) -> bool:
-        """Send a command: every command to the robot, a hold too, passes here."""
-        commands = self.table.to_commands(values)
-        if self.is_dry:
-            self.commands_withheld += 1
-            return False
-        if self._link is None or is_overtaken or not self._link.send(commands):
-            self.commands_refused += 1
-            return False
-        self.commands_sent += 1
-        self.is_held = not self.controller.is_running
-        self.last_command = {command.name: command.value for command in commands}
-        return True
-
     async def _infer(self, request: PolicyRequest) -> None:
         """Run the policy on a request, and give the controller its answer."""
         answer = await self.runner.ask(request)
         outcome = self.controller.accept(answer, self._clock())
         self.runner.follow_up(answer, outcome)
-        if outcome.is_accepted and self.observers:
+        if outcome.is_accepted and self.observers.attached:
             assert isinstance(answer.chunk, np.ndarray)
             self.observers.notify_chunk(answer.chunk[0], request.snapshot.seen_at, self._clock())
         if answer.error is not None and answer.error[0] == COMPILING:
             self._prepare(request.snapshot.sizes)
         self.apply(outcome)
-
-    def _prepare_for(self, sizes: FrameSizes) -> None:
-        if not self.runner.loaded.is_compiled(sizes):
-            self._prepare(sizes)
 
     def _prepare(self, sizes: FrameSizes) -> None:
         """Begin to compile the policy for frames of these sizes; it is asked again when that is done."""
@@ -243,7 +237,7 @@ class RobotIO:
     def emergency_stop(self) -> None:
         """Stop the robot and hold it where it is, also one that stands.
 
-        One that is latched and was told to hold is not told so again: whoever may report a pose and press stop would
+        One that is latched and was sent a hold is sent none again: whoever may report a pose and press stop would
         move it there.
         """
         if not (self._is_latched and self.is_held):
@@ -275,7 +269,7 @@ class RobotIO:
 
     def instruct(self, instruction: str | None) -> None:
         """Give the policy another instruction from the next request on; what was asked before is answered as it was."""
-        self.runner.instruction = instruction
+        self.runner.instruct(instruction)
         if not self.controller.is_running:
             self.runner.followed = instruction
 
@@ -296,7 +290,12 @@ class RobotIO:
         self.broken.cancel()
         self.runner.cancel_take_over()
 
-    # What it says of itself.
+    # Figures.
+
+    @property
+    def last_command(self) -> dict[str, float]:
+        """Wire name to value, as last sent."""
+        return {joint.name: joint.value for joint in self._last_command}
 
     def link_health(self) -> Mapping[str, object]:
         """Return the link's own counters."""
@@ -313,8 +312,8 @@ class RobotIO:
         return {
             "frame_age_ms": {camera: age(seen_at) for camera, seen_at in self.buffer.seen_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
-            "chunk_age_ms": age(controller.queue.seen_at),
-            "inference_age_ms": age(in_flight and in_flight.asked_at),
+            "chunk_age_ms": age(controller.queue.seen_at if len(controller.queue) else None),
+            "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
             "bad_inputs": controller.watchdog.count_bad_inputs(now),
             "is_blind": controller.is_blind and controller.is_running,
@@ -324,5 +323,5 @@ class RobotIO:
         """Return code to text of what is unusual and holds nothing."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
-        found = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
-        return self.controller.watchdog.get_warnings(now) | found
+        warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
+        return self.controller.watchdog.get_warnings(now) | warnings

@@ -3,17 +3,20 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
 from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
-from service.inference.loaded_policy import select_features
+from service.inference.loaded_policy import RenamedPolicy, select_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
+
+OBSERVATION = "observation."  # begins the names of features
 
 
 class ShadowRefused(PolicyError):
@@ -27,7 +30,7 @@ class ShadowRefused(PolicyError):
 
 
 class Shadow:
-    """Shadow policy of one session. Whatever goes wrong with it is said in its figures and nowhere else.
+    """Shadow policy of one session. Whatever goes wrong with it is in its figures and nowhere else.
 
     Attributes:
         compared, skipped, errors: observations that it answered, that came while it was busy, and that it failed at.
@@ -42,6 +45,7 @@ class Shadow:
         self.compared = self.skipped = self.errors = 0
         self.last_error = _explain_mismatch(loaded.requirements, requirements)
         self._is_off = self.last_error is not None
+        self._first_steps = requirements.observation_steps
         self._served = loaded
         self._engine = engine
         self._names = names
@@ -107,7 +111,14 @@ class Shadow:
             raise
 
     def _select_inputs(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return select_features(self._served.requirements, observation)
+        """What the shadow reads of what the first policy was shown: of its observations the newest ones."""
+        requirements, steps = self._served.requirements, self._served.requirements.observation_steps
+        features = dict(select_features(requirements, observation))
+        if steps < self._first_steps:
+            # Prefixes and tasks have no axis of time.
+            for name in (name for name in features if name.startswith(OBSERVATION)):
+                features[name] = features[name][:, -1] if steps == 1 else features[name][:, -steps:]
+        return features
 
     def _add_comparison(self, answer: object, chunk: np.ndarray, seconds: float) -> None:
         if not isinstance(answer, np.ndarray) or answer.ndim != 3 or answer.shape[::2] != chunk.shape[::2]:
@@ -138,8 +149,12 @@ async def load_shadow(
     engine: Engine,
     load: LoadPolicy,
     notify: Callable[[str], None],
+    rename: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Shadow | None]:
     """Load the shadow policy of this path and revision; None where there is no path.
+
+    Args:
+        rename: the first policy's names of cameras, and the robot's; a shadow may have the robot's already.
 
     Raises:
         ShadowRefused: it cannot be loaded.
@@ -152,6 +167,10 @@ async def load_shadow(
         loaded = await loading.__aenter__()
     except PolicyError as error:
         raise ShadowRefused(f"shadow: {error}") from error
+    own = {camera: name for camera, name in (rename or {}).items() if camera in loaded.requirements.cameras}
+    if own and set(loaded.requirements.cameras) != set(requirements.cameras):
+        with suppress(JaxModelsError):  # then its figures say which cameras it wants
+            loaded = RenamedPolicy(loaded, own)
     shadow = Shadow(path, loaded, engine, requirements, names)
     del loaded
     try:
@@ -168,11 +187,14 @@ def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
     if shadow.action != first.action:
         wrong.append(f"its actions have {shadow.action} values, the session's {first.action}")
-    if shadow.state not in (None, first.action):
-        wrong.append(f"its state has {shadow.state} values, the session's {first.action}")
+    if shadow.controls_joints != first.controls_joints:
+        wrong.append("actions of one of the two are no targets of joints")
+    width = first.action if first.controls_joints else first.state
+    if shadow.state not in (None, width):
+        wrong.append(f"its state has {shadow.state} values, the session's {width}")
     if shadow.environment_state is not None:
         wrong.append("it reads observation.environment_state, which no room carries")
-    if shadow.observation_steps != first.observation_steps:
+    if shadow.observation_steps > first.observation_steps:
         wrong.append(f"it looks at {shadow.observation_steps} observations, the session's at {first.observation_steps}")
     if shadow.rate != first.rate:
         wrong.append(f"its actions are {shadow.rate} per second, the session's {first.rate}")

@@ -9,10 +9,10 @@ import numpy as np
 
 from service.control.config import SafetySettings
 
-# Pictures are told apart by about so many of their points at first, and by all of them only when those are equal.
+# Frames are compared by about so many of their points at first, and by all of them only when those are equal.
 POINTS = 32
 # Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
-# blocked from here on, too, and a robot that hears nothing for 0.5 s is held by its own side.
+# blocked from here on, too, and a robot that receives nothing for 0.5 s is held by its own side.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0
@@ -39,15 +39,15 @@ class InputTimes:
         seen_at: when each camera's newest frame was seen, None before the first.
         lost_rooms: names of rooms that are down.
         is_pose_current: whether every joint is known and trusted.
-        chunk_seen_at: when the frames of the queued actions were seen, or None when there are none.
-        asked_at: when the inference that runs was asked for, or None.
+        plan_seen_at: when the frames of the queued actions were seen, or None when there are none.
+        requested_at: when the inference that runs was asked for, or None.
     """
 
     seen_at: Mapping[str, float | None]
     lost_rooms: Sequence[str] = ()
     is_pose_current: bool = True
-    chunk_seen_at: float | None = None
-    asked_at: float | None = None
+    plan_seen_at: float | None = None
+    requested_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,10 @@ class Watchdog:
 
     def note_frame(self, camera: str, image: np.ndarray, now: float) -> None:
         """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
-        still, fingerprint = self._stills.get(camera), _fingerprint(image)
+        height, width = image.shape[:2]
+        points = image[:: max(height // POINTS, 1), :: max(width // POINTS, 1)]
+        fingerprint = zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)
+        still = self._stills.get(camera)
         if still is not None and still.fingerprint == fingerprint:
             is_equal = True
             if now - still.compared_at >= self._safety.frozen_after:
@@ -155,46 +158,55 @@ class Watchdog:
 
     def check(self, now: float, times: InputTimes) -> WatchdogReport:
         """Check a robot that moves, at the tick of ``now``."""
-        safety = self._safety
-        holds = self._holds(now, times)
-        self._checked_at = now
-        code, text, since = self._blindness(now, times)
-        stop = None
-        if code is not None and now - since > self.stop_after:
-            stop = Stop(code, f"{text} for {now - since:.0f} s, limit {self.stop_after:g} s")
-        elif safety.frozen_stops and self.frozen:
-            names = ", ".join(map(repr, sorted(self.frozen)))
-            stop = Stop("camera_frozen", f"camera {names}: the same picture for {safety.frozen_after:g} s")
-        is_long = code is not None and now - since > self.degraded_after
-        return WatchdogReport(holds, f"{code}: {text} for {now - since:.1f} s" if is_long else None, stop)
-
-    def _holds(self, now: float, times: InputTimes) -> dict[str, str]:
-        age_limit = self._safety.action_age_limit
-        holds = {}
+        safety, holds = self._safety, dict[str, str]()
         pause = 0.0 if self._checked_at is None else now - self._checked_at
+        self._checked_at = now
         if pause - self._period > min(self._frame_age, STALL):
             self._resumed_at, self._pause = now, pause
-        if self._pause is not None:
-            # Whatever was planned before is not for a robot that went on without us, and what the cameras showed
-            # meanwhile comes bit by bit: one pause is one hold, until each has shown something since. One that does not
-            # soon is stale by itself.
-            is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())
-            if now == self._resumed_at or (not is_seen and now - self._resumed_at <= self._frame_age):
-                holds["paused"] = f"this process did nothing for {self._pause:.2f} s"
-            else:
-                self._pause = None
-        if times.asked_at is not None:
-            ran = now - max(times.asked_at, self._resumed_at)
+        if self._pause is not None and self._is_paused(now, times):
+            holds["paused"] = f"this process did nothing for {self._pause:.2f} s"
+        if times.requested_at is not None:
+            ran = now - max(times.requested_at, self._resumed_at)
             if ran > self.slow_after:
                 holds["inference_slow"] = f"an inference runs for {ran:.2f} s, limit {self.slow_after:.2f} s"
-        seen_at = times.chunk_seen_at
-        if age_limit is not None and seen_at is not None and now - seen_at > age_limit:
-            holds["action_stale"] = (
-                f"the actions belong to what was seen {now - seen_at:.2f} s ago, limit {age_limit:g} s"
-            )
-        return holds
+        plan_age = None if times.plan_seen_at is None else now - times.plan_seen_at
+        if plan_age is not None and safety.action_age_limit is not None and plan_age > safety.action_age_limit:
+            limit = safety.action_age_limit
+            holds["action_stale"] = f"the actions belong to what was seen {plan_age:.2f} s ago, limit {limit:g} s"
 
-    def _blindness(self, now: float, times: InputTimes) -> tuple[str | None, str, float]:
+        # Cameras whose newest frame is too old, and since when there was no frame.
+        stale: dict[str, float] = {}
+        for camera, seen_at in times.seen_at.items():
+            if seen_at is None or now - seen_at > self._frame_age:
+                stale[camera] = max(self._begun_at, seen_at or self._begun_at)
+        blind = stop = None
+        if stale or times.lost_rooms or not times.is_pose_current:
+            code, text, since = self._find_blindness(now, times, stale)
+            if now - since > self.degraded_after:
+                blind = f"{code}: {text} for {now - since:.1f} s"
+            if now - since > self.stop_after:
+                stop = Stop(code, f"{text} for {now - since:.0f} s, limit {self.stop_after:g} s")
+        else:
+            self._since.clear()
+        if stop is None and safety.frozen_stops and self.frozen:
+            names = ", ".join(map(repr, sorted(self.frozen)))
+            stop = Stop("camera_frozen", f"camera {names}: the same picture for {safety.frozen_after:g} s")
+        return WatchdogReport(holds, blind, stop)
+
+    def _is_paused(self, now: float, times: InputTimes) -> bool:
+        """Whether the pause of this process is still a reason to hold the robot.
+
+        Whatever was planned before is not for a robot that went on without us, and what the cameras showed meanwhile
+        comes bit by bit: one pause is one hold, until each had a frame since. One that does not soon is stale
+        by itself.
+        """
+        is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())
+        if now == self._resumed_at or (not is_seen and now - self._resumed_at <= self._frame_age):
+            return True
+        self._pause = None
+        return False
+
+    def _find_blindness(self, now: float, times: InputTimes, stale: Mapping[str, float]) -> tuple[str, str, float]:
         """The oldest reason not to see, feel or reach the robot: code, text, and since when."""
         reasons: dict[str, tuple[str, float]] = {}
         if times.lost_rooms:
@@ -202,12 +214,6 @@ class Watchdog:
             reasons["link_lost"] = (text, self._since.setdefault("link_lost", now))
         else:
             self._since.pop("link_lost", None)
-        # Cameras whose newest frame is too old, and since when they have shown nothing.
-        stale = {
-            camera: max(self._begun_at, seen_at or self._begun_at)
-            for camera, seen_at in times.seen_at.items()
-            if seen_at is None or now - seen_at > self._frame_age
-        }
         if stale:
             names = ", ".join(map(repr, sorted(stale)))
             code = "camera_stale" if all(times.seen_at[camera] is not None for camera in stale) else "camera_missing"
@@ -217,8 +223,6 @@ class Watchdog:
         else:
             since = self._since.setdefault("joints_missing", now)
             reasons["joints_missing"] = ("joints: not all of them are known", since)
-        if not reasons:
-            return None, "", now
         # A lost link explains the others.
         code = "link_lost" if "link_lost" in reasons else min(reasons, key=lambda code: reasons[code][1])
         return code, reasons[code][0], min(since for _, since in reasons.values())
@@ -232,10 +236,3 @@ class _FrozenFrame:
     fingerprint: int
     since: float
     compared_at: float
-
-
-def _fingerprint(image: np.ndarray) -> int:
-    """Checksum of some points of a frame: equal for equal frames."""
-    height, width = image.shape[:2]
-    points = image[:: max(height // POINTS, 1), :: max(width // POINTS, 1)]
-    return zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)

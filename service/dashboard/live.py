@@ -165,9 +165,9 @@ class LiveSettings:
         viewers: sockets at a time.
         period: from one message to the next, at least.
         detail_period: from one full status of the session looked at to the next.
-        ahead: messages on their way that the page has not said to have seen; it gets no more until it has.
-        patience: a page that has seen nothing for so long is cut off.
-        words_per_second: what a page may say; more cuts it off.
+        ahead: messages that the page has not confirmed; it gets no more until it has.
+        view_timeout: a page that has confirmed nothing for so long is cut off.
+        messages_per_second: of one page, at most; more cuts it off.
         pictures: how good and how many.
     """
 
@@ -175,8 +175,8 @@ class LiveSettings:
     period: float = 0.1
     detail_period: float = 1.0
     ahead: int = 2
-    patience: float = 5.0
-    words_per_second: int = 50
+    view_timeout: float = 5.0
+    messages_per_second: int = 50
     pictures: PictureSettings = field(default_factory=PictureSettings)
 
 
@@ -185,11 +185,11 @@ class Live:
 
     Attributes:
         viewers: who looks on.
-        cut: viewers that were cut off because they were too slow or said what makes no sense.
+        cut: viewers that were cut off because they were too slow or sent what makes no sense.
     """
 
     def __init__(self, sessions: Callable[[], Sessions], settings: LiveSettings | None = None):
-        """``sessions`` are there when the first viewer comes."""
+        """Store the settings; ``sessions`` exist when the first viewer comes."""
         self.settings = settings or LiveSettings()
         self.viewers: set[Viewer] = set()
         self.cut = 0
@@ -323,14 +323,14 @@ class Viewer:
         Raises:
             BadMessage: it says what makes no sense, or too much.
         """
-        budget, at = float(self._live.settings.words_per_second), time.monotonic()
+        budget, at = float(self._live.settings.messages_per_second), time.monotonic()
         while True:
             raw = await self._socket.recv()
             if raw is None:
                 continue
             now = time.monotonic()
             budget = min(
-                budget + (now - at) * self._live.settings.words_per_second, self._live.settings.words_per_second
+                budget + (now - at) * self._live.settings.messages_per_second, self._live.settings.messages_per_second
             )
             at = now
             message = parse_message(raw)
@@ -338,7 +338,7 @@ class Viewer:
                 # However much it says, and however slow it is.
                 await self._stop(message)
             elif budget < 1:
-                raise BadMessage(f"more than {self._live.settings.words_per_second} messages a second")
+                raise BadMessage(f"more than {self._live.settings.messages_per_second} messages a second")
             elif isinstance(message, ViewSession):
                 self._session_id, self._wants_pictures = message.session, message.pictures
             elif self._acknowledged < message.number <= self.sent:
@@ -358,7 +358,7 @@ class Viewer:
         settings = self._live.settings
         try:
             while True:
-                async with asyncio.timeout(settings.patience):
+                async with asyncio.timeout(settings.view_timeout):
                     while self.sent - self._acknowledged >= settings.ahead:
                         self._has_acknowledged.clear()
                         await self._has_acknowledged.wait()
@@ -368,15 +368,15 @@ class Viewer:
                     await self._socket.send(self._build_message(time.monotonic()))
                 await asyncio.sleep(settings.period)
         except TimeoutError:
-            self._live._cut_off(self, f"it has seen nothing for {settings.patience:g} s")
+            self._live._cut_off(self, f"it has confirmed nothing for {settings.view_timeout:g} s")
         except (WebsocketClosed, RequestCancelled, ConnectionError):
             self.abort()
         except Exception:
-            logger.exception("a page cannot be told what happens")
+            logger.exception("sending to a page of the dashboard failed")
             self.abort()
 
     def close(self, code: int, reason: str) -> None:
-        """Close the socket; nobody waits for the page to agree."""
+        """Close the socket without waiting for the page's own close."""
         self._socket.fail_connection(code, reason)
 
     def abort(self) -> None:
@@ -440,12 +440,12 @@ class Viewer:
         return parts
 
     def _build_pictures(self, view: LiveView, head: dict[str, Any], now: float) -> list[BinaryPart]:
-        head["frame_ages"] = {camera: round(now - frame.seen_at, 3) for camera, frame in view.frames.items()}
+        head["frame_ages"] = {camera: round(now - frame.received_at, 3) for camera, frame in view.frames.items()}
         parts = []
         for camera, picture in self._live.pictures.get_newest(view).items():
-            if picture.seen_at > self._sent_pictures.get(camera, 0.0):
-                self._sent_pictures[camera] = picture.seen_at
-                about = {"kind": "picture", "camera": camera, "age": round(now - picture.seen_at, 3)}
+            if picture.received_at > self._sent_pictures.get(camera, 0.0):
+                self._sent_pictures[camera] = picture.received_at
+                about = {"kind": "picture", "camera": camera, "age": round(now - picture.received_at, 3)}
                 parts.append(BinaryPart(about, picture.jpeg))
         self._live.pictures.request(view, now)
         return parts
@@ -474,9 +474,9 @@ class StaticFile:
 
 def read_static_files() -> Mapping[str, StaticFile]:
     """Read all files of the page, by name."""
-    found = {}
+    static_files = {}
     for path in files("service.dashboard").joinpath("static").iterdir():
         kind = path.name.rpartition(".")[2]
         if kind in CONTENT_TYPES:
-            found[path.name] = StaticFile(path.read_bytes(), CONTENT_TYPES[kind])
-    return found
+            static_files[path.name] = StaticFile(path.read_bytes(), CONTENT_TYPES[kind])
+    return static_files

@@ -25,7 +25,7 @@ MAX_POINTS = 64
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk that was taken, thinned out for drawing.
+    """A chunk that joined the plan, thinned out for drawing.
 
     Attributes:
         number: counted from 1.
@@ -44,7 +44,7 @@ class NewestFrame:
     """The newest picture of one camera: uint8 (h, w, 3), and when it was seen (monotonic)."""
 
     image: np.ndarray
-    seen_at: float
+    received_at: float
 
 
 class LiveView:
@@ -75,9 +75,9 @@ class LiveView:
         """Keep the chunk in place of the one before."""
         robot_io = self.session.robot_io
         rate = robot_io.controller.config.action_rate if robot_io is not None else 1.0
-        places = np.linspace(0, len(chunk) - 1, min(len(chunk), MAX_POINTS)).round().astype(int)
+        indices = np.linspace(0, len(chunk) - 1, min(len(chunk), MAX_POINTS)).round().astype(int)
         number = 1 if self.plan is None else self.plan.number + 1
-        self.plan = PlannedChunk(number, chunk[places], seen_at, seen_at + (len(chunk) - 1) / rate)
+        self.plan = PlannedChunk(number, chunk[indices], seen_at, seen_at + (len(chunk) - 1) / rate)
 
     def on_tick(self, tick: Tick) -> None:
         """Keep the tick."""
@@ -115,7 +115,7 @@ class Picture:
     """JPEG of a frame, and when the frame was seen (monotonic)."""
 
     jpeg: bytes
-    seen_at: float
+    received_at: float
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class PictureSettings:
 
 
 class PictureEncoder:
-    """Encodes the newest pictures of sessions that somebody looks at.
+    """Encodes the newest pictures of sessions that viewers have open.
 
     Attributes:
         encoded: pictures made in all.
@@ -161,14 +161,14 @@ class PictureEncoder:
         if self._encoding is not None or now < max(self._not_before, self._due.get(view, 0.0)):
             return
         known = self.get_newest(view)
-        wanted = {
+        newer = {
             camera: frame
             for camera, frame in view.frames.items()
-            if camera not in known or known[camera].seen_at < frame.seen_at
+            if camera not in known or known[camera].received_at < frame.received_at
         }
-        if wanted:
+        if newer:
             self._due[view] = now + self._settings.period
-            self._encoding = asyncio.create_task(self._encode_frames(view, wanted), name="pictures of the page")
+            self._encoding = asyncio.create_task(self._encode_frames(view, newer), name="pictures of the page")
 
     async def close(self) -> None:
         """Wait for the pictures under way."""
@@ -192,7 +192,7 @@ class PictureEncoder:
 
     def _encode(self, frames: dict[str, NewestFrame]) -> tuple[dict[str, Picture], float]:
         began = time.thread_time()
-        made = {camera: Picture(self._encode_jpeg(frame.image), frame.seen_at) for camera, frame in frames.items()}
+        made = {camera: Picture(self._encode_jpeg(frame.image), frame.received_at) for camera, frame in frames.items()}
         return made, time.thread_time() - began
 
     def _encode_jpeg(self, image: np.ndarray) -> bytes:

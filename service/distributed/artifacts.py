@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from jaxmodels import POLICY_FILES, open_file
+from jaxmodels import is_policy_file, list_policy_files, open_file
 from jaxmodels.errors import CheckpointError
 
-# Bytes that are read at a time where nothing but their hash is wanted.
-_PIECE = 1 << 20
+# Bytes that are read at a time where only their hash is needed.
+HASH_BYTES = 1 << 20
 _SHA = re.compile("[0-9a-f]{64}")
 
 
@@ -57,7 +56,7 @@ class Digest:
         self._whole = hashlib.sha256()
         self._files: list[tuple[str, int]] = []
 
-    def passing(self, name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    def hash_pieces(self, name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """Hash and yield the pieces of the next file; all of them have to be consumed."""
         self._whole.update(f"{len(name)} {name} ".encode())
         size = 0
@@ -74,34 +73,30 @@ class Digest:
         return Listing(self._whole.hexdigest(), tuple(self._files))
 
 
-def is_policy_file(name: str) -> bool:
-    """Return whether this is one of `jaxmodels.POLICY_FILES`; no others are sent or written."""
-    return "/" not in name and any(fnmatchcase(name, known) for known in POLICY_FILES)
-
-
-def files_of(folder: Path) -> Sequence[Path]:
-    """Return the files of a policy's folder that are sent to other machines, in the order of their names.
+def list_files(folder: Path) -> Sequence[str]:
+    """Return the names of a policy's files that are sent to other machines, in their order.
 
     Raises:
         CheckpointError: there are none, or its weights are in a form that does not travel.
         OSError: it cannot be read.
     """
-    if (folder / "orbax").is_dir() and not (folder / "model.safetensors").exists():
+    names = list_policy_files(folder)
+    has_tree = any((folder / tree).is_dir() for tree in ("orbax", "params"))
+    if has_tree and not any(name.startswith("model") for name in names):
         raise CheckpointError(
             f"{folder.name}: its weights are Orbax's, which are not sent to other machines; load it on one and save it "
             "again (jaxmodels.load_policy(path).save(path)) to have them as model.safetensors"
         )
-    files = sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
-    if not files:
-        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it ({', '.join(POLICY_FILES[:2])})")
-    return files
+    if not names:
+        raise CheckpointError(f"{folder.name}: none of the files of a policy is in it (config.json, model.safetensors)")
+    return names
 
 
-def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
+def read_pieces(file: Path, size: int = HASH_BYTES) -> Iterator[bytes]:
     """Yield a file's content, ``size`` bytes at a time.
 
     Raises:
-        CheckpointError: it is no regular file (any more), or shorter than it was when it was opened.
+        CheckpointError: it is not a regular file (any more), or shorter than it was when it was opened.
         OSError: it cannot be read.
     """
     with closing(open_file(file)) as opened:
@@ -109,31 +104,31 @@ def pieces_of(file: Path, size: int = _PIECE) -> Iterator[bytes]:
             yield opened.read(start, size)
 
 
-def listing_of(folder: Path) -> Listing:
-    """Hash all files of a policy's folder; raises as `files_of`."""
+def make_listing(folder: Path) -> Listing:
+    """Return the listing of a policy's folder, with the hash of all files; raises as `list_files`."""
     digest = Digest()
-    for file in files_of(folder):
-        for _ in digest.passing(file.name, pieces_of(file)):
+    for name in list_files(folder):
+        for _ in digest.hash_pieces(name, read_pieces(folder / name)):
             pass
     return digest.listing
 
 
-def is_like(folder: Path, listing: Listing) -> bool:
+def matches_listing(folder: Path, listing: Listing) -> bool:
     """Return whether a folder has exactly the listed files; reads them only where their sizes match."""
     try:
-        sizes = tuple((file.name, file.stat().st_size) for file in files_of(folder))
-        return sizes == listing.files and listing_of(folder) == listing
+        sizes = tuple((name, (folder / name).stat().st_size) for name in list_files(folder))
+        return sizes == listing.files and make_listing(folder) == listing
     except (OSError, CheckpointError):
         return False
 
 
-# Bytes that a machine keeps; those that were longest unused go, but none that was wanted in so many seconds: a process
+# Bytes that a machine keeps; those that were longest unused go, but none that was used in so many seconds: a process
 # may be reading it, or writing it.
-KEPT = 32 << 30
-IN_USE = 600.0
+CACHE_BYTES = 32 << 30
+IN_USE_SECONDS = 600.0
 
 
-def find_kept(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[bytes]]) -> Path:
+def fetch_to_cache(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[bytes]]) -> Path:
     """Return the cached folder with exactly the listed files, fetching them if needed; one process of a machine
     fetches.
 
@@ -149,47 +144,48 @@ def find_kept(cache: Path, listing: Listing, fetch: Callable[[str], Iterable[byt
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = cache / listing.sha
     with FileLock(cache / f".{listing.sha}.lock", fallback_to_soft=False):
-        if not is_like(folder, listing):
+        if not matches_listing(folder, listing):
             shutil.rmtree(folder, ignore_errors=True)  # damaged on the disk
             with FileLock(cache / ".room.lock", fallback_to_soft=False):
-                _make_room(cache, time.time())
+                _free_space(cache, time.time())
             _write(listing, folder, fetch)
         os.utime(folder)
     return folder
 
 
 def _write(listing: Listing, folder: Path, fetch: Callable[[str], Iterable[bytes]]) -> None:
-    part, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
+    temporary, digest = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent)), Digest()
     try:
         for name, _ in listing.files:
-            with (part / name).open("wb") as file:
-                for piece in digest.passing(name, fetch(name)):
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            with (temporary / name).open("wb") as file:
+                for piece in digest.hash_pieces(name, fetch(name)):
                     file.write(piece)
-        if (came := digest.listing) != listing:
+        if (received := digest.listing) != listing:
             raise CheckpointError(
-                f"the policy's files came as {came.sha[:12]}, announced was {listing.sha[:12]}: "
+                f"the policy's files came as {received.sha[:12]}, announced was {listing.sha[:12]}: "
                 "they changed while they were sent; load it once more"
             )
-        part.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make_room(cache: Path, now: float) -> None:
-    found = []
+def _free_space(cache: Path, now: float) -> None:
+    folders = []
     for folder in cache.iterdir():
         with suppress(FileNotFoundError):  # another process has just finished it
             if folder.is_dir():
-                found.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.iterdir())))
-    there = sum(size for _, _, size in found)
-    for used_at, folder, size in sorted(found):
-        if there > KEPT and now - used_at > IN_USE:
+                folders.append((folder.stat().st_mtime, folder, sum(file.stat().st_size for file in folder.rglob("*"))))
+    total = sum(size for _, _, size in folders)
+    for used_at, folder, size in sorted(folders):
+        if total > CACHE_BYTES and now - used_at > IN_USE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
-            there -= size
+            total -= size
 
 
 # Bytes of a file that travel together.
-PIECE = 64 << 20
+PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -210,21 +206,21 @@ class PolicyArtifact:
 
 
 def pack(folder: Path, put: Callable[[bytes], Any]) -> PolicyArtifact:
-    """Put the files of a policy's folder into the object store; raises as `files_of`.
+    """Put the files of a policy's folder into the object store; raises as `list_files`.
 
     Args:
         put: gives a piece to the object store.
     """
     digest, pieces = Digest(), {}
-    for file in files_of(folder):
-        pieces[file.name] = tuple(put(piece) for piece in digest.passing(file.name, pieces_of(file, PIECE)))
+    for name in list_files(folder):
+        pieces[name] = tuple(put(piece) for piece in digest.hash_pieces(name, read_pieces(folder / name, PIECE_BYTES)))
     return PolicyArtifact(digest.listing, pieces)
 
 
-def unpack(parcel: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
-    """Return the folder of an artifact on this machine, fetching its files if needed; raises as `find_kept`.
+def unpack(artifact: PolicyArtifact, cache: Path, get: Callable[[Any], bytes]) -> Path:
+    """Return the folder of an artifact on this machine, fetching its files if needed; raises as `fetch_to_cache`.
 
     Args:
         get: asks the object store for a piece.
     """
-    return find_kept(cache, parcel.listing, lambda name: map(get, parcel.pieces[name]))
+    return fetch_to_cache(cache, artifact.listing, lambda name: map(get, artifact.pieces[name]))

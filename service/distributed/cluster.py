@@ -1,7 +1,9 @@
-"""Cluster: the Ray engines that one server uses."""
+"""Cluster: the Ray engines that one server uses, from joining to leaving, and their creation from settings."""
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from asyncio import Task
 from collections.abc import Callable, Sequence
@@ -15,16 +17,28 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyright: ignore[reportMissingImports] - an extra
 
 from jaxmodels.errors import CheckpointError
+from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
-from service.distributed.pool import Listed, Listing, find_pool
-from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask, is_unanswered
-from service.distributed.remote_engine import RemoteWorker
+from service.distributed.pool import Listed, Listing, get_or_create_pool
+from service.distributed.ray_connection import (
+    CannotJoin,
+    Connection,
+    NoAnswer,
+    call_actor,
+    means_no_answer,
+    to_ray_address,
+)
+from service.distributed.remote_engine import RemoteLoader, RemoteWorker
 from service.distributed.replication import Copy, RetryState
 from service.distributed.scaling import Bounds
-from service.errors import ServiceError
+from service.errors import NoEngine, ServiceError
+from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
 from service.inference.policy_cache import summarize_error
+from service.inference.policy_sources import allowed_roots
+from service.inference.progress import LoadDurations
+from service.inference.sandbox import CheckpointSandbox
 from service.threads import Worker
 
 logger = logging.getLogger(__name__)
@@ -36,67 +50,67 @@ class EngineHandle:
     Attributes:
         worker: where robots' requests go.
         joined_at: when it came, or failed here; monotonic.
-        heard_at: when it said last how it does.
-        is_gone: nothing is asked of it any more.
-        watching: how it does. completing: with policies that it lacks.
-        copies: that it has for this front; of the event loop alone.
+        last_reply_at: when it last reported its load; monotonic.
+        is_gone: no calls are sent to it any more.
+        poll_task: polls its load. copy_task: copies policies to it that it does not have.
+        copies: of policies, that this front uses there; for the event loop alone.
     """
 
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
         self.name = name
         self.listed = listed
         self.worker = RemoteWorker(name, self._send, stuck_after)
-        self.joined_at = self.heard_at = joined_at
+        self.joined_at = self.last_reply_at = joined_at
         self.is_gone = False
-        self.watching: Task[None] | None = None
-        self.completing: Task[None] | None = None
+        self.poll_task: Task[None] | None = None
+        self.copy_task: Task[None] | None = None
         self.copies: WeakSet[Copy] = WeakSet()
-        self._open: set[Future[Any]] = set()
-        self._why = ""
+        self._pending: set[Future[Any]] = set()
+        self._gone_reason = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of the engine, as `Engines.ask`; from any thread."""
         answer: Future[Any] = Future()
-        self._open.add(answer)
-        answer.add_done_callback(self._open.discard)
+        self._pending.add(answer)
+        answer.add_done_callback(self._pending.discard)
         if self.is_gone:
-            _settle(answer, DeviceGone(self._why))
+            _settle(answer, DeviceGone(self._gone_reason))
             return answer
 
-        def deliver(asked: "Future[Any]") -> None:
-            error = asked.exception()
-            _settle(answer, asked.result() if error is None else self._unanswered(error))
+        def deliver(reply: "Future[Any]") -> None:
+            error = reply.exception()
+            _settle(answer, reply.result() if error is None else self._translate(error))
 
         try:
             self._call(method, arguments).add_done_callback(deliver)
         except Exception as error:
-            _settle(answer, self._unanswered(error))
+            _settle(answer, self._translate(error))
         return answer
 
-    def _unanswered(self, error: BaseException) -> BaseException:
-        return DeviceGone(f"engine {self.name}: {why_gone(error)}") if _is_gone(error) else error
+    def _translate(self, error: BaseException) -> BaseException:
+        return DeviceGone(f"engine {self.name}: {describe_loss(error)}") if _is_gone(error) else error
 
     def fail(self, why: str) -> None:
         """Mark the engine as gone and fail all pending calls, except those of robots, which the worker fails."""
-        self.is_gone, self._why = True, f"engine {self.name} is not there any more: {why}"
-        for answer in tuple(self._open):
-            _settle(answer, DeviceGone(self._why))
+        self.is_gone, self._gone_reason = True, f"engine {self.name} is not there any more: {why}"
+        for answer in tuple(self._pending):
+            _settle(answer, DeviceGone(self._gone_reason))
 
     def _send(self, method: str, arguments: tuple[Any, ...], done: Callable[[Any], None]) -> None:
-        def deliver(asked: "Future[Any]") -> None:
-            error = asked.exception()
-            done(asked.result() if error is None else _plain(error))
+        def deliver(reply: "Future[Any]") -> None:
+            error = reply.exception()
+            done(reply.result() if error is None else _to_service_error(error))
 
         try:
             self._call(method, arguments).add_done_callback(deliver)
         except Exception as error:
-            done(_plain(error))
+            done(_to_service_error(error))
 
     def _call(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
         return getattr(self.listed.actor, method).remote(*arguments).future()
 
 
-def why_gone(error: BaseException) -> str:
+def describe_loss(error: BaseException) -> str:
     """Describe why an engine is gone: Ray does not always know whether it ended."""
     is_known = isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError)
     return f"{'its process ended' if is_known else 'it cannot be reached'} ({type(error).__name__})"
@@ -104,49 +118,49 @@ def why_gone(error: BaseException) -> str:
 
 def _is_gone(error: BaseException) -> bool:
     # Others of Ray's errors are of what happened in the engine.
-    return isinstance(error, RayActorError) or (not isinstance(error, RayError) and is_unanswered(error))
+    return isinstance(error, RayActorError) or (not isinstance(error, RayError) and means_no_answer(error))
 
 
-def _settle(answer: "Future[Any]", found: Any) -> None:
+def _settle(answer: "Future[Any]", outcome: Any) -> None:
     with suppress(InvalidStateError):  # its engine left in the same moment
-        if isinstance(found, BaseException):
-            answer.set_exception(found)
+        if isinstance(outcome, BaseException):
+            answer.set_exception(outcome)
         else:
-            answer.set_result(found)
+            answer.set_result(outcome)
 
 
-def _plain(error: BaseException) -> Exception:
+def _to_service_error(error: BaseException) -> Exception:
     """Convert an error of Ray, which carries the engine's whole traceback."""
     if _is_gone(error):
-        return DeviceGone(why_gone(error))
+        return DeviceGone(describe_loss(error))
     if isinstance(error, ServiceError):
         return error
     logger.error("an engine raised", exc_info=error)
     return RuntimeError(f"the engine raised {type(error).__name__}")
 
 
-# Seconds between looks at the pool; that an answer of it may take, and its first one; that joining may take, and
-# letting go at the end; that the first engine may take until the server starts; after which an engine that the pool
+# Seconds between two polls of the pool; that an answer of it may take, and its first one; that joining may take, and
+# leaving at the end; that the first engine may take until the server starts; after which an engine that the pool
 # goes on listing is used again.
-PERIOD = 0.5
-ANSWER = 3.0
-BEGINNING = 60.0
-JOINING, LETTING_GO = 60.0, 3.0
-FIRST_ENGINE = 180.0
-AGAIN = 5.0
+POLL_PERIOD = 0.5
+ANSWER_TIMEOUT = 3.0
+BEGIN_TIMEOUT = 60.0
+JOIN_TIMEOUT, LEAVE_TIMEOUT = 60.0, 3.0
+FIRST_ENGINE_TIMEOUT = 180.0
+REJOIN_AFTER = 5.0
 # Seconds in which an engine may be silent while the pool is, too: less than robots wait for an answer, so that they are
 # held until there is an engine, and have no error.
-SILENT = 3.5
+SILENCE_TIMEOUT = 3.5
 # Seconds in which nothing of the cluster answers, pool nor engines, after which it is joined anew: as long as engines
 # answer, those are used. A machine that stood still is well again before.
-GONE = 10.0
+LOSS_TIMEOUT = 10.0
 
-LOST = "the pool of engines does not answer"
-REJOINING = "the cluster is lost; it is joined again as soon as its head answers"
+POOL_SILENT = "the pool of engines does not answer"
+CLUSTER_LOST = "the cluster is lost; it is joined again as soon as its head answers"
 
 
 class Cluster:
-    """Joins a Ray cluster and tells an `Engine` which engines come and go. An `Engines` for loader threads.
+    """Joins a Ray cluster and adds its engines to an `Engine` as they come and go. An `Engines` for loader threads.
 
     Args:
         address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
@@ -161,101 +175,103 @@ class Cluster:
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
         self._pool: Any = None
-        self._known: dict[str, EngineHandle] = {}
-        self._lacking = RetryState()
-        self._times = 0
+        self._members: dict[str, EngineHandle] = {}
+        self._retries = RetryState()
+        self._join_count = 0
         self._trouble = ""
         self._lost = ""
-        self._heard_at = 0.0
+        self._last_reply_at = 0.0
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
-        """Connect and wait for the first engine; from then on the `Engine` is told which engines come and go.
+        """Connect and wait for the first engine; from then on engines are added to the `Engine` and removed from it.
 
         Raises:
             CannotJoin: and why.
         """
         self._engine, self._loop = engine, asyncio.get_running_loop()
         try:
-            await asyncio.wait_for(self._connect(), JOINING)
+            await asyncio.wait_for(self._connect(), JOIN_TIMEOUT)
         except TimeoutError:
-            raise CannotJoin(f"it has not been joined for {JOINING:g} s; `ray status` says more") from None
+            raise CannotJoin(f"it has not been joined for {JOIN_TIMEOUT:g} s; `ray status` says more") from None
         await self._begin()
-        self._heard_at = time.monotonic()
-        until = self._heard_at + FIRST_ENGINE
+        self._last_reply_at = time.monotonic()
+        until = self._last_reply_at + FIRST_ENGINE_TIMEOUT
         while True:
             try:
-                await self._look()
+                await self._poll()
             except NoAnswer as error:
-                if time.monotonic() - self._heard_at > JOINING:
-                    raise CannotJoin(f"{LOST} ({error}); `ray status` says more") from error
-            if self._known:
+                if time.monotonic() - self._last_reply_at > JOIN_TIMEOUT:
+                    raise CannotJoin(f"{POOL_SILENT} ({error}); `ray status` says more") from error
+            if self._members:
                 break
             if self._trouble or time.monotonic() > until:
-                raise CannotJoin(self._trouble or f"no engine has begun for {FIRST_ENGINE:g} s; `ray status` says more")
-            await asyncio.sleep(PERIOD)
-        self._life = asyncio.create_task(self._run(), name="cluster")
+                raise CannotJoin(
+                    self._trouble or f"no engine has begun for {FIRST_ENGINE_TIMEOUT:g} s; `ray status` says more"
+                )
+            await asyncio.sleep(POLL_PERIOD)
+        self._task = asyncio.create_task(self._run(), name="cluster")
 
     async def _connect(self) -> None:
         def connect() -> Any:
             self._connection.open()
-            return find_pool(self._options, self._bounds)
+            return get_or_create_pool(self._options, self._bounds)
 
         self._pool = await self._thread.submit(connect).outcome
 
     async def _begin(self) -> None:
         try:
-            differing = await ask(self._pool, BEGINNING, "begin", self.front, self._options, self._bounds)
+            differing = await call_actor(self._pool, BEGIN_TIMEOUT, "begin", self.front, self._options, self._bounds)
         except NoAnswer as error:
-            raise CannotJoin(f"{LOST} ({error}); `ray status` says more") from error
+            raise CannotJoin(f"{POOL_SILENT} ({error}); `ray status` says more") from error
         if differing:
             logger.warning("the engines are another front's, whose settings hold: %s", differing)
 
     async def _run(self) -> None:
-        self._heard_at = time.monotonic()
+        self._last_reply_at = time.monotonic()
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(POLL_PERIOD)
             try:
-                await self._look()
+                await self._poll()
             except (NoAnswer, CannotJoin) as error:
                 if not self._lost:
-                    logger.warning("%s (%s); engines that are known go on", LOST, error)
-                self._lost = LOST
-                self._doubt()
+                    logger.warning("%s (%s); engines that are known go on", POOL_SILENT, error)
+                self._lost = POOL_SILENT
+                self._remove_silent_engines()
             except Exception:
-                logger.exception("looking at the cluster failed")
+                logger.exception("polling the cluster failed")
             else:
                 if self._lost:
                     logger.info("the pool of engines answers again")
                 self._lost = ""
-            if time.monotonic() - self._heard_at > GONE:
+            if time.monotonic() - self._last_reply_at > LOSS_TIMEOUT:
                 await self._rejoin()
 
-    def _doubt(self) -> None:
+    def _remove_silent_engines(self) -> None:
         """Remove engines that answer neither here nor to the pool, so that robots do not wait for them."""
         now = time.monotonic()
-        for known in tuple(self._known.values()):
-            if now - known.heard_at > SILENT:
-                self._leave(known, "it does not answer, and neither does the pool")
+        for member in tuple(self._members.values()):
+            if now - member.last_reply_at > SILENCE_TIMEOUT:
+                self._remove_engine(member, "it does not answer, and neither does the pool")
 
     async def _rejoin(self) -> None:
         """Leave a lost cluster and join it again; robots are held meanwhile, each when its plan runs dry."""
-        logger.error("nothing of the cluster has answered for %g s: %s", GONE, REJOINING)
-        self._lost = REJOINING
-        for known in tuple(self._known.values()):
-            self._leave(known, "the cluster is lost")
-        said = ""
-        while trouble := await self._join_again():
-            if trouble != said:
+        logger.error("nothing of the cluster has answered for %g s: %s", LOSS_TIMEOUT, CLUSTER_LOST)
+        self._lost = CLUSTER_LOST
+        for member in tuple(self._members.values()):
+            self._remove_engine(member, "the cluster is lost")
+        reported = ""
+        while trouble := await self._try_rejoin():
+            if trouble != reported:
                 logger.warning("the cluster cannot be joined again yet: %s", trouble)
-            said = trouble
-            await asyncio.sleep(AGAIN)
-        self._heard_at, self._lost = time.monotonic(), ""
+            reported = trouble
+            await asyncio.sleep(REJOIN_AFTER)
+        self._last_reply_at, self._lost = time.monotonic(), ""
         logger.warning("the cluster is joined again")
 
-    async def _join_again(self) -> str:
+    async def _try_rejoin(self) -> str:
         """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
         await self._thread.submit(self._connection.close).outcome
@@ -268,172 +284,172 @@ class Cluster:
             return summarize_error(error)
         return ""
 
-    async def _look(self) -> None:
-        listing: Listing | None = await ask(self._pool, ANSWER, "listing", self.front)
-        self._heard_at = now = time.monotonic()
+    async def _poll(self) -> None:
+        listing: Listing | None = await call_actor(self._pool, ANSWER_TIMEOUT, "listing", self.front)
+        self._last_reply_at = now = time.monotonic()
         if listing is None:
             await self._begin()  # Ray restarted it
             return
         self._trouble = listing.trouble
         ours = version("robojax")
-        there = {listed.name: listed for listed in listing.engines}
+        available = {listed.name: listed for listed in listing.engines}
         assert self._engine is not None
-        for known in tuple(self._known.values()):
-            if known.listed.name not in there:
-                self._leave(known, "it is not in the cluster any more")
-            elif known.name in self._engine.failed_devices and not known.is_gone:
-                known.fail("it failed")
-                known.joined_at = now
-        for name, listed in there.items():
-            known = next((one for one in self._known.values() if one.listed.name == name), None)
-            if known is not None and known.is_gone and now - known.joined_at > AGAIN:
+        for member in tuple(self._members.values()):
+            if member.listed.name not in available:
+                self._remove_engine(member, "it is not in the cluster any more")
+            elif member.name in self._engine.failed_devices and not member.is_gone:
+                member.fail("it failed")
+                member.joined_at = now
+        for name, listed in available.items():
+            member = next((one for one in self._members.values() if one.listed.name == name), None)
+            if member is not None and member.is_gone and now - member.joined_at > REJOIN_AFTER:
                 # It failed here, and the pool finds it well: it stood still, or the network did.
-                self._leave(known, "it failed")
-                known = None
-            if known is None and listed.begun.version != ours:
+                self._remove_engine(member, "it failed")
+                member = None
+            if member is None and listed.begun.version != ours:
                 self._trouble = f"engine {name} is robojax {listed.begun.version}, this front {ours}"
-            elif known is None:
-                self._join(listed, now)
-        self._complete(now)
+            elif member is None:
+                self._add_engine(listed, now)
+        self._retry_copies(now)
 
-    def _complete(self, now: float) -> None:
+    def _retry_copies(self, now: float) -> None:
         """Start to copy missing policies to the engines that are due for another try."""
-        there = {known.name: known for known in self._known.values() if not known.is_gone}
-        self._lacking.keep(there, {copy.loaded.handle for known in there.values() for copy in known.copies})
-        for name in self._lacking.due(now):
-            known = there[name]
-            if known.completing is None or known.completing.done():
-                known.completing = asyncio.create_task(self._try_again(name), name=f"complete {name}")
+        alive = {member.name: member for member in self._members.values() if not member.is_gone}
+        self._retries.retain(alive, {copy.loaded.handle for member in alive.values() for copy in member.copies})
+        for name in self._retries.due(now):
+            member = alive[name]
+            if member.copy_task is None or member.copy_task.done():
+                member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
 
-    async def _try_again(self, name: str) -> None:
+    async def _copy_missing(self, name: str) -> None:
         assert self._engine is not None
         began = time.monotonic()
         await self._engine.copy_missing_policies(name)
-        self._lacking.forget(name, began)
+        self._retries.drop_failures(name, began)
 
-    def _join(self, listed: Listed, now: float) -> None:
+    def _add_engine(self, listed: Listed, now: float) -> None:
         assert self._engine is not None
-        self._times += 1
+        self._join_count += 1
         name = listed.name.removeprefix("robojax-") + (
-            "" if not any(one.listed.name == listed.name for one in self._known.values()) else f".{self._times}"
+            "" if not any(one.listed.name == listed.name for one in self._members.values()) else f".{self._join_count}"
         )
         if name in self._engine.failed_devices:
-            name = f"{name}.{self._times}"
-        known = self._known[name] = EngineHandle(name, listed, now, self._stuck_after)
-        known.watching = asyncio.create_task(self._watch(known), name=f"watch {name}")
-        self._engine.add_device(name, known.worker)
+            name = f"{name}.{self._join_count}"
+        member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
+        member.poll_task = asyncio.create_task(self._poll_engine(member), name=f"watch {name}")
+        self._engine.add_device(name, member.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
-    def _leave(self, known: EngineHandle, why: str) -> None:
+    def _remove_engine(self, member: EngineHandle, why: str) -> None:
         assert self._engine is not None
-        del self._known[known.name]
-        if known.watching is not None and known.watching is not asyncio.current_task():
-            known.watching.cancel()
-        known.fail(why)
-        known.worker.fail(why)
-        self._engine.retire_device(known.name, why)
-        asyncio.get_running_loop().call_later(1.0, self._forget, known.name)
+        del self._members[member.name]
+        if member.poll_task is not None and member.poll_task is not asyncio.current_task():
+            member.poll_task.cancel()
+        member.fail(why)
+        member.worker.fail(why)
+        self._engine.retire_device(member.name, why)
+        asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
 
-    def _forget(self, name: str) -> None:
+    def _forget_device(self, name: str) -> None:
         assert self._engine is not None
         task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
-    async def _watch(self, known: EngineHandle) -> None:
-        """Poll one engine's state, which also tells it which policies are still used here."""
+    async def _poll_engine(self, member: EngineHandle) -> None:
+        """Poll one engine's load, which also reports to it which policies are still used here."""
         while True:
             try:
-                handles = sorted({copy.loaded.handle for copy in known.copies})
-                known.worker.facts = await ask(known.listed.actor, ANSWER, "facts", handles)
-                known.heard_at = self._heard_at = time.monotonic()
+                handles = sorted({copy.loaded.handle for copy in member.copies})
+                member.worker.facts = await call_actor(member.listed.actor, ANSWER_TIMEOUT, "facts", handles)
+                member.last_reply_at = self._last_reply_at = time.monotonic()
             except NoAnswer as error:
                 cause = error.__cause__
                 if cause is not None and isinstance(cause, RayActorError):
-                    self._leave(known, why_gone(cause))
+                    self._remove_engine(member, describe_loss(cause))
                     return
             except Exception:
-                logger.exception("asking %s how it does failed", known.name)
-            await asyncio.sleep(PERIOD)
+                logger.exception("polling the load of %s failed", member.name)
+            await asyncio.sleep(POLL_PERIOD)
 
     def facts(self) -> dict[str, object]:
         """Return state and load of all engines for the API; JSON-ready."""
         engines = [
             {
-                "engine": known.name,
-                "node": known.listed.begun.node,
-                "process": known.listed.begun.process,
-                "load": round(known.worker.facts.load, 4),
-                "queue_ms": round(known.worker.facts.queue * 1e3, 2),
-                "waiting": known.worker.facts.waiting,
-                "policies": known.worker.facts.policies,
-                "batches": {str(size): times for size, times in sorted(known.worker.facts.batches.items())},
-                "batch_ms": list(known.worker.facts.batch_ms),
+                "engine": member.name,
+                "node": member.listed.begun.node,
+                "process": member.listed.begun.process,
+                "load": round(member.worker.facts.load, 4),
+                "queue_ms": round(member.worker.facts.queue * 1e3, 2),
+                "waiting": member.worker.facts.waiting,
+                "policies": member.worker.facts.policies,
+                "batches": {str(size): times for size, times in sorted(member.worker.facts.batches.items())},
+                "batch_ms": list(member.worker.facts.batch_ms),
             }
-            for known in self._known.values()
-            if not known.is_gone
+            for member in self._members.values()
+            if not member.is_gone
         ]
-        trouble = "; ".join(filter(None, (self._lost, self._trouble, self._lacking.words(time.monotonic()))))
+        trouble = "; ".join(filter(None, (self._lost, self._trouble, self._retries.describe(time.monotonic()))))
         return {"address": self._connection.address, "engines": engines, "trouble": trouble or None}
 
     async def close(self) -> None:
         """Leave the cluster; its engines go on for other servers."""
-        if self._life is not None:
-            self._life.cancel()
+        if self._task is not None:
+            self._task.cancel()
         if not self._lost:
             with suppress(NoAnswer):  # it will notice by itself
-                await ask(self._pool, 1.0, "part", self.front)
-        for known in self._known.values():
-            known.fail("the server is ending")
-            if known.watching is not None:
-                known.watching.cancel()
-            if known.completing is not None:
-                known.completing.cancel()
-        within = LETTING_GO / 3 if self._lost else LETTING_GO
-        if self._lost != REJOINING:  # in which a thread of its own closes and opens it
+                await call_actor(self._pool, 1.0, "part", self.front)
+        for member in self._members.values():
+            member.fail("the server is ending")
+            if member.poll_task is not None:
+                member.poll_task.cancel()
+            if member.copy_task is not None:
+                member.copy_task.cancel()
+        within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
+        if self._lost != CLUSTER_LOST:  # in which a thread of its own closes and opens it
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
                 await asyncio.wait_for(self._thread.submit(self._connection.close).outcome, within)
         self._thread.close(0.0)
 
     # For threads that load.
 
-    def pick(self) -> tuple[str, Sequence[str]]:
-        """See `Engines.pick`: the engine with least to do, and those that have computed nothing for seconds."""
-        there = [one for one in tuple(self._known.values()) if not one.is_gone]
-        if not there:
+    def pick_engines(self) -> tuple[str, Sequence[str]]:
+        """See `Engines.pick_engines`: the engine with least to do, and those that have computed nothing for seconds."""
+        alive = [one for one in tuple(self._members.values()) if not one.is_gone]
+        if not alive:
             raise CheckpointError("no engine of the cluster is there; try again when one is")
-        first, *others = sorted(there, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
+        first, *others = sorted(alive, key=lambda one: (one.worker.facts.policies, one.worker.facts.load, one.name))
         return first.name, [one.name for one in others if not one.worker.facts.load]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
         """See `Engines.ask`."""
-        known = self._known.get(engine)
-        if known is not None:
-            return known.ask(method, *arguments)
+        member = self._members.get(engine)
+        if member is not None:
+            return member.ask(method, *arguments)
         answer: Future[Any] = Future()
         answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
         return answer
 
-    def keep(self, copy: Copy) -> None:
-        """See `Engines.keep`."""
-        self._on_loop(lambda: self._keep(copy))
+    def keep_copy(self, copy: Copy) -> None:
+        """See `Engines.keep_copy`."""
+        self._call_on_loop(lambda: self._keep_copy(copy))
 
-    def _keep(self, copy: Copy) -> None:
-        known = self._known.get(copy.engine)
-        if known is not None:
-            known.copies.add(copy)
-            self._lacking.has(copy.engine, copy.loaded.handle)
+    def _keep_copy(self, copy: Copy) -> None:
+        member = self._members.get(copy.engine)
+        if member is not None:
+            member.copies.add(copy)
+            self._retries.record_success(copy.engine, copy.loaded.handle)
 
-    def lacks(self, engine: str, handle: str, why: str) -> None:
-        """See `Engines.lacks`."""
-        logger.warning("%s goes without policy %s: %s", engine, handle[:12], why)
-        self._on_loop(lambda: self._lacking.failed(engine, handle, why, time.monotonic()))
+    def record_failure(self, engine: str, handle: str, why: str) -> None:
+        """See `Engines.record_failure`."""
+        logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
+        self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
+    def _call_on_loop(self, call: Callable[[], None]) -> None:
         assert self._loop is not None, "opened before anything is loaded"
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
-            # The loop has ended, and whoever wanted the policy with it.
+            # The loop has ended, and whoever loaded the policy with it.
             if not self._loop.is_closed():
                 raise
 
@@ -445,5 +461,71 @@ class Cluster:
     def put(self, piece: bytes) -> Any:
         """See `Engines.put`."""
         if self._pool is None:  # Ray would start a cluster of its own
-            raise CheckpointError(f"{REJOINING}; try again then")
+            raise CheckpointError(f"{CLUSTER_LOST}; try again then")
         return ray.put(piece)
+
+
+class ClusterBootstrap:
+    """Creates the cluster, its policy loader and its engine from settings.
+
+    Attributes:
+        cluster: used once it is open.
+        load: loads policies into engines.
+    """
+
+    def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
+        """Prepare everything; nothing is connected yet."""
+        self._policies, self._settings = policies, cluster
+        options = EngineOptions(
+            dtype=policies.dtype,
+            devices=policies.devices or ((policies.device,) if policies.device else ()),
+            together=policies.placement == "shard",
+            batch_sizes=policies.engine_batch_sizes,
+            stuck_after=policies.stuck_after,
+            load_memory=policies.load_memory,
+            resources=dict(cluster.engine_resources),
+        )
+        bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
+        # Until it listens, its port is not known; this name is announced to nobody before.
+        self.cluster = Cluster(
+            to_ray_address(cluster.engine),
+            f"{socket.gethostname()}:{os.getpid()}",
+            options,
+            bounds,
+            stuck_after=policies.stuck_after,
+        )
+        self.load = RemoteLoader(
+            self.cluster,
+            policies.policy_bytes,
+            roots=allowed_roots(policies),
+            inspect=CheckpointSandbox(policies.load_memory),
+        )
+
+    async def open(self, durations: LoadDurations, name: str) -> Engine:
+        """Connect and wait for the first engine.
+
+        Args:
+            name: what this server is called.
+
+        Raises:
+            NoEngine: the cluster cannot be joined, or has no engine.
+        """
+        policies, cluster = self._policies, self._settings
+        engine = Engine(
+            stuck_after=policies.stuck_after,
+            durations=durations,
+            max_load=policies.engine_load,
+            are_remote=True,
+            join_timeout=cluster.engine_patience,
+        )
+        self.cluster.front = name
+        try:
+            await self.cluster.open(engine)
+        except CannotJoin as error:
+            await self.cluster.close()
+            raise NoEngine(f"engine {cluster.engine}: {error}") from error
+        return engine
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        await self.cluster.close()

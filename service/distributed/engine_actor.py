@@ -46,7 +46,7 @@ class EngineOptions:
     """How an engine runs policies; from the settings of these names, of the first server.
 
     Attributes:
-        accelerators: places on its machine that Ray gave it, `engine_resources`.
+        resources: what Ray reserves for an engine, as the setting `engine_resources`.
     """
 
     dtype: str | None = None
@@ -103,37 +103,37 @@ class EngineFacts:
     policies: int = 0
 
 
-# Seconds after which a policy that no front speaks of any more is let go.
-UNUSED = 30.0
+# Seconds after which a policy that no front uses any more is dropped.
+UNUSED_TIMEOUT = 30.0
 # Newest requests that waiting is counted of.
-COUNTED = 256
+QUEUE_SAMPLES = 256
 
 
 @dataclass
-class _Held:
+class _CachedPolicy:
     served: LoadedPolicy
     stack: AsyncExitStack
     compiled: list[FrameSizes]
-    wanted_at: float = field(default_factory=time.monotonic)
+    last_used_at: float = field(default_factory=time.monotonic)
 
 
 class EngineActor:
     """Ray actor with an inference engine, created by the pool; all methods but `__init__` run on its event loop.
 
     Args:
-        name: of the actor.
+        name: of the actor, for errors.
     """
 
     def __init__(self, name: str, options: EngineOptions):
         self._name = name
         self._options = options
-        self._held: dict[str, _Held] = {}
+        self._policies: dict[str, _CachedPolicy] = {}
         self._loading: dict[str, asyncio.Task[Loaded | Refusal]] = {}
         self._stages: dict[str, str] = {}
-        self._queues: deque[tuple[float, float]] = deque(maxlen=COUNTED)
+        self._queues: deque[tuple[float, float]] = deque(maxlen=QUEUE_SAMPLES)
         self._engine: Engine | None = None
-        self._beginning = asyncio.Lock()
-        self._watch: asyncio.Task[None] | None = None
+        self._begin_lock = asyncio.Lock()
+        self._drop_task: asyncio.Task[None] | None = None
 
     async def node(self) -> str:
         """Return the name of the machine that Ray started it on."""
@@ -141,7 +141,7 @@ class EngineActor:
 
     async def begin(self) -> Begun | Refusal:
         """Import JAX and open the devices; called again, it returns the same."""
-        async with self._beginning:
+        async with self._begin_lock:
             if self._engine is None:
                 options = self._options
                 devices: Sequence[str] = ()
@@ -154,37 +154,37 @@ class EngineActor:
                 else:
                     await call_in_thread(lambda: jaxmodels.load_policy, "import-jax")
                 self._engine = Engine(stuck_after=options.stuck_after, batch_sizes=options.batch_sizes, devices=devices)
-                self._watch = asyncio.create_task(self._drop_unused(), name="unused policies")
+                self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
         return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
 
-    async def load(self, parcel: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
+    async def load(self, artifact: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
         """Load a policy and compile it for batches of one; servers that want the same one share it."""
-        task = self._loading.get(parcel.sha)
+        task = self._loading.get(artifact.sha)
         if task is None:
-            task = self._loading[parcel.sha] = asyncio.create_task(self._load(parcel, like))
-            task.add_done_callback(lambda task: self._loading.pop(parcel.sha, None))
+            task = self._loading[artifact.sha] = asyncio.create_task(self._load(artifact, like))
+            task.add_done_callback(lambda task: self._loading.pop(artifact.sha, None))
         return await asyncio.shield(task)
 
     async def stage(self, sha: str) -> str | None:
         """Return the stage of loading a policy; None when it is not being loaded."""
         return self._stages.get(sha)
 
-    async def _load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
-        if (held := self._held.get(parcel.sha)) is not None:
-            held.wanted_at = time.monotonic()
-            return self._loaded(parcel.sha, held)
-        engine, stack = self._begun(), AsyncExitStack()
-        self._stages[parcel.sha] = "reading"
-        before = self._held.get(like or "")
+    async def _load(self, artifact: PolicyArtifact, like: str | None) -> Loaded | Refusal:
+        if (cached := self._policies.get(artifact.sha)) is not None:
+            cached.last_used_at = time.monotonic()
+            return self._describe(artifact.sha, cached)
+        engine, stack = self._opened_engine(), AsyncExitStack()
+        self._stages[artifact.sha] = "reading"
+        before = self._policies.get(like or "")
         cache = jaxmodels.user_cache() / "robojax" / "parcels"
         try:
-            folder = await call_in_thread(partial(unpack, parcel, cache, _get), "policy-files")
+            folder = await call_in_thread(partial(unpack, artifact, cache, _get_piece), "policy-files")
             served = await stack.enter_async_context(
                 engine.open_policy(
                     self._read,
                     str(folder),
                     None,
-                    lambda stage: self._stages.__setitem__(parcel.sha, stage),
+                    lambda stage: self._stages.__setitem__(artifact.sha, stage),
                     like=None if before is None else before.served.policy,
                 )
             )
@@ -193,13 +193,15 @@ class EngineActor:
         except OSError as error:
             return Refusal("engine", f"{self._name} cannot write its policy cache ({error.strerror})")
         finally:
-            self._stages.pop(parcel.sha, None)
+            self._stages.pop(artifact.sha, None)
         sizes = [dict(served.requirements.cameras), *(before.compiled if before is not None else ())]
-        held = self._held[parcel.sha] = _Held(served, stack, [one for one in sizes if served.is_compiled(one)])
-        return self._loaded(parcel.sha, held)
+        cached = self._policies[artifact.sha] = _CachedPolicy(
+            served, stack, [one for one in sizes if served.is_compiled(one)]
+        )
+        return self._describe(artifact.sha, cached)
 
     def _read(self, path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
-        options, first = self._options, self._begun().first_device
+        options, first = self._options, self._opened_engine().first_device
         return jaxmodels.load_policy(
             path,
             revision,
@@ -210,28 +212,28 @@ class EngineActor:
             inspect=CheckpointSandbox(options.load_memory),
         )
 
-    def _loaded(self, sha: str, held: _Held) -> Loaded:
-        policy = held.served.policy
-        return Loaded(sha, policy.requirements, policy.device, tuple(held.compiled))
+    def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:
+        policy = cached.served.policy
+        return Loaded(sha, policy.requirements, policy.device, tuple(cached.compiled))
 
     async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
         """Compile a policy for frames of these sizes."""
-        if (held := self._find(handle)) is None:
-            return _unknown(self._name)
-        wanted = dict(held.served.requirements.cameras if sizes is None else sizes)
+        if (cached := self._find_policy(handle)) is None:
+            return _refuse_unknown(self._name)
+        frame_sizes = dict(cached.served.requirements.cameras if sizes is None else sizes)
         try:
-            await self._begun().compile(held.served, wanted)
+            await self._opened_engine().compile(cached.served, frame_sizes)
         except PolicyFailed as error:
             return Refusal("policy", str(error))
-        if wanted not in held.compiled:
-            held.compiled.append(wanted)
+        if frame_sizes not in cached.compiled:
+            cached.compiled.append(frame_sizes)
         return None
 
-    async def rehearse(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
+    async def profile(self, handle: str, sizes: FrameSizes | None) -> float | Refusal:
         """Return the seconds that one inference takes now, measured with zeros."""
-        if (held := self._find(handle)) is None:
-            return _unknown(self._name)
-        return await call_in_thread(lambda: held.served.policy.rehearse(1, sizes), "policy-rehearsal", 5)
+        if (cached := self._find_policy(handle)) is None:
+            return _refuse_unknown(self._name)
+        return await call_in_thread(lambda: cached.served.policy.profile(1, sizes), "policy-profile", 5)
 
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
@@ -239,91 +241,89 @@ class EngineActor:
         """Run a policy on an observation, in a batch with others when that makes nobody late; due in so many
         seconds.
         """
-        if (held := self._find(handle)) is None:
-            return _unknown(self._name)
+        if (cached := self._find_policy(handle)) is None:
+            return _refuse_unknown(self._name)
         due = None if due_in is None else time.monotonic() + due_in
         try:
-            inference = await self._begun().infer(held.served, observation, due=due)
+            inference = await self._opened_engine().infer(cached.served, observation, due=due)
         except PolicyFailed as error:
-            return Refusal(_kind(error), str(error))
+            return Refusal(_refusal_kind(error), str(error))
         self._queues.append((time.monotonic(), inference.queue))
         return inference
 
     async def try_out(self, handle: str, observation: Mapping[str, np.ndarray]) -> tuple[np.ndarray, float] | Refusal:
-        """One inference that no robot waits for: chunk and seconds."""
-        if (held := self._find(handle)) is None:
-            return _unknown(self._name)
+        """Run one inference that no robot waits for; returns its chunk and seconds."""
+        if (cached := self._find_policy(handle)) is None:
+            return _refuse_unknown(self._name)
         try:
-            return await self._begun().run_trial(held.served, observation)
+            return await self._opened_engine().run_trial(cached.served, observation)
         except PolicyFailed as error:
-            return Refusal(_kind(error), str(error))
+            return Refusal(_refusal_kind(error), str(error))
 
-    async def prepare_task(self, handle: str, text: str) -> Refusal | None:
-        """Encode an instruction ahead of ``act``."""
-        if (held := self._find(handle)) is None:
-            return _unknown(self._name)
+    async def prepare_task(self, handle: str, text: str) -> Refusal | int:
+        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
+        if (cached := self._find_policy(handle)) is None:
+            return _refuse_unknown(self._name)
 
-        def read() -> None:
-            for replica in held.served.replicas:
-                replica.policy.prepare_task(text)
+        def prepare() -> int:
+            return max(replica.policy.prepare_task(text) for replica in cached.served.replicas)
 
         try:
-            await call_in_thread(read, "instruction", 5)
+            return await call_in_thread(prepare, "instruction", 5)
         except JaxModelsError as error:
             return Refusal("input", str(error))
-        return None
 
     async def facts(self, handles: Sequence[str] = ()) -> EngineFacts:
-        """How it does; whoever asks still wants these policies."""
+        """Return the engine's load and latencies; the policies of these handles are marked as used."""
         for handle in handles:
-            self._find(handle)
-        engine = self._begun()
-        told: Any = engine.get_stats()
+            self._find_policy(handle)
+        engine = self._opened_engine()
+        stats: Any = engine.get_stats()
         now = time.monotonic()
         queues = sorted(seconds for when, seconds in self._queues if now - when < 5)
         batches: dict[int, int] = {}
-        for device in told["devices"]:
+        for device in stats["devices"]:
             for size, times in device["batches"].items():
                 batches[int(size)] = batches.get(int(size), 0) + times
         return EngineFacts(
-            load=max((device["load"] for device in told["devices"]), default=0.0),
+            load=max((device["load"] for device in stats["devices"]), default=0.0),
             queue=queues[int(0.9 * len(queues))] if queues else 0.0,
-            waiting=told["inferences_waiting"],
+            waiting=stats["inferences_waiting"],
             batches=batches,
-            batch_ms=tuple(figures for device in told["devices"] for figures in device["batch_ms"]),
-            policies=len(self._held),
+            batch_ms=tuple(figures for device in stats["devices"] for figures in device["batch_ms"]),
+            policies=len(self._policies),
         )
 
-    def _begun(self) -> Engine:
+    def _opened_engine(self) -> Engine:
         assert self._engine is not None, "begin() comes first"
         return self._engine
 
-    def _find(self, handle: str) -> _Held | None:
-        held = self._held.get(handle)
-        if held is not None:
-            held.wanted_at = time.monotonic()
-        return held
+    def _find_policy(self, handle: str) -> _CachedPolicy | None:
+        cached = self._policies.get(handle)
+        if cached is not None:
+            cached.last_used_at = time.monotonic()
+        return cached
 
     async def _drop_unused(self) -> None:
         while True:
-            await asyncio.sleep(UNUSED / 6)
-            for handle, held in tuple(self._held.items()):
-                if time.monotonic() - held.wanted_at > UNUSED:
-                    del self._held[handle]
-                    await held.stack.aclose()
+            await asyncio.sleep(UNUSED_TIMEOUT / 6)
+            for handle, cached in tuple(self._policies.items()):
+                if time.monotonic() - cached.last_used_at > UNUSED_TIMEOUT:
+                    del self._policies[handle]
+                    await cached.stack.aclose()
 
 
-def _kind(error: PolicyFailed) -> Any:
+def _refusal_kind(error: PolicyFailed) -> Any:
     if isinstance(error, InferenceStuck):
         return "stuck"
     return "input" if isinstance(error.__cause__, JaxModelsError) else "failed"
 
 
-def _unknown(name: str) -> Refusal:
+def _refuse_unknown(name: str) -> Refusal:
     return Refusal("unknown", f"{name} does not have the policy any more")
 
 
-def _get(piece: Any) -> bytes:
+def _get_piece(piece: Any) -> bytes:
     import ray  # pyright: ignore[reportMissingImports] - an extra
 
     return ray.get(piece)

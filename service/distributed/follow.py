@@ -16,55 +16,55 @@ from service.distributed.ray_node import (
     RESOURCE,
     Credentials,
     RayNode,
+    find_own_address,
     join_address,
-    own_address,
-    own_credentials,
+    make_credentials,
 )
 
-AGAIN = "start this again, and the server if it has ended"
-# gRPC would close a connection on which nothing is asked after half an hour.
-_NEVER_IDLE = ("grpc.client_idle_timeout_ms", 2**31 - 1)
-_LOOK_OFTEN = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 500))
+RESTART_HINT = "start this again, and the server if it has ended"
+# gRPC would close a connection without calls after half an hour.
+_NO_IDLE_TIMEOUT = ("grpc.client_idle_timeout_ms", 2**31 - 1)
+_FAST_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 500))
 
 
-def follow_front(host: str, port: int, secret: bytes, patience: float, show: Callable[[str], None]) -> str | None:
+def follow_server(host: str, port: int, secret: bytes, timeout: float, show: Callable[[str], None]) -> str | None:
     """Run a worker node until the server ends; returns why it ended, None where the server ended in order.
 
     Args:
-        patience: seconds in which the front has to be there.
-        show: called with each thing that a person may want to know.
+        timeout: seconds in which the server has to be there.
+        show: called with each line for the person at the terminal.
     """
     address = join_address(host, port)
     try:
-        own = own_address(host, port)
-        credentials = own_credentials(secret, host, port)
+        own = find_own_address(host, port)
+        credentials = make_credentials(secret, host, port)
     except OSError as error:
-        return f"the server at {address}: there is no way there ({error.strerror}); {AGAIN}"
-    ends: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        return f"the server at {address}: there is no way there ({error.strerror}); {RESTART_HINT}"
+    endings: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     node = None
     try:
         channel = _connect(address, credentials)
         try:
-            grpc.channel_ready_future(channel).result(patience)
+            grpc.channel_ready_future(channel).result(timeout)
         except grpc.FutureTimeoutError:
-            return f"the server at {address}: none that knows this secret for {patience:g} s; {AGAIN}"
+            return f"the server at {address}: none that knows this secret for {timeout:g} s; {RESTART_HINT}"
         pipe = str(credentials.folder / "pipe")
         os.mkfifo(pipe, 0o600)
-        threading.Thread(target=_read, args=(pipe, show, ends.put), name="pipe", daemon=True).start()
+        threading.Thread(target=_read_messages, args=(pipe, show, endings.put), name="pipe", daemon=True).start()
         arguments = [f"--address={address}", f"--node-ip-address={own}", f"--resources={json.dumps({RESOURCE: 1})}"]
         node = RayNode(
             [*arguments, "--num-cpus=0", "--include-log-monitor=false", f"--temp-dir={credentials.folder}"],
             dict(credentials.environment) | {PIPE: pipe, ADDRESS: own},
-            lambda last: ends.put(f"Ray ended on this machine ({last}); {AGAIN}"),
+            lambda last: endings.put(f"Ray ended on this machine ({last}); {RESTART_HINT}"),
         )
 
         def watch(state: Any) -> None:
             # It has been connected: whatever comes now is the end of it.
             if state is not grpc.ChannelConnectivity.READY:
-                ends.put(f"the server at {address}: it closed the connection; {AGAIN}")
+                endings.put(f"the server at {address}: it closed the connection; {RESTART_HINT}")
 
         channel.subscribe(watch)
-        return ends.get()
+        return endings.get()
     finally:
         if node is not None:
             node.kill()
@@ -74,10 +74,10 @@ def follow_front(host: str, port: int, secret: bytes, patience: float, show: Cal
 def _connect(address: str, credentials: Credentials) -> Any:
     files = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT")
     secured = grpc.ssl_channel_credentials(*map(credentials.read, files))
-    return grpc.secure_channel(address, secured, options=[_NEVER_IDLE, *_LOOK_OFTEN])
+    return grpc.secure_channel(address, secured, options=[_NO_IDLE_TIMEOUT, *_FAST_RECONNECT])
 
 
-def _read(pipe: str, show: Callable[[str], None], end: Callable[[str | None], None]) -> None:
+def _read_messages(pipe: str, show: Callable[[str], None], end: Callable[[str | None], None]) -> None:
     """Read messages of the host's actor; the pipe ends with the actor's process."""
     with open(pipe, encoding="utf-8") as lines:
         for line in lines:
@@ -88,4 +88,4 @@ def _read(pipe: str, show: Callable[[str], None], end: Callable[[str | None], No
                     sys.stderr.write(f"{text}\n")
                 case {"end": why}:
                     end(why)
-    end(f"its process ended; {AGAIN}")
+    end(f"its process ended; {RESTART_HINT}")

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
-from service.distributed.artifacts import listing_of
+from service.distributed.artifacts import make_listing
 from service.distributed.config import HostSettings
 from service.distributed.host_group import (
-    Asked,
+    BuildRequest,
     HostGroup,
     SharedPolicy,
 )
-from service.distributed.ray_node import own_credentials
+from service.distributed.ray_node import make_credentials
 from service.inference.config import PolicySettings
 from service.inference.policy_sources import copy_roots
 from service.setting_types import SettingsError
@@ -28,11 +28,11 @@ from service.setting_types import SettingsError
 if TYPE_CHECKING:
     from service.distributed.ray_hosts import RayHosts
 
-LEAST = 16
+MIN_SECRET_SIZE = 16
 # JAX finds out by itself who is there: on TPU pods, under Slurm and Open MPI.
 AUTO = "auto"
 # To listen on all addresses of a machine; nobody can be sent there.
-ANYWHERE = ("0.0.0.0", "[::]", "*")
+ALL_ADDRESSES = ("0.0.0.0", "[::]", "*")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HostOptions:
         host, port: where the front listens, as the others reach it.
         coordinator: ``address:port`` for JAX's own connections; None where JAX finds out by itself.
         secret: that all of them know.
-        patience: seconds in which the others have to come.
+        timeout: seconds in which the others have to come.
         dtype, policy_bytes: as the settings of these names.
     """
 
@@ -53,12 +53,12 @@ class HostOptions:
     port: int
     coordinator: str | None
     secret: bytes
-    patience: float = 300.0
+    timeout: float = 300.0
     dtype: str | None = None
     policy_bytes: int | None = None
 
 
-def host_options(hosts: HostSettings, policies: PolicySettings) -> HostOptions | None:
+def read_host_options(hosts: HostSettings, policies: PolicySettings) -> HostOptions | None:
     """Read the options of a host group from the settings; None where this server is alone.
 
     Raises:
@@ -67,7 +67,7 @@ def host_options(hosts: HostSettings, policies: PolicySettings) -> HostOptions |
     if hosts.hosts_count == 1:
         return None
     host, port = read_address("hosts_address", hosts.hosts_address)
-    if host in ANYWHERE and hosts.hosts_coordinator is None:
+    if host in ALL_ADDRESSES and hosts.hosts_coordinator is None:
         raise SettingsError(f"hosts_address: found {hosts.hosts_address}; wanted an address that other hosts reach")
     coordinator = hosts.hosts_coordinator or f"{host}:{port + 1}"
     if coordinator != AUTO:
@@ -78,21 +78,21 @@ def host_options(hosts: HostSettings, policies: PolicySettings) -> HostOptions |
         port=port,
         coordinator=None if coordinator == AUTO else coordinator,
         secret=read_secret(hosts.hosts_secret_file),
-        patience=hosts.hosts_wait,
+        timeout=hosts.hosts_wait,
         dtype=policies.dtype,
         policy_bytes=policies.policy_bytes,
     )
 
 
-def read_address(name: str, said: str | None) -> tuple[str, int]:
+def read_address(name: str, text: str | None) -> tuple[str, int]:
     """Parse an address such as ``10.0.0.1:8470`` or ``[fd00::1]:8470``.
 
     Raises:
         SettingsError: it is none.
     """
-    host, _, port = (said or "").rpartition(":")
+    host, _, port = (text or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise SettingsError(f"{name}: found {said!r}; wanted ADDRESS:PORT, as 10.0.0.1:8470")
+        raise SettingsError(f"{name}: found {text!r}; wanted ADDRESS:PORT, as 10.0.0.1:8470")
     return host, int(port)
 
 
@@ -111,8 +111,10 @@ def read_secret(path: str | None) -> bytes:
         secret = file.read_bytes().strip()
     except OSError as error:
         raise SettingsError(f"hosts_secret_file: {path!r} cannot be read: {error.strerror}") from error
-    if len(secret) < LEAST:
-        raise SettingsError(f"hosts_secret_file: {path!r} has {len(secret)} characters; wanted {LEAST} or more")
+    if len(secret) < MIN_SECRET_SIZE:
+        raise SettingsError(
+            f"hosts_secret_file: {path!r} has {len(secret)} characters; wanted {MIN_SECRET_SIZE} or more"
+        )
     return secret
 
 
@@ -120,14 +122,14 @@ logger = logging.getLogger(__name__)
 
 
 class HostCoordinator:
-    """Coordinator host; it is begun and closed by its maker, and loads policies in between.
+    """Coordinator of a host group; it is begun and closed by its maker, and loads policies in between.
 
     Args:
         inspect: given the folder of a policy before it is read, or sent.
         roots: as of `jaxmodels.load_policy`.
 
     Attributes:
-        told: called once, in some thread, with why nothing can be computed any more.
+        on_lost: called once, in some thread, with why nothing can be computed any more.
     """
 
     def __init__(
@@ -136,13 +138,13 @@ class HostCoordinator:
         inspect: Callable[[jaxmodels.PolicyFolder], None],
         roots: Sequence[Path] | None = None,
     ):
-        self.told: Callable[[str], None] = lambda why: None
+        self.on_lost: Callable[[str], None] = lambda why: None
         self._options = options
         self._inspect = inspect
         self._roots = roots
         self._hosts: RayHosts | None = None
-        self._crew: HostGroup | None = None
-        self._place = ""
+        self._group: HostGroup | None = None
+        self._device = ""
         self._numbers = count(1)
         self._folders: dict[str, Path] = {}
 
@@ -154,27 +156,27 @@ class HostCoordinator:
             ConfigError: JAX cannot bring them together.
         """
         options = self._options
-        credentials = own_credentials(options.secret, options.host, options.port)
+        credentials = make_credentials(options.secret, options.host, options.port)
         os.environ.update(credentials.environment)
-        # Ray reads its environment when it is imported, and once only: by now `own_credentials` is in it.
+        # Ray reads its environment when it is imported, and once only: by now `make_credentials` is in it.
         from service.distributed.ray_hosts import RayHosts
 
-        self._hosts = RayHosts(options, credentials, self._folders.__getitem__, self._hear_end)
-        crew = self._crew = HostGroup(self._hosts.gather(), lambda why: self.told(why))
-        words = {
+        self._hosts = RayHosts(options, credentials, self._folders.__getitem__, self._on_node_end)
+        group = self._group = HostGroup(self._hosts.gather(), lambda why: self.on_lost(why))
+        command = {
             "do": "join",
             "count": options.count,
             "coordinator": options.coordinator,
-            "patience": options.patience,
+            "patience": options.timeout,
         }
         number = None if options.coordinator is None else 0
 
         def join() -> tuple[str, int]:
-            return jaxmodels.join_hosts(options.count, number, options.coordinator, patience=options.patience)
+            return jaxmodels.join_hosts(options.count, number, options.coordinator, patience=options.timeout)
 
-        self._place, devices = crew.run(words, join, limit=math.inf)  # it has a patience of its own
+        self._device, devices = group.run(command, join, limit=math.inf)  # joining has a time limit of its own
         logger.info("%d hosts with %d devices have joined", options.count, devices)
-        return self._place
+        return self._device
 
     def load(
         self, path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None
@@ -184,16 +186,16 @@ class HostCoordinator:
         Raises:
             JaxModelsError: this host cannot load it, or another one (`HostRefused`), or one is gone (`HostsLost`).
         """
-        assert self._crew is not None, "begun before"
-        crew, number = self._crew, next(self._numbers)
+        assert self._group is not None, "begun before"
+        group, number = self._group, next(self._numbers)
         loading = _Loading()
 
-        def share(opened: jaxmodels.PolicyFolder) -> None:
+        def send_files(opened: jaxmodels.PolicyFolder) -> None:
             self._inspect(opened)
             folder = opened.path
-            listing = listing_of(folder)
+            listing = make_listing(folder)
             self._folders[listing.sha] = folder
-            loading.asked = crew.ask(
+            loading.request = group.request_build(
                 {
                     "do": "load",
                     "policy": number,
@@ -210,40 +212,40 @@ class HostCoordinator:
                 path,
                 revision,
                 self._options.dtype,
-                self._place,
+                self._device,
                 like=like.local if isinstance(like, SharedPolicy) else None,
                 on_progress=on_progress,
-                inspect=share,
+                inspect=send_files,
                 largest=self._options.policy_bytes,
                 roots=self._roots if like is None else copy_roots(path),
             )
-            if loading.asked is not None:
-                loading.asked.wait()
+            if loading.request is not None:
+                loading.request.wait()
         except BaseException:
-            if loading.asked is not None:
+            if loading.request is not None:
                 with suppress(JaxModelsError):
-                    loading.asked.wait()  # what is being loaded cannot be dropped yet
-            crew.tell({"do": "drop", "policy": number})
+                    loading.request.wait()  # what is being loaded cannot be dropped yet
+            group.queue_command({"do": "drop", "policy": number})
             raise
-        return SharedPolicy(crew, local, number)
+        return SharedPolicy(group, local, number)
 
     def check(self) -> None:
         """Raise when a host is gone."""
-        if self._crew is not None:
-            self._crew.check()
+        if self._group is not None:
+            self._group.check()
 
     def close(self) -> None:
         """End the worker hosts, and Ray on this machine."""
-        if self._crew is not None:
-            self._crew.close()
+        if self._group is not None:
+            self._group.close()
         if self._hosts is not None:
             self._hosts.close()
 
-    def _hear_end(self, why: str) -> None:
-        if self._crew is not None:
-            self._crew.lose(why)
+    def _on_node_end(self, why: str) -> None:
+        if self._group is not None:
+            self._group.mark_lost(why)
 
 
 @dataclass
 class _Loading:
-    asked: Asked | None = None
+    request: BuildRequest | None = None

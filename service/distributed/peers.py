@@ -16,7 +16,7 @@ from yarl import URL
 
 from service.auth.caller import Caller
 from service.distributed import session_table
-from service.distributed.postgres import DatabaseAway, DatabaseUnusable, Postgres, Sql
+from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres, Sql
 from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer, Refusal
 from service.errors import (
     FrontNameTaken,
@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 
 # On every answer of a server that shares its sessions, so that one that has its address now is not taken for one that
 # ended.
-NAME = "x-robojax-front-name"
-# Who passed a stop on: it is not passed on again.
-PASSED = "x-robojax-front"
-# Seconds that one gets to say that it is there, and to stop.
-PATIENCE = 2.0
-STOPPING = 2.0
+FRONT_NAME_HEADER = "x-robojax-front-name"
+# The server that forwarded a stop: it is not forwarded again.
+FORWARDED_HEADER = "x-robojax-front"
+# Seconds in which a server has to answer a probe, and a stop.
+PROBE_TIMEOUT = 2.0
+STOP_TIMEOUT = 2.0
 
 # ended: nothing listens there, or another server. answers: it lives. silent: whatever is there does not answer.
 # unreachable: nothing is known. elsewhere: its address leads nowhere from this machine.
-Found = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
+Liveness = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
 class PeerLost(ServiceError):
@@ -55,7 +55,7 @@ class PeerLost(ServiceError):
     code = "front_lost"
 
 
-async def probe(front: Peer, machine: str) -> Found:
+async def probe_liveness(front: Peer, machine: str) -> Liveness:
     """Probe whether a server is alive: one without a heartbeat may only have lost the database.
 
     Args:
@@ -65,10 +65,10 @@ async def probe(front: Peer, machine: str) -> Found:
         return "elsewhere"
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as client,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT)) as client,
             client.get(f"{front.url}/health", allow_redirects=False) as answer,
         ):
-            name = answer.headers.get(NAME)
+            name = answer.headers.get(FRONT_NAME_HEADER)
             if name == front.name:
                 return "answers"
             return "silent" if name is None else "ended"
@@ -106,17 +106,17 @@ async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: s
         answers = await asyncio.gather(
             *(_stop_all(client, front, headers, reason) for front in fronts), return_exceptions=True
         )
-    told = [found for found in answers if not isinstance(found, BaseException)]
+    reports = [answer for answer in answers if not isinstance(answer, BaseException)]
     failed = {
-        front.name: str(found) or type(found).__name__
-        for front, found in zip(fronts, answers, strict=True)
-        if isinstance(found, BaseException)
+        front.name: str(answer) or type(answer).__name__
+        for front, answer in zip(fronts, answers, strict=True)
+        if isinstance(answer, BaseException)
     }
     for name, why in failed.items():
         logger.error("the robots of the front %s are not known to be stopped: %s", name, why)
     return {
-        "stopped": [one for stopped, _ in told for one in stopped],
-        "count": sum(count for _, count in told),
+        "stopped": [one for stopped, _ in reports for one in stopped],
+        "count": sum(count for _, count in reports),
         "fronts_not_reached": failed,
     }
 
@@ -124,10 +124,10 @@ async def stop_all(fronts: Sequence[Peer], headers: Mapping[str, str], reason: s
 async def _stop_all(
     client: aiohttp.ClientSession, front: Peer, headers: Mapping[str, str], reason: str
 ) -> tuple[list[str], int]:
-    status, told = await _post(client, f"{front.url}/debug/emergency_stop", headers, reason)
+    status, report = await _post(client, f"{front.url}/debug/emergency_stop", headers, reason)
     if status != 200:
-        raise PeerLost(f"{status}: {told.get('detail')}")
-    return list(told["stopped"]), int(told["count"])
+        raise PeerLost(f"{status}: {report.get('detail')}")
+    return list(report["stopped"]), int(report["count"])
 
 
 async def _post(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str], reason: str) -> tuple[int, Any]:
@@ -136,9 +136,9 @@ async def _post(client: aiohttp.ClientSession, url: str, headers: Mapping[str, s
         json={"reason": reason},
         headers=headers,
         allow_redirects=False,
-        timeout=aiohttp.ClientTimeout(total=STOPPING),
-    ) as found:
-        return found.status, await found.json()
+        timeout=aiohttp.ClientTimeout(total=STOP_TIMEOUT),
+    ) as answer:
+        return answer.status, await answer.json()
 
 
 def machine_of_loopback() -> str:
@@ -153,14 +153,14 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 # Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
-# a server waits for it; and sessions whose figures are told each time, besides those that changed.
-PERIOD = 0.5
-ANSWER = 2.5
-FINDING = 60.0
-LEAVING = 1.0
-TOLD = 8
+# a server waits for it; and sessions whose figures are published each time, besides those that changed.
+BEAT_PERIOD = 0.5
+QUERY_TIMEOUT = 2.5
+START_TIMEOUT = 60.0
+LEAVE_TIMEOUT = 1.0
+FIGURES_PER_BEAT = 8
 
-AWAY = "the database of all servers' sessions does not answer"
+NO_DATABASE = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
@@ -170,11 +170,11 @@ class PeerSessions:
     Args:
         name: tells servers apart, and is the same after a restart.
         url: where other servers, and clients that are sent on, reach this one.
-        database: by which it says that it lives.
-        lookups: likewise, for what anybody may ask as often as they like; heartbeats do not wait for it.
+        database: for heartbeats and changes.
+        lookups: the same database, for lookups of clients as often as they like; heartbeats do not wait for them.
 
     Attributes:
-        trouble: why the others cannot be told anything now, or None.
+        trouble: why nothing can be published to the others now, or None.
     """
 
     def __init__(self, name: str, url: str, sessions: Sessions, database: Postgres, lookups: Postgres):
@@ -184,13 +184,13 @@ class PeerSessions:
         self._last_answer = BeatAnswer()
         self._machine = machine_of_loopback()
         self._process = uuid4().hex
-        self._told: dict[str, Entry] = {}
+        self._published: dict[str, Entry] = {}
         self._unreadable: dict[str, Latch | None] = {}
         self._turn = 0
-        self._beats = self._told_beat = 0  # how many were begun, and the last that was told
-        self._life: asyncio.Task[None] | None = None
-        self._beating = asyncio.Lock()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._beats = self._published_beat = 0  # how many were begun, and the last that was published
+        self._task: asyncio.Task[None] | None = None
+        self._beat_lock = asyncio.Lock()
+        self._hand_overs: set[asyncio.Task[None]] = set()
         self.trouble: str | None = None
 
     async def open(self) -> None:
@@ -201,60 +201,62 @@ class PeerSessions:
 
         Raises:
             FrontNameTaken: another server has the name of this one, and lives.
-            DatabaseAway: the database has not answered for a minute.
+            DatabaseUnavailable: the database has not answered for a minute.
             DatabaseUnusable: it never will.
         """
-        known = await self._in_time(lambda: self._database.run(ANSWER, session_table.front, self.name))
+        known = await self._wait_for_database(
+            lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name)
+        )
         # Whatever listens at this server's own address is this process.
         is_other = known is not None and not known.has_ended and known.url != self.url
-        if known is not None and is_other and await probe(known, self._machine) == "answers":
+        if known is not None and is_other and await probe_liveness(known, self._machine) == "answers":
             raise FrontNameTaken(
                 f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
             )
         await self._enter()
-        await asyncio.gather(*self._leaving)
+        await asyncio.gather(*self._hand_overs)
         self._sessions.share_with(self)
-        self._life = asyncio.create_task(self._run(), name="front")
+        self._task = asyncio.create_task(self._run(), name="front")
 
-    async def _in_time(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+    async def _wait_for_database(self, ask: Callable[[], Awaitable[Result]]) -> Result:
         """Query the database, again and again while it is away at the start."""
-        until, said = asyncio.get_running_loop().time() + FINDING, ""
+        deadline, reported = asyncio.get_running_loop().time() + START_TIMEOUT, ""
         while True:
             try:
                 return await ask()
             except DatabaseUnusable:
                 raise
-            except DatabaseAway as error:
-                if asyncio.get_running_loop().time() > until:
+            except DatabaseUnavailable as error:
+                if asyncio.get_running_loop().time() > deadline:
                     raise
-                if (why := str(error)) != said:
-                    logger.warning("waiting for the database, for %g s at most: %s", FINDING, why)
-                said = why
-            await asyncio.sleep(PERIOD)
+                if (why := str(error)) != reported:
+                    logger.warning("waiting for the database, for %g s at most: %s", START_TIMEOUT, why)
+                reported = why
+            await asyncio.sleep(BEAT_PERIOD)
 
     async def _enter(self) -> None:
         # One that was killed has its name for as long as its heartbeat lasts.
-        until = asyncio.get_running_loop().time() + LEASE + 2 * PERIOD
+        deadline = asyncio.get_running_loop().time() + LEASE + 2 * BEAT_PERIOD
         while True:
             try:
-                return await self._in_time(self._beat)
+                return await self._wait_for_database(self._beat)
             except FrontNameTaken:
-                if asyncio.get_running_loop().time() > until:
+                if asyncio.get_running_loop().time() > deadline:
                     raise
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(BEAT_PERIOD)
 
     async def close(self) -> None:
         """Stop publishing and release the name; the robots are held before."""
-        if self._life is None:
+        if self._task is None:
             return
-        self._life.cancel()
-        await asyncio.gather(self._life, *self._leaving, return_exceptions=True)
-        latches = {id: self._sessions.get_latch(id) for id, entry in self._told.items() if entry.latch is None}
-        news = {id: latch for id, latch in latches.items() if latch is not None}
+        self._task.cancel()
+        await asyncio.gather(self._task, *self._hand_overs, return_exceptions=True)
+        latches = {id: self._sessions.get_latch(id) for id, entry in self._published.items() if entry.latch is None}
+        changes = {id: latch for id, latch in latches.items() if latch is not None}
         try:
-            await self._database.run(LEAVING, session_table.leave, self.name, self._process, news)
-        except DatabaseAway as error:
-            logger.warning("the other servers were not told of this one's end (%s)", error)
+            await self._database.run(LEAVE_TIMEOUT, session_table.leave, self.name, self._process, changes)
+        except DatabaseUnavailable as error:
+            logger.warning("the end of this server is not published to the others (%s)", error)
 
     @property
     def others(self) -> Sequence[Peer]:
@@ -266,15 +268,15 @@ class PeerSessions:
         """Other servers without a heartbeat, whose robots may still move."""
         return [front for front in self._last_answer.silent if front.name != self.name]
 
-    # What it tells.
+    # What it publishes.
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(BEAT_PERIOD)
             await self._try_beat()
 
     async def publish(self) -> None:
-        """See `SharedSessions.publish`: after this other servers know of all changes, if they can."""
+        """See `SharedSessions.publish`: after this the other servers know of all changes, if the database answers."""
         if self.trouble is None:
             number = self._beats
             await self._try_beat(number)
@@ -282,15 +284,15 @@ class PeerSessions:
     async def _try_beat(self, after: int | None = None) -> None:
         try:
             await self._beat(after)
-        except DatabaseAway as error:
+        except DatabaseUnavailable as error:
             if self.trouble is None:
-                logger.warning("%s (%s); what happens is told when it does", AWAY, error)
-            self.trouble = self.trouble or AWAY
+                logger.warning("%s (%s); changes are published when it does", NO_DATABASE, error)
+            self.trouble = self.trouble or NO_DATABASE
         except FrontNameTaken as error:
-            self._stand_back(str(error))
+            self._give_up_all(str(error))
         except Exception:
-            logger.exception("telling other servers of the sessions failed")
-            self.trouble = "the other servers cannot be told of it; the server's log says why"
+            logger.exception("publishing the sessions to other servers failed")
+            self.trouble = "it cannot be published to the other servers; the server's log says why"
         else:
             if self.trouble is not None:
                 logger.warning("the database of all servers' sessions knows of all that happened here")
@@ -300,35 +302,37 @@ class PeerSessions:
         """Send a heartbeat with all changes.
 
         Args:
-            after: whoever waits for the same shares one: nothing is told where one that began after so many was told.
+            after: calls that wait for the same changes share one beat; none is sent if one began after so many beats.
         """
-        async with self._beating:
-            if self._sessions.is_closing or (after is not None and self._told_beat > after):
+        async with self._beat_lock:
+            if self._sessions.is_closing or (after is not None and self._published_beat > after):
                 return
             if after is not None and self.trouble is not None:
-                raise DatabaseAway(self.trouble)  # one that waited longer has found out
+                raise DatabaseUnavailable(self.trouble)  # a call that waited longer has this error
             self._beats += 1
             number = self._beats
-            # Whoever waits for an answer does not wait for figures.
-            news = await self._news(self._sessions.list(), TOLD if after is None else 0)
+            # A call that waits for the answer does not wait for figures.
+            changes = await self._list_changes(self._sessions.list(), FIGURES_PER_BEAT if after is None else 0)
             # Now: sessions came and went meanwhile.
             held = [session.id for session in self._sessions.list()]
-            news = [entry for entry in news if entry.id in held]
+            changes = [entry for entry in changes if entry.id in held]
             ended = {**self._unreadable, **self._sessions.list_ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
-            said = Peer(self.name, self.url, self._machine, self._process)
-            self._last_answer = answered = await self._change(ANSWER, session_table.beat, said, held, news, ended)
+            own_peer = Peer(self.name, self.url, self._machine, self._process)
+            self._last_answer = answered = await self._change(
+                QUERY_TIMEOUT, session_table.beat, own_peer, held, changes, ended
+            )
             self._sessions.forget_ends(ended)
-            self._unreadable, self._told_beat = {}, number
-            self._told = {id: entry for id, entry in self._told.items() if id in held}
-            self._told |= {entry.id: entry for entry in news}
+            self._unreadable, self._published_beat = {}, number
+            self._published = {id: entry for id, entry in self._published.items() if id in held}
+            self._published |= {entry.id: entry for entry in changes}
             for session_id, front in answered.lost:
                 logger.error("session %s was adopted by the front %s; it is given up here", session_id, front)
                 self._give_up(session_id)
         for entry in answered.left:
-            await self._take_in(entry)
+            await self._take_back(entry)
 
-    async def _take_in(self, entry: Entry) -> None:
+    async def _take_back(self, entry: Entry) -> None:
         if any(session.id == entry.id for session in self._sessions.list()):
             return
         try:
@@ -339,36 +343,36 @@ class PeerSessions:
             logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
-    def _stand_back(self, why: str) -> None:
+    def _give_up_all(self, why: str) -> None:
         """Hand over all sessions: while this server was silent, another one took its name, and with it its sessions."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
         self.trouble, self._last_answer = why, BeatAnswer()
         for session in self._sessions.list():
             self._give_up(session.id)
-        self._told = {}
+        self._published = {}
 
     def _give_up(self, session_id: str) -> None:
         # All robots are held at once, and no beat waits until one has left its rooms.
         task = asyncio.create_task(self._sessions.hand_over(session_id), name=f"give up {session_id}")
-        self._leaving.add(task)
+        self._hand_overs.add(task)
         task.add_done_callback(self._has_left)
 
     def _has_left(self, task: asyncio.Task[None]) -> None:
-        self._leaving.discard(task)
+        self._hand_overs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
-    async def _news(self, listed: Sequence[AnySession], figures: int) -> Sequence[Entry]:
+    async def _list_changes(self, listed: Sequence[AnySession], figures: int) -> Sequence[Entry]:
         first, self._turn = self._turn, (self._turn + figures) % max(len(listed), 1)
         due = {(first + step) % len(listed) for step in range(figures)} if listed else set()
-        news = []
+        changes = []
         for number, session in enumerate(listed):
-            entry, before = self._entry(session), self._told.get(session.id)
-            if before is None or number in due or _standing(before) != _standing(entry):
-                news.append(entry)
+            entry, before = self._entry(session), self._published.get(session.id)
+            if before is None or number in due or _visible_state(before) != _visible_state(entry):
+                changes.append(entry)
             await asyncio.sleep(0)  # ticks go first
-        return news
+        return changes
 
     def _entry(self, session: AnySession) -> Entry:
         record = self._sessions.get_record(session.id)
@@ -382,7 +386,7 @@ class PeerSessions:
             latch=session.latch,
         )
 
-    # What it asks.
+    # What it looks up and changes.
 
     async def claim(self, new: NewSession) -> None:
         """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
@@ -394,9 +398,13 @@ class PeerSessions:
         """
         try:
             await self._beat()  # an older session of this id ends first
-            latch = await self._change(ANSWER, session_table.claim, self.name, self._process, new.session_id, new.owner)
-        except DatabaseAway as error:
-            raise NotKept(f"{AWAY}, so another one may have a session of this id; try again when it does") from error
+            latch = await self._change(
+                QUERY_TIMEOUT, session_table.claim, self.name, self._process, new.session_id, new.owner
+            )
+        except DatabaseUnavailable as error:
+            raise NotKept(
+                f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
+            ) from error
         self._sessions.sync_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
@@ -408,7 +416,7 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        return await self._ask(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
+        return await self._run_change(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the status of the sessions of all other servers that this caller may see, each with its server.
@@ -416,11 +424,11 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found = await self._look_up(session_table.list_sessions)
+        entries = await self._run_lookup(session_table.list_sessions)
         mine = {session.id for session in self._sessions.list()}
         return [
-            status_of(entry)
-            for entry in found
+            make_status(entry)
+            for entry in entries
             if entry.front != self.name and entry.id not in mine and caller.sees(entry.owner)
         ]
 
@@ -430,14 +438,14 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found = await self._look_up(session_table.find, session_id)
-        if found is None or found[0].front == self.name:
+        found_session = await self._run_lookup(session_table.find, session_id)
+        if found_session is None or found_session[0].front == self.name:
             return None
-        if (owning := found[1]) is not None:
-            # Whoever is sent on looks for it among the others, of which the last beat may not have told yet.
+        if (owning := found_session[1]) is not None:
+            # A redirected client looks for it among the others, and the last beat may be older than that server.
             others = (one for one in self._last_answer.fronts if one.name != owning.name)
             self._last_answer = replace(self._last_answer, fronts=(*others, owning))
-        return found
+        return found_session
 
     async def adopt(self, session_id: str, caller: Caller, *, force: bool) -> AnySession:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
@@ -451,10 +459,10 @@ class PeerSessions:
             FrontNameTaken: another server has this one's name.
             NoDatabase: the database does not answer.
         """
-        found = await self._ask(session_table.find, session_id)
-        if found is None or not caller.sees(found[0].owner):
+        found_session = await self._run_change(session_table.find, session_id)
+        if found_session is None or not caller.sees(found_session[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
-        entry, owning = found
+        entry, owning = found_session
         is_own = entry.front == self.name  # as when the answer to an adoption was lost
         if is_own and any(session.id == session_id for session in self._sessions.list()):
             raise MoveRefused(f"session {session_id!r} is on this front already")
@@ -464,26 +472,26 @@ class PeerSessions:
             if not force:
                 await self._check_dead(owning)
         if entry.record:
-            _read(entry)  # before anything is changed
-        adopted = await self._ask(session_table.adopt, self.name, self._process, session_id, owning)
+            _read_record(entry)  # before anything is changed
+        adopted = await self._run_change(session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
-        return await self._sessions.adopt(_read(adopted), adopted.latch)
+        return await self._sessions.adopt(_read_record(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
         """Refuse unless a server has ended: one that only lost the database still commands its robots."""
         if front.has_ended:
             return
-        found = await probe(front, self._machine)
-        if found == "ended":
+        liveness = await probe_liveness(front, self._machine)
+        if liveness == "ended":
             return
-        if found == "elsewhere":
+        if liveness == "elsewhere":
             raise MoveRefused(
-                f"the front {front.name} is not heard of, and its url {front.url} leads nowhere from this machine "
-                '(set front_url there); look after it. When you have seen that it is off, adopt with {"force": true}'
+                f"the front {front.name} sends no heartbeat, and its url {front.url} leads nowhere from this machine "
+                '(set front_url there); check it. When you have seen that it is off, adopt with {"force": true}'
             )
         raise MoveRefused(
-            f"the front {front.name} ({front.url}) is not heard of, but it {_DOUBTS[found]}; look after it. When "
-            'you have seen that it is off, adopt with {"force": true}'
+            f"the front {front.name} ({front.url}) sends no heartbeat, but it {_LIVENESS_TEXTS[liveness]}; check it. "
+            'When you have seen that it is off, adopt with {"force": true}'
         )
 
     async def forget(self, session_id: str) -> None:
@@ -494,39 +502,39 @@ class PeerSessions:
             MoveRefused: its server lives.
             NoDatabase: the database does not answer.
         """
-        await self._ask(session_table.forget, session_id)
+        await self._run_change(session_table.forget, session_id)
 
-    async def _look_up(
+    async def _run_lookup(
         self,
         transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
         try:
-            return await self._lookups.run(ANSWER, transaction, *arguments, **named)
-        except DatabaseAway as error:
-            raise NoDatabase(f"{AWAY}; try again when it does") from error
+            return await self._lookups.run(QUERY_TIMEOUT, transaction, *arguments, **named)
+        except DatabaseUnavailable as error:
+            raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
 
-    async def _ask(
+    async def _run_change(
         self,
         transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
         try:
-            return await self._change(ANSWER, transaction, *arguments, **named)
-        except DatabaseAway as error:
-            raise NoDatabase(f"{AWAY}; try again when it does") from error
+            return await self._change(QUERY_TIMEOUT, transaction, *arguments, **named)
+        except DatabaseUnavailable as error:
+            raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
 
     async def _change(
         self,
-        within: float,
+        timeout: float,
         transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
         try:
-            return await self._database.run(within, transaction, *arguments, **named)
+            return await self._database.run(timeout, transaction, *arguments, **named)
         except Refusal as error:
             raise _REFUSALS[error.kind](str(error)) from None
 
@@ -541,7 +549,7 @@ class PeerSessions:
         }
 
 
-_DOUBTS = {
+_LIVENESS_TEXTS = {
     "answers": "answers",
     "silent": "does not answer as a front, but its machine does or may",
     "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
@@ -555,18 +563,18 @@ _REFUSALS: dict[str, type[ServiceError]] = {
 }
 
 
-def _read(entry: Entry) -> SessionRecord:
+def _read_record(entry: Entry) -> SessionRecord:
     try:
         return from_json(entry.record)
     except ValueError as error:
         raise MoveRefused(f"session {entry.id!r} is {error}; delete it") from error
 
 
-def _standing(entry: Entry) -> tuple[object, ...]:
+def _visible_state(entry: Entry) -> tuple[object, ...]:
     return entry.record, entry.latch, entry.status.get("status"), entry.status.get("error_message")
 
 
-def status_of(entry: Entry) -> dict[str, Any]:
+def make_status(entry: Entry) -> dict[str, Any]:
     """Return the status of another server's session, with that server's name in its stats."""
     status = dict(entry.status)
     status["stats"] = {**status.get("stats", {}), "front": entry.front}

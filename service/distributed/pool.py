@@ -26,25 +26,25 @@ import ray  # pyright: ignore[reportMissingImports] - an extra
 from ray.exceptions import RayActorError, RayError  # pyright: ignore[reportMissingImports]
 
 from service.distributed.engine_actor import Begun, EngineActor, EngineFacts, EngineOptions, Refusal
-from service.distributed.ray_connection import NAMESPACE, find_actor
-from service.distributed.scaling import NO_PLACE, Bounds, Scaling, lack
+from service.distributed.ray_connection import NAMESPACE, get_or_create_actor
+from service.distributed.scaling import PLACEMENT_TIMEOUT, Bounds, Scaling, explain_shortage
 
 logger = logging.getLogger(__name__)
 
-NAME = "robojax-pool"
-ENGINE = "robojax-engine-"
+POOL_NAME = "robojax-pool"
+ENGINE_PREFIX = "robojax-engine-"
 # Calls that an actor runs side by side: its work is in threads of its own, and waiting costs nothing.
-AT_ONCE = 4096
+MAX_CONCURRENCY = 4096
 
-# Seconds between looks at all engines; that one may be silent before it is replaced; that it may take to begin.
-PERIOD = 0.5
-SILENT = 4.0
-BEGINNING = 120.0
-# Seconds that fronts get to let go of an engine that is to go; before another one is made where one refused to begin;
-# for which no front asked before everything here ends.
-PARTING = 5.0
-REFUSED = 20.0
-ALONE = 60.0
+# Seconds between two polls of all engines; that one may be silent before it is replaced; that it may take to begin.
+POLL_PERIOD = 0.5
+SILENCE_TIMEOUT = 4.0
+BEGIN_TIMEOUT = 120.0
+# Seconds that fronts get to let go of an engine that is removed; before another one is made where one refused to begin;
+# without a request of any front before everything here ends.
+RELEASE_SECONDS = 5.0
+REFUSAL_PAUSE = 20.0
+IDLE_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a server learns from the pool.
+    """The pool's answer to a server: engines, their load, and trouble.
 
     Attributes:
         coming: engines that are being made.
@@ -85,30 +85,30 @@ class _Engine:
     answered_at: float = 0.0
     state: Literal["coming", "up", "going"] = "coming"
     node: str = ""
-    looking: asyncio.Task[None] | None = None
+    poll_task: asyncio.Task[None] | None = None
 
 
 class Pool:
-    """The pool's actor; see the module. All methods but `__init__` run on its event loop."""
+    """Ray actor that creates, watches and scales engines; all methods but `__init__` run on its event loop."""
 
     def __init__(self, options: EngineOptions, bounds: Bounds):
         self._options, self._bounds = options, bounds
         self._scaling = Scaling(bounds)
         self._engines: dict[str, _Engine] = {}
-        self._number = 0
+        self._last_number = 0
         self._fronts: dict[str, float] = {}
         self._trouble = ""
-        self._not_before = 0.0
-        self._life: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+        self._task: asyncio.Task[None] | None = None
 
     async def begin(self, front: str, options: EngineOptions, bounds: Bounds) -> str:
         """Register a server and start the engines; returns in which options it differs from an earlier server, or an
         empty text.
         """
         self._fronts[front] = time.monotonic()
-        if self._life is None:
+        if self._task is None:
             await asyncio.to_thread(self._find_engines)
-            self._life = asyncio.create_task(self._run(), name="pool")
+            self._task = asyncio.create_task(self._run(), name="pool")
         differing = [
             f"{name}: {getattr(ours, name)!r} there, {getattr(theirs, name)!r} here"
             for ours, theirs in ((self._options, options), (self._bounds, bounds))
@@ -119,7 +119,7 @@ class Pool:
 
     async def listing(self, front: str) -> Listing | None:
         """Return the engines that may be used; None when this is another pool than the one that was begun."""
-        if self._life is None:
+        if self._task is None:
             return None
         self._fronts[front] = time.monotonic()
         up = [engine for engine in self._engines.values() if engine.state == "up" and engine.begun is not None]
@@ -137,52 +137,52 @@ class Pool:
     def _find_engines(self) -> None:
         """Find the engines that an earlier pool created."""
         for name in ray.util.list_named_actors():
-            if not name.startswith(ENGINE):
+            if not name.startswith(ENGINE_PREFIX):
                 continue
             try:
                 actor = ray.get_actor(name, NAMESPACE)
             except ValueError:
                 continue  # it ended meanwhile
-            self._number = max(self._number, int(name.removeprefix(ENGINE)))
+            self._last_number = max(self._last_number, int(name.removeprefix(ENGINE_PREFIX)))
             self._engines[name] = _Engine(name, actor, time.monotonic(), answered_at=time.monotonic())
 
     async def _run(self) -> None:
         while True:
             try:
-                self._look()
+                self._poll()
             except Exception:
-                logger.exception("looking after the engines failed")
-            await asyncio.sleep(PERIOD)
+                logger.exception("polling the engines failed")
+            await asyncio.sleep(POLL_PERIOD)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
-        self._fronts = {front: seen for front, seen in self._fronts.items() if now - seen < ALONE}
+        self._fronts = {front: asked_at for front, asked_at in self._fronts.items() if now - asked_at < IDLE_TIMEOUT}
         if not self._fronts:
             self._end()
             return
         for engine in tuple(self._engines.values()):
-            if engine.looking is None or engine.looking.done():
-                engine.looking = asyncio.create_task(self._ask(engine))
-            self._judge(engine, now)
+            if engine.poll_task is None or engine.poll_task.done():
+                engine.poll_task = asyncio.create_task(self._poll_engine(engine))
+            self._check_timeouts(engine, now)
         up = [engine for engine in self._engines.values() if engine.state == "up"]
         coming = [engine for engine in self._engines.values() if engine.state == "coming"]
-        if trouble := self._lack(now):
+        if trouble := self._explain_shortage(now):
             self._trouble = trouble
         elif len(up) >= self._bounds.least:
             self._trouble = ""
-        wanted = self._scaling.wanted(now, [engine.facts for engine in up], len(coming))
-        there = len(up) + len(coming)
-        if wanted != there:
-            logger.info("%d engines instead of %d: %s", wanted, there, self._scaling.why)
-        for _ in range(wanted - there if now >= self._not_before else 0):
-            self._make(now)
-        for engine in sorted(up, key=lambda one: (one.facts.load, one.name))[: max(there - wanted, 0)]:
+        target = self._scaling.decide(now, [engine.facts for engine in up], len(coming))
+        current = len(up) + len(coming)
+        if target != current:
+            logger.info("%d engines instead of %d: %s", target, current, self._scaling.why)
+        for _ in range(target - current if now >= self._retry_at else 0):
+            self._create_engine(now)
+        for engine in sorted(up, key=lambda one: (one.facts.load, one.name))[: max(current - target, 0)]:
             engine.state = "going"
-            asyncio.get_running_loop().call_later(PARTING, self._remove, engine, "it is not needed")
+            asyncio.get_running_loop().call_later(RELEASE_SECONDS, self._remove, engine, "it is not needed")
 
-    def _make(self, now: float) -> None:
-        self._number += 1
-        name = f"{ENGINE}{self._number}"
+    def _create_engine(self, now: float) -> None:
+        self._last_number += 1
+        name = f"{ENGINE_PREFIX}{self._last_number}"
         resources = dict(self._options.resources)
         kind: Any = ray.remote(EngineActor)
         actor = kind.options(
@@ -193,12 +193,12 @@ class Pool:
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
             max_restarts=0,  # a new one has a new name, and nobody takes it for the one before
-            max_concurrency=AT_ONCE,
+            max_concurrency=MAX_CONCURRENCY,
             scheduling_strategy="SPREAD",
         ).remote(name, self._options)
         self._engines[name] = _Engine(name, actor, now, answered_at=now)
 
-    async def _ask(self, engine: _Engine) -> None:
+    async def _poll_engine(self, engine: _Engine) -> None:
         try:
             if not engine.node:
                 engine.node = await engine.actor.node.remote()
@@ -206,7 +206,7 @@ class Pool:
                 begun = await engine.actor.begin.remote()
                 if isinstance(begun, Refusal):
                     self._trouble = begun.text
-                    self._not_before = time.monotonic() + REFUSED
+                    self._retry_at = time.monotonic() + REFUSAL_PAUSE
                     self._remove(engine, begun.text)
                     return
                 engine.begun, engine.state = begun, "up"
@@ -216,13 +216,13 @@ class Pool:
         except RayActorError as error:
             self._remove(engine, f"it ended ({type(error).__name__})")
         except RayError:
-            logger.exception("%s cannot be asked", engine.name)
+            logger.exception("%s cannot be polled", engine.name)
 
-    def _judge(self, engine: _Engine, now: float) -> None:
-        if engine.state == "up" and now - engine.answered_at > SILENT:
-            self._remove(engine, f"it did not answer for {SILENT:g} s")
-        elif engine.state == "coming" and now - engine.made_at > BEGINNING:
-            self._remove(engine, f"it did not begin in {BEGINNING:g} s")
+    def _check_timeouts(self, engine: _Engine, now: float) -> None:
+        if engine.state == "up" and now - engine.answered_at > SILENCE_TIMEOUT:
+            self._remove(engine, f"it did not answer for {SILENCE_TIMEOUT:g} s")
+        elif engine.state == "coming" and now - engine.made_at > BEGIN_TIMEOUT:
+            self._remove(engine, f"it did not begin in {BEGIN_TIMEOUT:g} s")
 
     def _remove(self, engine: _Engine, why: str) -> None:
         if self._engines.pop(engine.name, None) is None:
@@ -231,11 +231,11 @@ class Pool:
         with suppress(RayError):  # it may have ended already
             ray.kill(engine.actor)
 
-    def _lack(self, now: float) -> str:
+    def _explain_shortage(self, now: float) -> str:
         silent = [engine.made_at for engine in self._engines.values() if not engine.node]
-        if not silent or now - min(silent) < NO_PLACE:
+        if not silent or now - min(silent) < PLACEMENT_TIMEOUT:
             return ""
-        return lack(
+        return explain_shortage(
             self._options.resources,
             ray.cluster_resources(),
             ray.available_resources(),
@@ -251,6 +251,6 @@ class Pool:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def find_pool(options: EngineOptions, bounds: Bounds) -> Any:
+def get_or_create_pool(options: EngineOptions, bounds: Bounds) -> Any:
     """Return the pool of the cluster that this process is connected to, created if there is none; blocks."""
-    return find_actor(NAME, Pool, options, bounds, at_once=AT_ONCE)
+    return get_or_create_actor(POOL_NAME, Pool, options, bounds, at_once=MAX_CONCURRENCY)

@@ -14,11 +14,13 @@ Arguments = ParamSpec("Arguments")
 Sql: TypeAlias = Any
 
 # A server that stands still in a transaction, or whose network is gone, must not hold others up by its locks.
-_LIMITS = "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '2s'; SET statement_timeout = '5s'"
+_CONNECTION_LIMITS = (
+    "SET idle_in_transaction_session_timeout = '5s'; SET lock_timeout = '2s'; SET statement_timeout = '5s'"
+)
 # Of migrations, among all users of advisory locks in this database.
-_LOCK = 0x726F626F
+_MIGRATION_LOCK = 0x726F626F
 # What no waiting changes: the name, password or database of the URL is wrong.
-_WRONG = (
+_PERMANENT_ERRORS = (
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
     asyncpg.InsufficientPrivilegeError,
@@ -26,11 +28,11 @@ _WRONG = (
 )
 
 
-class DatabaseAway(Exception):
+class DatabaseUnavailable(Exception):
     """The database does not answer, or cannot do what was asked; the text says why, for this server's log."""
 
 
-class DatabaseUnusable(DatabaseAway):
+class DatabaseUnusable(DatabaseUnavailable):
     """The database can never be used like this; the text says what to do, without the URL and its password."""
 
 
@@ -53,62 +55,62 @@ class Postgres:
 
     async def run(
         self,
-        within: float,
+        timeout: float,
         transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Result:
-        """Run a transaction: all of it is on the database's disk when this returns.
+        """Run a transaction; all of it is on the database's disk when this returns.
 
         Args:
-            within: seconds, those in which others are run first among them.
+            timeout: seconds, including those in which others are run first.
 
         Raises:
-            DatabaseAway: it is not known to be done.
+            DatabaseUnavailable: it is not known to be done.
             DatabaseUnusable: the database is another version's, or the URL is wrong.
         """
 
-        # Whoever asked may go: it is done whole all the same.
-        running = asyncio.run_coroutine_threadsafe(self._run(within, transaction, arguments, named), self._loop)
+        # It is done whole though the caller is cancelled.
+        running = asyncio.run_coroutine_threadsafe(self._run(timeout, transaction, arguments, named), self._loop)
         return await asyncio.shield(asyncio.wrap_future(running))
 
-    async def _run(self, within: float, transaction: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        until = self._loop.time() + within
+    async def _run(self, timeout: float, transaction: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        deadline = self._loop.time() + timeout
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 await self._lock.acquire()
         except TimeoutError:
-            raise DatabaseAway(f"no answer for {within:g} s") from None
+            raise DatabaseUnavailable(f"no answer for {timeout:g} s") from None
         # Not cancelled: what asyncpg does then waits for the database, too.
-        alarm = self._loop.call_at(until, self._drop)
+        timer = self._loop.call_at(deadline, self._drop)
         try:
-            connection = await self._connected(max(until - self._loop.time(), 0.1))
+            connection = await self._connect(max(deadline - self._loop.time(), 0.1))
             async with connection.transaction():
                 return await transaction(connection, *arguments, **named)
-        except _WRONG as error:
+        except _PERMANENT_ERRORS as error:
             self._drop()
             raise DatabaseUnusable(f"{type(error).__name__}: {error}") from error
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
             self._drop()
-            is_late = self._loop.time() >= until
-            raise DatabaseAway(
-                f"no answer for {within:g} s" if is_late else f"{type(error).__name__}: {error}"
+            is_late = self._loop.time() >= deadline
+            raise DatabaseUnavailable(
+                f"no answer for {timeout:g} s" if is_late else f"{type(error).__name__}: {error}"
             ) from error
         finally:
-            alarm.cancel()
+            timer.cancel()
             self._lock.release()
 
-    async def _connected(self, within: float) -> asyncpg.Connection:
+    async def _connect(self, timeout_left: float) -> asyncpg.Connection:
         if self._connection is not None and not self._connection.is_closed():
             return self._connection
         connection = await asyncpg.connect(
             self._url,
-            timeout=within,  # pyright: ignore[reportArgumentType] - seconds with a fraction, too
+            timeout=timeout_left,  # pyright: ignore[reportArgumentType] - seconds with a fraction, too
             server_settings={"application_name": "robojax"},
         )
         self._connection = connection
         try:
-            await connection.execute(_LIMITS)
+            await connection.execute(_CONNECTION_LIMITS)
             await self._migrate(connection)
         except BaseException:
             self._drop()
@@ -118,13 +120,13 @@ class Postgres:
     async def _migrate(self, connection: asyncpg.Connection) -> None:
         table = f"{self._prefix}schema"
         async with connection.transaction():
-            # Not for nothing: whoever may not create tables can use those that are there.
+            # Asked first: a user that may not create tables can use those that are there.
             if await connection.fetchval("SELECT to_regclass($1)", table) is None:
-                await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
+                await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
                 await connection.execute(f"CREATE TABLE IF NOT EXISTS {table} (version integer NOT NULL)")
             version = await connection.fetchval(f"SELECT max(version) FROM {table}") or 0
             if version < len(self._schema):
-                await connection.execute("SELECT pg_advisory_xact_lock($1)", _LOCK)
+                await connection.execute("SELECT pg_advisory_xact_lock($1)", _MIGRATION_LOCK)
                 version = await connection.fetchval(f"SELECT max(version) FROM {table}") or 0
             if version > len(self._schema):
                 raise DatabaseUnusable(

@@ -20,18 +20,18 @@ NAMESPACE = "robojax"
 _ON_THE_HEAD = {"node:__internal_head__": 0.001}
 
 
-def find_actor(name: str, kind: type, *arguments: Any, at_once: int | None = None, retries: int = 0) -> Any:
+def get_or_create_actor(name: str, kind: type, *arguments: Any, at_once: int | None = None, retries: int = 0) -> Any:
     """Return Ray's handle of the actor of this name, created if there is none; blocks.
 
-    It is made if there is none, outlives whoever made it, and Ray starts it again where it ends.
+    It outlives the process that created it, and Ray starts it again when it ends.
 
     Args:
         kind, arguments: of which it is made.
         at_once: calls that it runs side by side; as Ray has it when None.
         retries: of a call in which it ended.
     """
-    made: Any = ray.remote(kind)
-    return made.options(
+    actor_class: Any = ray.remote(kind)
+    return actor_class.options(
         name=name,
         namespace=NAMESPACE,
         lifetime="detached",
@@ -47,8 +47,8 @@ def find_actor(name: str, kind: type, *arguments: Any, at_once: int | None = Non
 # Seconds that a machine may take to say whether something listens where the cluster's head was.
 CONNECT_TIMEOUT = 2.0
 # Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
-RECONNECT, FOR_EVER = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
-REFUSED = (
+RECONNECT_VARIABLE, NO_TIMEOUT = "RAY_gcs_rpc_server_reconnect_timeout_s", 10**6
+REFUSED_HINT = (
     ", though something listens there: is it Ray, of this version, and are its token and certificates those that "
     "this process has (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH, RAY_USE_TLS)? `ray health-check` says more"
 )
@@ -85,10 +85,10 @@ class Connection:
             CannotJoin: and why.
         """
         if self.address != "local":
-            os.environ.setdefault(RECONNECT, str(FOR_EVER))
-        head = self._head or _stated(self.address) or _stated(os.environ.get("RAY_ADDRESS", ""))
+            os.environ.setdefault(RECONNECT_VARIABLE, str(NO_TIMEOUT))
+        head = self._head or _parse_address(self.address) or _parse_address(os.environ.get("RAY_ADDRESS", ""))
         if self.address != "local" and head is not None:
-            _knock(*head)  # Ray would wait for it without an end
+            _probe_head(*head)  # Ray would wait for it without an end
         try:
             ray.init(
                 self.address,
@@ -98,11 +98,11 @@ class Connection:
                 include_dashboard=False if self.address == "local" else None,
             )
             if self.address != "local":
-                self._head = _stated(self.address) or _stated(ray.get_runtime_context().gcs_address)
+                self._head = _parse_address(self.address) or _parse_address(ray.get_runtime_context().gcs_address)
         except (RayError, ConnectionError, OSError, ValueError, RuntimeError, TimeoutError) as error:
-            # It listens: what is left to be wrong Ray itself only writes to the terminal, if at all.
+            # It listens: what else may be wrong, Ray itself writes to the terminal only, if at all.
             is_refused = isinstance(error, ConnectionError) and head is not None
-            raise CannotJoin(_in_short(error) + (REFUSED if is_refused else "")) from error
+            raise CannotJoin(_summarize(error) + (REFUSED_HINT if is_refused else "")) from error
         self.number += 1
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Connection:
         ray.shutdown()
 
 
-def _stated(address: str) -> tuple[str, int] | None:
+def _parse_address(address: str) -> tuple[str, int] | None:
     """Return host and port of an address, or None when it has none."""
     try:
         url = URL(address if "://" in address else f"ray://{address}")
@@ -119,7 +119,7 @@ def _stated(address: str) -> tuple[str, int] | None:
         return None  # Ray says what is wrong with it
 
 
-def _knock(host: str, port: int) -> None:
+def _probe_head(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), CONNECT_TIMEOUT).close()
     except OSError as error:
@@ -129,31 +129,31 @@ def _knock(host: str, port: int) -> None:
         ) from error
 
 
-async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
+async def call_actor(actor: Any, within: float, method: str, *arguments: Any) -> Any:
     """Call an actor's method, with a time limit.
 
-    It is asked by a thread of its own: where Ray's client has lost its server, it stands still for half a minute, and
-    the event loop has ticks to keep.
+    The call is sent by a thread of its own: where Ray's client has lost its server, it stands still for half a minute,
+    and the event loop has ticks to keep.
 
     Args:
         actor: Ray's handle; None where there is no connection.
         within: seconds.
 
     Raises:
-        NoAnswer: it did not answer in time, or cannot be asked.
+        NoAnswer: it did not answer in time, or cannot be called.
     """
     if actor is None:
         raise NoAnswer("not connected")
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Any] = loop.create_future()
 
-    def hear(asked: "Future[Any]") -> None:
-        error = asked.exception()
-        settle_threadsafe(loop, outcome, asked.result() if error is None else error)
+    def on_reply(reply: "Future[Any]") -> None:
+        error = reply.exception()
+        settle_threadsafe(loop, outcome, reply.result() if error is None else error)
 
     def send() -> None:
         try:
-            getattr(actor, method).remote(*arguments).future().add_done_callback(hear)
+            getattr(actor, method).remote(*arguments).future().add_done_callback(on_reply)
         except Exception as error:
             settle_threadsafe(loop, outcome, error)
 
@@ -161,23 +161,23 @@ async def ask(actor: Any, within: float, method: str, *arguments: Any) -> Any:
     try:
         return await asyncio.wait_for(outcome, within)
     except Exception as error:
-        if is_unanswered(error):
+        if means_no_answer(error):
             raise NoAnswer(type(error).__name__) from error
         raise
 
 
-def is_unanswered(error: BaseException) -> bool:
+def means_no_answer(error: BaseException) -> bool:
     """Return whether this error of Ray means that there is no answer."""
     # Its client raises no kind of its own where it has lost its server.
     return isinstance(error, RayError | TimeoutError | ConnectionError) or not ray.is_initialized()
 
 
-def _in_short(error: Exception) -> str:
-    """Return the first and most telling line of an error of Ray."""
+def _summarize(error: Exception) -> str:
+    """Return the first line of an error of Ray, with the last where the first only introduces it."""
     lines = [line.strip() for line in str(error).strip("'\"").splitlines() if line.strip()] or [repr(error)]
     return f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
-def address_of(setting: str) -> str:
+def to_ray_address(setting: str) -> str:
     """Return Ray's address for the setting ``engine``: ray-local, ray-auto, ray://host:port."""
     return {"ray-local": "local", "ray-auto": "auto"}.get(setting, setting)

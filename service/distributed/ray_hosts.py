@@ -20,19 +20,19 @@ from service.distributed.artifacts import pack
 from service.distributed.host_coordinator import HostOptions
 from service.distributed.host_group import (
     Arrays,
+    Command,
     HostFailed,
     HostGone,
     HostsLost,
-    Words,
 )
-from service.distributed.host_worker import GROUPS, MISSING, HostActor, versions
-from service.distributed.ray_node import FOR_EVER, RESOURCE, Credentials, RayNode, join_address
+from service.distributed.host_worker import CONCURRENCY_GROUPS, MISSING, HostActor, package_versions
+from service.distributed.ray_node import NO_RECONNECT_TIMEOUT, RESOURCE, Credentials, RayNode, join_address
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks for hosts that have to come; that an actor has to begin once its machine is there.
-LOOK = 0.2
-BEGINNING = 120.0
+# Seconds between two checks for hosts that have to come; that an actor has to begin once its machine is there.
+POLL_PERIOD = 0.2
+BEGIN_TIMEOUT = 120.0
 
 
 @dataclass(eq=False)
@@ -46,55 +46,55 @@ class RayHost:
     name: str
     actor: Any
     folder: Callable[[str], Path]
-    heard_at: float = field(default_factory=time.monotonic)
-    _is_asked: bool = False
+    last_beat_at: float = field(default_factory=time.monotonic)
+    _is_beat_pending: bool = False
 
     def beat(self) -> None:
         """See `Host`."""
-        if not self._is_asked:
-            self._is_asked = True
-            self.actor.beat.remote().future().add_done_callback(self._hear)
+        if not self._is_beat_pending:
+            self._is_beat_pending = True
+            self.actor.beat.remote().future().add_done_callback(self._on_beat)
 
     def stay(self) -> "Future[None]":
         """See `Host`."""
-        return _outcome(self.actor.stay.remote())
+        return _as_future(self.actor.stay.remote())
 
-    def run(self, number: int, words: Words, arrays: Arrays) -> "Future[list[tuple[int, str]]]":
+    def run(self, number: int, command: Command, arrays: Arrays) -> "Future[list[tuple[int, str]]]":
         """See `Host`."""
-        return _outcome(self.actor.run.remote(number, words, arrays))
+        return _as_future(self.actor.run.remote(number, command, arrays))
 
-    def build(self, words: Words) -> "Future[str | None]":
+    def build(self, command: Command) -> "Future[str | None]":
         """See `Host`; files are sent to a host that does not have them."""
         outcome: Future[str | None] = Future()
 
         def send() -> None:
             try:
-                parcel = pack(self.folder(words["sha"]), ray.put)  # kept in the store until it has arrived
-                outcome.set_result(_outcome(self.actor.build.remote(words, parcel)).result())
+                artifact = pack(self.folder(command["sha"]), ray.put)  # kept in the store until it has arrived
+                outcome.set_result(_as_future(self.actor.build.remote(command, artifact)).result())
             except OSError as error:
                 outcome.set_result(f"its files cannot be read on the server: {error.strerror}")
             except Exception as error:
                 outcome.set_exception(error)
 
-        def hear(asked: "Future[str | None]") -> None:
-            if (error := asked.exception()) is not None:
+        def on_reply(reply: "Future[str | None]") -> None:
+            if (error := reply.exception()) is not None:
                 outcome.set_exception(error)
-            elif asked.result() == MISSING:
+            elif reply.result() == MISSING:
                 threading.Thread(target=send, name="policy-files", daemon=True).start()
             else:
-                outcome.set_result(asked.result())
+                outcome.set_result(reply.result())
 
-        _outcome(self.actor.build.remote(words)).add_done_callback(hear)
+        _as_future(self.actor.build.remote(command)).add_done_callback(on_reply)
         return outcome
 
     def end(self, why: str | None) -> "Future[None]":
         """See `Host`."""
-        return _outcome(self.actor.end.remote(why))
+        return _as_future(self.actor.end.remote(why))
 
-    def _hear(self, answer: "Future[Any]") -> None:
+    def _on_beat(self, answer: "Future[Any]") -> None:
         if answer.exception() is None:
-            self.heard_at = time.monotonic()
-        self._is_asked = False
+            self.last_beat_at = time.monotonic()
+        self._is_beat_pending = False
 
 
 class RayHosts:
@@ -124,22 +124,22 @@ class RayHosts:
             HostsLost: they did not come, or Ray cannot be begun here.
         """
         options, environment = self._options, self._credentials.environment
-        until = time.monotonic() + options.patience
+        deadline = time.monotonic() + options.timeout
         address = join_address(options.host, options.port)
         head = ["--head", f"--port={options.port}", f"--node-ip-address={options.host}", "--num-cpus=0"]
         head += ["--include-dashboard=false", "--include-log-monitor=false", f"--ray-client-server-port={_free_port()}"]
-        self._node = RayNode([*head, f"--temp-dir={self._credentials.folder}"], environment, self._hear_end)
-        _connect(options, until, self._check)
+        self._node = RayNode([*head, f"--temp-dir={self._credentials.folder}"], environment, self._on_node_end)
+        _connect(options, deadline, self._check_node)
         logger.info("waiting for %d more hosts at %s", options.count - 1, address)
         group = placement_group([{RESOURCE: 1.0}] * (options.count - 1), strategy="STRICT_SPREAD")
-        while not group.wait(LOOK):
-            self._check()
-            if time.monotonic() > until:
-                came = sum(node["Alive"] and RESOURCE in node["Resources"] for node in ray.nodes())
-                came_of = f"{came} of {options.count - 1} other hosts came"
-                raise HostsLost(f"{came_of} within {options.patience:g} s; start robojax follow on them")
+        while not group.wait(POLL_PERIOD):
+            self._check_node()
+            if time.monotonic() > deadline:
+                arrived = sum(node["Alive"] and RESOURCE in node["Resources"] for node in ray.nodes())
+                arrived_text = f"{arrived} of {options.count - 1} other hosts came"
+                raise HostsLost(f"{arrived_text} within {options.timeout:g} s; start robojax follow on them")
         remote: Any = ray.remote
-        kind = remote(concurrency_groups=GROUPS)(HostActor)
+        kind = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostActor)
         actors = [
             kind.options(
                 num_cpus=0,
@@ -149,7 +149,7 @@ class RayHosts:
             ).remote(index + 1, options.count)
             for index in range(options.count - 1)
         ]
-        return [self._welcome(number, actor) for number, actor in enumerate(actors, 1)]
+        return [self._check_host(number, actor) for number, actor in enumerate(actors, 1)]
 
     def close(self) -> None:
         """End Ray on this machine."""
@@ -160,34 +160,34 @@ class RayHosts:
             self._node.kill()
         self._credentials.remove()
 
-    def _welcome(self, number: int, actor: Any) -> RayHost:
+    def _check_host(self, number: int, actor: Any) -> RayHost:
         try:
-            address, theirs = ray.get(actor.introduce.remote(), timeout=BEGINNING)
+            address, theirs = ray.get(actor.introduce.remote(), timeout=BEGIN_TIMEOUT)
         except RayError as error:
-            raise HostsLost(f"host {number} is gone: {_in_short(error)}") from error
+            raise HostsLost(f"host {number} is gone: {_summarize(error)}") from error
         name = f"host {number} ({address})"
-        if theirs != versions():
-            raise HostsLost(f"{name} has other versions: {theirs}; this one has {versions()}")
+        if theirs != package_versions():
+            raise HostsLost(f"{name} has other versions: {theirs}; this one has {package_versions()}")
         return RayHost(name, actor, self._folder)
 
-    def _check(self) -> None:
+    def _check_node(self) -> None:
         if self._ended is not None:
             address = join_address(self._options.host, self._options.port)
             raise HostsLost(f"{address} cannot be listened on, or Ray cannot begin there: {self._ended}")
 
-    def _hear_end(self, last: str) -> None:
+    def _on_node_end(self, last: str) -> None:
         self._ended = last or "it wrote no reason"
         self._on_end(f"Ray ended on this machine: {self._ended}")
 
 
-def _connect(options: HostOptions, until: float, check: Callable[[], None]) -> None:
+def _connect(options: HostOptions, deadline: float, check: Callable[[], None]) -> None:
     """Connect this process to the cluster as soon as its head listens; without one Ray would wait for ever."""
-    os.environ.update(FOR_EVER)
+    os.environ.update(NO_RECONNECT_TIMEOUT)
     address = join_address(options.host, options.port)
     while True:
         check()
         try:
-            socket.create_connection((options.host, options.port), LOOK).close()
+            socket.create_connection((options.host, options.port), POLL_PERIOD).close()
             ray.init(
                 address,
                 namespace="hosts",
@@ -197,9 +197,9 @@ def _connect(options: HostOptions, until: float, check: Callable[[], None]) -> N
             )
             return
         except (RayError, OSError, ValueError, RuntimeError) as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise HostsLost(f"Ray does not answer at {address}: {error}") from error
-            time.sleep(LOOK)
+            time.sleep(POLL_PERIOD)
 
 
 def _free_port() -> int:
@@ -209,7 +209,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _outcome(asked: Any) -> "Future[Any]":
+def _as_future(call: Any) -> "Future[Any]":
     """Return an actor's answer as a future whose errors are those of hosts."""
     outcome: Future[Any] = Future()
 
@@ -220,11 +220,11 @@ def _outcome(asked: Any) -> "Future[Any]":
         elif isinstance(error, RayTaskError):
             outcome.set_exception(HostFailed(f"{type(error.cause).__name__}; its log says more"))
         else:
-            outcome.set_exception(HostGone(_in_short(error)))
+            outcome.set_exception(HostGone(_summarize(error)))
 
-    asked.future().add_done_callback(settle)
+    call.future().add_done_callback(settle)
     return outcome
 
 
-def _in_short(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     return "its process ended, or its connection" if isinstance(error, RayActorError) else type(error).__name__

@@ -28,12 +28,12 @@ from cryptography.x509.oid import NameOID
 # What a node has one of when it is there for `robojax serve --hosts-count`; a placement group asks for it.
 RESOURCE = "robojax_host"
 # The certificates are made anew at each start; a server that runs for longer than this is started again before.
-VALID = timedelta(days=3650)
+VALIDITY = timedelta(days=3650)
 # Ray ends a process that has not reached its cluster's head for a minute. One that moves robots has to outlive it.
-FOR_EVER = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6)}
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the curve P-256
+NO_RECONNECT_TIMEOUT = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**6)}
+CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the curve P-256
 
-# In the environment of a node that `robojax follow` began: where the host's actor writes what is to be shown, and the
+# In the environment of a node that `robojax follow` began: where the host's actor writes lines for people, and the
 # address of this machine. Ray has another one for 127.0.0.1.
 PIPE, ADDRESS = "ROBOJAX_FOLLOW_PIPE", "ROBOJAX_FOLLOW_ADDRESS"
 
@@ -62,7 +62,7 @@ _START = (
 
 
 class Credentials:
-    """Certificates and environment with which a process may join; their folder is for this user alone.
+    """Certificates and environment with which a process may join the hosts; their folder is for this user alone.
 
     Args:
         secret: that all hosts know; neither it nor anything that it could be found from is in the files.
@@ -76,14 +76,14 @@ class Credentials:
     def __init__(self, secret: bytes, addresses: Sequence[str]):
         _remove_stale()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
-        signer = ec.derive_private_key(1 + int.from_bytes(_derive(secret, "authority", 48)) % (_ORDER - 1), _CURVE)
+        signer = ec.derive_private_key(1 + int.from_bytes(_derive(secret, "authority", 48)) % (CURVE_ORDER - 1), _CURVE)
         own = ec.generate_private_key(_CURVE)
         authority, name = _name("robojax hosts"), _name("robojax host")
-        certified = _certificate(authority, signer.public_key(), authority, signer, is_authority=True)
+        authority_certificate = _certificate(authority, signer.public_key(), authority, signer, is_authority=True)
         host = _certificate(name, own.public_key(), authority, signer, addresses=sorted({"127.0.0.1", *addresses}))
         pem, text = serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL
         files = {
-            "RAY_TLS_CA_CERT": certified.public_bytes(pem),
+            "RAY_TLS_CA_CERT": authority_certificate.public_bytes(pem),
             "RAY_TLS_SERVER_CERT": host.public_bytes(pem),
             "RAY_TLS_SERVER_KEY": own.private_bytes(pem, text, serialization.NoEncryption()),
             "RAY_AUTH_TOKEN_PATH": _derive(secret, "token", 32).hex().encode(),
@@ -118,9 +118,9 @@ class RayNode:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], on_end: Callable[[str], None]):
         # `ray start` begins no node where there is an address.
-        kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self._command = [sys.executable, "-c", _START, str(os.getpid()), "start", "--block", *arguments]
-        self._environment = kept | dict(environment)
+        self._environment = inherited | dict(environment)
         self._on_end = on_end
         self._process: subprocess.Popen[str] | None = None
         self._is_killed = False
@@ -162,19 +162,19 @@ def _remove_stale() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def own_credentials(secret: bytes, host: str, port: int) -> Credentials:
+def make_credentials(secret: bytes, host: str, port: int) -> Credentials:
     """Make the credentials of this machine for the cluster whose head is at this address.
 
     Raises:
         OSError: there is no way there.
     """
-    addresses = [own_address(host, port)]
+    addresses = [find_own_address(host, port)]
     with suppress(OSError):
-        addresses.append(own_address("8.8.8.8", 53))  # what Ray puts in the place of 127.0.0.1; nothing is sent
+        addresses.append(find_own_address("8.8.8.8", 53))  # what Ray uses instead of 127.0.0.1; nothing is sent
     return Credentials(secret, addresses)
 
 
-def own_address(host: str, port: int) -> str:
+def find_own_address(host: str, port: int) -> str:
     """Return this machine's address on the route to another one.
 
     Raises:
@@ -212,18 +212,18 @@ def _certificate(
     is_authority: bool = False,
 ) -> x509.Certificate:
     now = datetime.now(UTC)
-    made = (
+    builder = (
         x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))  # clocks of hosts differ
-        .not_valid_after(now + VALID)
+        .not_valid_after(now + VALIDITY)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     if addresses:
         names = [x509.DNSName("localhost"), *map(_general_name, addresses)]
-        made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return made.sign(signer, hashes.SHA256())
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return builder.sign(signer, hashes.SHA256())
 
 
 def _general_name(address: str) -> x509.GeneralName:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.distributed.engine_actor import EngineFacts, Refusal
-from service.distributed.replication import Copy, Engines, PolicyReplication, answered
+from service.distributed.replication import Copy, Engines, PolicyReplication, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.latency_model import LatencyModel
@@ -33,12 +33,12 @@ class RemotePolicy:
     """A policy in an engine of a cluster; all but its properties and `is_compiled` wait for the engine.
 
     Attributes:
-        commit: what its files are called; not its parcel's name, which is of their contents.
+        commit: what its files are called; not the artifact's hash, which is of their contents.
     """
 
-    def __init__(self, shipment: PolicyReplication, copy: Copy, commit: str | None):
+    def __init__(self, replication: PolicyReplication, copy: Copy, commit: str | None):
         self.commit = commit
-        self._shipment = shipment
+        self._replication = replication
         self._copy = copy
         self._compiled = {_key(sizes) for sizes in copy.loaded.compiled}
         self._timings: Mapping[str, float] = {}
@@ -60,7 +60,7 @@ class RemotePolicy:
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Timings of the last `act`."""
+        """Timings of the last `act`, in seconds."""
         return self._timings
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -69,9 +69,9 @@ class RemotePolicy:
         self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> None:
-        """Encode an instruction ahead of ``act``."""
-        self._call("prepare_task", text)
+    def prepare_task(self, text: str) -> int:
+        """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
+        return self._call("prepare_task", text)
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""
@@ -84,9 +84,9 @@ class RemotePolicy:
         """Return whether it is compiled, without asking the engine."""
         return _key(self.requirements.cameras if cameras is None else cameras) in self._compiled
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that an inference takes in the engine."""
-        return self._call("rehearse", None if cameras is None else dict(cameras))
+        return self._call("profile", None if cameras is None else dict(cameras))
 
     def on(self, device: str) -> "RemotePolicy":
         """Return the same policy in another engine, which may be making its copy already.
@@ -94,10 +94,10 @@ class RemotePolicy:
         Raises:
             CopyRefused, CheckpointError: as of `PolicyReplication.copy`.
         """
-        return RemotePolicy(self._shipment, self._shipment.copy(device), self.commit)
+        return RemotePolicy(self._replication, self._replication.copy(device), self.commit)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return answered(self._shipment.engines.ask(self.device, method, self.handle, *arguments).result())
+        return check_answer(self._replication.engines.ask(self.device, method, self.handle, *arguments).result())
 
 
 class RemoteLoader:
@@ -132,32 +132,33 @@ class RemoteLoader:
     ) -> RemotePolicy:
         """Fetch the policy's files, send them, and have engines load them; see `LoadPolicy`.
 
-        All engines that nobody asks anything load it side by side, the others later, one after the other: robots are
-        answered by those that are not loading. So it is with an update, which is ``like`` what runs.
+        All engines that are idle load it side by side, the others later, one after the other: robots are answered by
+        those that are not loading. An update, which is ``like`` what runs, is loaded one after the other as well.
         """
-        tell = on_progress or (lambda stage: None)
-        folder, commit = find_policy(path, revision, on_progress=tell, largest=self._largest)
-        tell("reading")
+        report = on_progress or (lambda stage: None)
+        folder, commit = find_policy(path, revision, on_progress=report, largest=self._largest)
+        report("reading")
         roots = self._roots if commit is None and like is None else copy_roots(folder)
         with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
             self._inspect(opened)
         begin_building()
-        shipment = PolicyReplication(self._engines, folder, is_update=like is not None)
-        engine, idle = self._engines.pick()
-        shipment.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
+        replication = PolicyReplication(self._engines, folder, is_update=like is not None)
+        engine, idle = self._engines.pick_engines()
+        replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():
-            shipment.begin(other)
-        return RemotePolicy(shipment, shipment.first(tell), commit)
+            replication.begin(other)
+        return RemotePolicy(replication, replication.wait_for_first(report), commit)
 
 
 def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
     return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())
 
 
-# Seconds after which another engine is asked: three times what an answer usually takes, at least this, and so long
-# when nobody knows. A call over the network takes a millisecond, and now and then tens of them.
-OVERDUE = 0.25
-UNKNOWN = 1.0
+# Seconds after which the request goes to another engine: three times what an answer usually takes, at least the
+# first figure, and the second when none was measured. A call over the network takes a millisecond, and now and
+# then tens of them.
+MIN_OVERDUE = 0.25
+DEFAULT_OVERDUE = 1.0
 
 # Asks the engine: method and arguments; whatever comes of it goes to the last argument, in any thread.
 Send = Callable[[str, tuple[Any, ...], Callable[[Any], None]], None]
@@ -170,7 +171,7 @@ class RemoteWorker:
     loop, which has ticks to keep.
 
     Attributes:
-        facts: what the engine said of itself last.
+        facts: load and latencies that the engine reported last.
     """
 
     def __init__(self, name: str, send: Send, stuck_after: float = 5.0):
@@ -181,21 +182,21 @@ class RemoteWorker:
         self._send = send
         self._stuck_after = stuck_after
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"engine {name}")
-        self._open: dict[asyncio.Future[Any], float] = {}  # with when it was asked, oldest first
-        self._took = LatencyModel()
-        self._gone: str | None = None
+        self._pending: dict[asyncio.Future[Any], float] = {}  # with when it was asked, oldest first
+        self._latency = LatencyModel()
+        self._gone_reason: str | None = None
         self._is_closed = False
 
     @property
     def pending(self) -> int:
         """Requests of this server that have no answer yet."""
-        return len(self._open)
+        return len(self._pending)
 
     @property
     def is_late(self) -> bool:
         """Whether an answer to this server takes longer than usual."""
-        oldest = next(iter(self._open.values()), None)
-        return oldest is not None and time.monotonic() - oldest > self._usual
+        oldest = next(iter(self._pending.values()), None)
+        return oldest is not None and time.monotonic() - oldest > self._usual_latency
 
     @property
     def waiting(self) -> int:
@@ -208,7 +209,7 @@ class RemoteWorker:
         return self.facts.batches
 
     def load(self, now: float) -> float:
-        """Share of the last seconds that the engine was busy, as it said last."""
+        """Share of the last seconds that the engine was busy, as it reported last."""
         return self.facts.load
 
     async def submit(
@@ -223,26 +224,26 @@ class RemoteWorker:
         """Run a policy on one observation; see `DeviceWorker.submit`. The engine decides what runs alone."""
         if self._is_closed:
             raise WorkerClosed("the server is ending")
-        if self._gone is not None:
-            raise DeviceGone(self._gone)
+        if self._gone_reason is not None:
+            raise DeviceGone(self._gone_reason)
         policy = replica.policy
         assert isinstance(policy, RemotePolicy)
         loop, now = asyncio.get_running_loop(), time.monotonic()
         outcome: asyncio.Future[Any] = loop.create_future()
-        self._open[outcome] = self.last_used_at = now
+        self._pending[outcome] = self.last_used_at = now
         # Not when whoever waits gives up: an engine that owes answers has more to do than one that does not, and the
         # next question goes there.
-        outcome.add_done_callback(self._open.pop)
+        outcome.add_done_callback(self._pending.pop)
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._post, arguments, partial(settle_threadsafe, loop, outcome), outcome)
         answer = asyncio.create_task(self._answer(outcome, replica, frame_sizes_of(observation), now))
         answer.add_done_callback(mark_retrieved)
         if may_move:
-            usual = self._usual
+            usual = self._usual_latency
             done, _ = await asyncio.wait([answer], timeout=usual)
             if not done:
-                # Not held against the engine: it is asked last while it owes answers, and whether it still lives the
+                # Not held against the engine: it comes last while it owes answers, and whether it still lives the
                 # pool finds out. Where one machine is too busy all of its engines stand still, and are well a moment
                 # later.
                 late = Overdue(f"{self.name} has not answered for {usual:.2f} s")
@@ -251,58 +252,59 @@ class RemoteWorker:
         return await answer
 
     @property
-    def _usual(self) -> float:
-        usual = max(3 * self._took.median(1), OVERDUE) if self._took.is_measured else UNKNOWN
+    def _usual_latency(self) -> float:
+        usual = self._latency.measured(1).median
+        usual = max(3 * usual, MIN_OVERDUE) if self._latency.is_measured else DEFAULT_OVERDUE
         return min(usual, self._stuck_after)
 
     async def _answer(
-        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, asked_at: float
+        self, outcome: asyncio.Future[Any], replica: Replica, frames: FrameSizesKey, sent_at: float
     ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
             raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
-        total = time.monotonic() - asked_at
-        inference = _inference(outcome.result(), total)
-        self._took.record(1, total)
+        total = time.monotonic() - sent_at
+        inference = _to_result(outcome.result(), total)
+        self._latency.record(1, total)
         replica.latency_model(frames).record(inference.batch, inference.compute)
         return inference
 
     def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:
-        if not outcome.done():  # sending may have hung, and whoever waited was told so
+        if not outcome.done():  # sending may have hung, and whoever waited has that error
             self._send("act", arguments, done)
 
     def fail(self, why: str) -> None:
         """Fail all pending requests: the engine is gone, whatever Ray will say later."""
-        self._gone = why
-        for outcome in tuple(self._open):
+        self._gone_reason = why
+        for outcome in tuple(self._pending):
             settle(outcome, DeviceGone(why))
 
     async def close(self, within: float) -> bool:
         """Fail all pending requests."""
         self._is_closed = True
-        for outcome in tuple(self._open):
+        for outcome in tuple(self._pending):
             settle(outcome, WorkerClosed("the server is ending"))
         self._sender.shutdown(wait=False, cancel_futures=True)
         return True
 
 
-def _inference(found: Any, total: float) -> InferenceResult:
-    if isinstance(found, Refusal):
-        if found.kind == "input":
-            raise InputRefused(found.text)
-        if found.kind in ("unknown", "engine"):
-            raise DeviceGone(found.text)
-        if found.kind == "stuck":
-            raise InferenceStuck(found.text)
-        raise PolicyFailed(found.text)
-    inside = found.queue + found.to_device + found.compute + found.to_host
+def _to_result(answer: Any, total: float) -> InferenceResult:
+    if isinstance(answer, Refusal):
+        if answer.kind == "input":
+            raise InputRefused(answer.text)
+        if answer.kind in ("unknown", "engine"):
+            raise DeviceGone(answer.text)
+        if answer.kind == "stuck":
+            raise InferenceStuck(answer.text)
+        raise PolicyFailed(answer.text)
+    inside = answer.queue + answer.to_device + answer.compute + answer.to_host
     return InferenceResult(
-        chunk=np.array(found.chunk),  # a copy: what came lies in the object store, and cannot be written to
+        chunk=np.array(answer.chunk),  # a copy: what came lies in the object store, and cannot be written to
         # The way there and back is waiting, too.
-        queue=found.queue + max(total - inside, 0.0),
-        to_device=found.to_device,
-        compute=found.compute,
-        to_host=found.to_host,
+        queue=answer.queue + max(total - inside, 0.0),
+        to_device=answer.to_device,
+        compute=answer.compute,
+        to_host=answer.to_host,
         total=total,
-        batch=found.batch,
+        batch=answer.batch,
     )

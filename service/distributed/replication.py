@@ -13,8 +13,8 @@ from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.policy_cache import summarize_error
 
-# Seconds between looks how far engines are.
-LOOK = 0.5
+# Seconds between two polls of how far engines are.
+POLL_PERIOD = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Engines(Protocol):
         """Number of the present connection; objects in the store of an earlier one are gone."""
         ...
 
-    def pick(self) -> tuple[str, Sequence[str]]:
+    def pick_engines(self) -> tuple[str, Sequence[str]]:
         """Return the engine to load a policy to first, and all others that are idle.
 
         Raises:
@@ -49,11 +49,11 @@ class Engines(Protocol):
         """Call a method of an engine; raises DeviceGone as soon as it is gone."""
         ...
 
-    def keep(self, copy: Copy) -> None:
-        """Keep a policy in an engine as long as its copy is referred to."""
+    def keep_copy(self, copy: Copy) -> None:
+        """Keep a policy in an engine for as long as its copy is referred to."""
         ...
 
-    def lacks(self, engine: str, handle: str, why: str) -> None:
+    def record_failure(self, engine: str, handle: str, why: str) -> None:
         """Record that an engine could not load a policy that others have; it is tried again."""
         ...
 
@@ -80,21 +80,21 @@ class PolicyReplication:
         self.engines = engines
         self._folder = folder
         self._is_update = is_update
-        self._begun: dict[str, Future[Copy]] = {}
+        self._copies: dict[str, Future[Copy]] = {}
         # Kept as long as a copy may have to be made.
-        self._parcel, self._packed = pack(folder, engines.put), engines.connection
+        self._artifact, self._packed_connection = pack(folder, engines.put), engines.connection
 
-    def _packed_now(self) -> PolicyArtifact:
+    def _current_artifact(self) -> PolicyArtifact:
         """Return the artifact in the store of the present connection, packed again if needed."""
         connection = self.engines.connection
-        if connection != self._packed:
-            parcel = pack(self._folder, self.engines.put)
-            if parcel.sha != self._parcel.sha:
+        if connection != self._packed_connection:
+            artifact = pack(self._folder, self.engines.put)
+            if artifact.sha != self._artifact.sha:
                 raise CheckpointError(
                     f"{self._folder.name}: the files there are others than those that run; restart the session"
                 )
-            self._parcel, self._packed = parcel, connection
-        return self._parcel
+            self._artifact, self._packed_connection = artifact, connection
+        return self._artifact
 
     def begin(self, engine: str, like: str | None = None) -> "Future[Copy]":
         """Start to load the policy in an engine; `copy` returns the copy.
@@ -102,36 +102,36 @@ class PolicyReplication:
         Args:
             like: handle of a policy that it probably resembles.
         """
-        parcel = self._packed_now()
-        made: Future[Copy] = Future()
-        self._begun[engine] = made
+        artifact = self._current_artifact()
+        copying: Future[Copy] = Future()
+        self._copies[engine] = copying
 
-        def make(asked: "Future[Any]") -> None:
+        def make(reply: "Future[Any]") -> None:
             try:
-                copy = Copy(engine, answered(asked.result()))
-                self.engines.keep(copy)
+                copy = Copy(engine, check_answer(reply.result()))
+                self.engines.keep_copy(copy)
             except BaseException as error:  # whatever it is belongs to whoever takes the copy
-                made.set_exception(error)
+                copying.set_exception(error)
             else:
-                made.set_result(copy)
+                copying.set_result(copy)
 
-        self.engines.ask(engine, "load", parcel, like).add_done_callback(make)
-        return made
+        self.engines.ask(engine, "load", artifact, like).add_done_callback(make)
+        return copying
 
-    def first(self, tell: Callable[[str], None]) -> Copy:
-        """Wait for all copies that were started, and return the first; ``tell`` gets the slowest engine's stage.
+    def wait_for_first(self, report: Callable[[str], None]) -> Copy:
+        """Wait for all copies that were started, and return the first; ``report`` gets the slowest engine's stage.
 
         Raises:
             JaxModelsError, PolicyFailed: no engine can load it.
         """
-        while wait(self._begun.values(), LOOK).not_done:
-            self._tell_stage(tell)
+        while wait(self._copies.values(), POLL_PERIOD).not_done:
+            self._report_stage(report)
         errors = {}
-        for engine, made in tuple(self._begun.items()):
-            if (error := made.exception()) is None:
+        for engine, copying in tuple(self._copies.items()):
+            if (error := copying.exception()) is None:
                 return self.copy(engine)
             errors[engine] = error
-        self._begun.clear()
+        self._copies.clear()
         gone = [f"{engine}: {error}" for engine, error in errors.items() if isinstance(error, DeviceGone)]
         if len(gone) == len(errors):
             raise CheckpointError(f"no engine could load it ({'; '.join(gone)}); try again")
@@ -145,35 +145,35 @@ class PolicyReplication:
             CheckpointError: it cannot have one of an update.
         """
         try:
-            return (self._begun.pop(engine, None) or self._begin_and_forget(engine)).result()
+            return (self._copies.pop(engine, None) or self._begin_copy(engine)).result()
         except Exception as error:
-            why = in_words(error)
-            self.engines.lacks(engine, self._parcel.sha, why)
+            why = describe_error(error)
+            self.engines.record_failure(engine, self._artifact.sha, why)
             if self._is_update and isinstance(error, JaxModelsError | PolicyFailed):
                 raise CheckpointError(f"{engine}: {why}") from error
             raise CopyRefused(f"{engine}: {why}") from error
 
-    def _begin_and_forget(self, engine: str) -> "Future[Copy]":
+    def _begin_copy(self, engine: str) -> "Future[Copy]":
         self.begin(engine)
-        return self._begun.pop(engine)
+        return self._copies.pop(engine)
 
-    def _tell_stage(self, tell: Callable[[str], None]) -> None:
-        asked = [
-            self.engines.ask(engine, "stage", self._parcel.sha)
-            for engine, made in tuple(self._begun.items())
-            if not made.done()
+    def _report_stage(self, report: Callable[[str], None]) -> None:
+        requests = [
+            self.engines.ask(engine, "stage", self._artifact.sha)
+            for engine, copying in tuple(self._copies.items())
+            if not copying.done()
         ]
-        heard = [one.result() for one in wait(asked, LOOK).done if one.exception() is None]
-        if any(heard):
-            tell("reading" if "reading" in heard else "compiling")
+        stages = [one.result() for one in wait(requests, POLL_PERIOD).done if one.exception() is None]
+        if any(stages):
+            report("reading" if "reading" in stages else "compiling")
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error of an engine, for clients."""
     return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else summarize_error(error)
 
 
-def answered(found: Any) -> Any:
+def check_answer(answer: Any) -> Any:
     """Return an engine's answer, or raise its refusal as an error.
 
     Raises:
@@ -182,15 +182,15 @@ def answered(found: Any) -> Any:
         DeviceGone: the engine does not have it any more, or cannot be used.
         PolicyFailed: it raised.
     """
-    if not isinstance(found, Refusal):
-        return found
-    if found.kind == "input":
-        raise ObservationError(found.text)
-    if found.kind == "policy":
-        raise CheckpointError(found.text)
-    if found.kind in ("unknown", "engine"):
-        raise DeviceGone(found.text)
-    raise PolicyFailed(found.text)
+    if not isinstance(answer, Refusal):
+        return answer
+    if answer.kind == "input":
+        raise ObservationError(answer.text)
+    if answer.kind == "policy":
+        raise CheckpointError(answer.text)
+    if answer.kind in ("unknown", "engine"):
+        raise DeviceGone(answer.text)
+    raise PolicyFailed(answer.text)
 
 
 # Seconds until a first try again; each that fails doubles them, up to the second number.
@@ -199,54 +199,54 @@ LONGEST_RETRY = 300.0
 
 
 @dataclass
-class _Lack:
+class _Failure:
     why: str
     tries: int
     failed_at: float
-    again_at: float
+    retry_at: float
 
 
 class RetryState:
-    """When which engine tries again to load which policy. Reads no clock and asks nobody."""
+    """Schedule of retries: when which engine loads which missing policy again. Pure; reads no clock."""
 
     def __init__(self) -> None:
-        self._lacks: dict[tuple[str, str], _Lack] = {}
+        self._failures: dict[tuple[str, str], _Failure] = {}
 
-    def failed(self, engine: str, handle: str, why: str, now: float) -> None:
+    def record_failure(self, engine: str, handle: str, why: str, now: float) -> None:
         """Record that an engine could not load a policy."""
-        before = self._lacks.get((engine, handle))
+        before = self._failures.get((engine, handle))
         tries = 1 if before is None else before.tries + 1
         # After three days of tries the power alone would be more than a float can hold.
-        self._lacks[engine, handle] = _Lack(
+        self._failures[engine, handle] = _Failure(
             why, tries, now, now + min(FIRST_RETRY * 2.0 ** min(tries - 1, 60), LONGEST_RETRY)
         )
 
-    def has(self, engine: str, handle: str) -> None:
+    def record_success(self, engine: str, handle: str) -> None:
         """Record that an engine has a policy."""
-        self._lacks.pop((engine, handle), None)
+        self._failures.pop((engine, handle), None)
 
-    def keep(self, engines: Collection[str], handles: Collection[str]) -> None:
+    def retain(self, engines: Collection[str], handles: Collection[str]) -> None:
         """Forget all engines but these, and policies that none of them has."""
-        for engine, handle in tuple(self._lacks):
+        for engine, handle in tuple(self._failures):
             if engine not in engines or handle not in handles:
-                del self._lacks[engine, handle]
+                del self._failures[engine, handle]
 
-    def forget(self, engine: str, before: float) -> None:
+    def drop_failures(self, engine: str, before: float) -> None:
         """Forget failures of an engine from before it tried everything again."""
-        for key, lack in tuple(self._lacks.items()):
-            if key[0] == engine and lack.failed_at < before:
-                del self._lacks[key]
+        for key, failure in tuple(self._failures.items()):
+            if key[0] == engine and failure.failed_at < before:
+                del self._failures[key]
 
     def due(self, now: float) -> Sequence[str]:
         """Return the engines that should try again."""
-        return sorted({engine for (engine, _), lack in self._lacks.items() if now >= lack.again_at})
+        return sorted({engine for (engine, _), failure in self._failures.items() if now >= failure.retry_at})
 
-    def words(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Describe all missing policies, for people; empty when there are none."""
         return "; ".join(
-            f"{engine} goes without policy {handle[:12]}, which others have: {lack.why} "
-            f"(tried {lack.tries} times, {_when(lack.again_at - now)})"
-            for (engine, handle), lack in sorted(self._lacks.items())
+            f"{engine} is missing policy {handle[:12]}, which others have: {failure.why} "
+            f"(tried {failure.tries} times, {_when(failure.retry_at - now)})"
+            for (engine, handle), failure in sorted(self._failures.items())
         )
 
 

@@ -7,13 +7,13 @@ from service.distributed.engine_actor import EngineFacts
 
 # Seconds after which it is said that there is none, where engines that run leave too little; and that Ray does not
 # start one, where it is not known who has what is missing.
-NO_PLACE = 20.0
-SLOW = 90.0
+PLACEMENT_TIMEOUT = 20.0
+START_TIMEOUT = 90.0
 
 
-def lack(
-    wanted: Mapping[str, float],
-    there: Mapping[str, float],
+def explain_shortage(
+    required: Mapping[str, float],
+    total: Mapping[str, float],
     free: Mapping[str, float],
     *,
     running: int,
@@ -22,25 +22,25 @@ def lack(
 ) -> str:
     """Explain why engines have not started; empty as long as they still may.
 
-    What an engine wants is taken from `free` as soon as Ray has chosen its place, long before its process answers: too
+    What an engine needs is taken from `free` as soon as Ray has chosen its place, long before its process answers: too
     little that is free says nothing by itself.
 
     Args:
-        wanted: what one engine takes.
-        there, free: all that the cluster has, and what of it nobody has.
+        required: what one engine takes.
+        total, free: all that the cluster has, and what of it is not in use.
         running, waiting: engines that have answered, and that have not.
         seconds: how long one has been waited for.
     """
-    names = [*wanted]
-    has = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in names)
-    takes = ", ".join(f"{value:g} {name}" for name, value in wanted.items())
+    names = [*required]
+    has = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in names)
+    takes = ", ".join(f"{value:g} {name}" for name, value in required.items())
     figures = f"an engine wants {takes} (engine_resources), and free in the cluster are {has}"
-    if seconds > NO_PLACE and any(there.get(name, 0) < (running + waiting) * wanted[name] for name in names):
-        return f"Ray has had no place for an engine for {NO_PLACE:g} s; {figures}"
-    if seconds > SLOW:
-        is_enough = all(free.get(name, 0) >= wanted[name] for name in names)
+    if seconds > PLACEMENT_TIMEOUT and any(total.get(name, 0) < (running + waiting) * required[name] for name in names):
+        return f"Ray has had no place for an engine for {PLACEMENT_TIMEOUT:g} s; {figures}"
+    if seconds > START_TIMEOUT:
+        is_enough = all(free.get(name, 0) >= required[name] for name in names)
         why = "though not all on one node" if is_enough else "which others may have, or an engine that does not answer"
-        return f"Ray has not started an engine for {SLOW:g} s; {figures}, {why}"
+        return f"Ray has not started an engine for {START_TIMEOUT:g} s; {figures}, {why}"
     return ""
 
 
@@ -78,37 +78,39 @@ class Scaling:
     why: str = ""
     _since: dict[str, float] = field(default_factory=dict)
 
-    def wanted(self, now: float, engines: Sequence[EngineFacts], coming: int = 0) -> int:
-        """Return how many engines there should be.
+    def decide(self, now: float, engines: Sequence[EngineFacts], coming: int = 0) -> int:
+        """Decide how many engines there should be.
 
         Args:
             engines: those that answer.
             coming: those that are being made; while there are any, nothing more is decided.
         """
-        bounds, there = self.bounds, len(engines) + coming
-        if there < bounds.least or there > bounds.most:
+        bounds, current = self.bounds, len(engines) + coming
+        if current < bounds.least or current > bounds.most:
             self._since.clear()
-            self.why = f"there are {there}, wanted are {bounds.least} to {bounds.most}"
-            return min(max(there, bounds.least), bounds.most)
+            self.why = f"there are {current}, wanted are {bounds.least} to {bounds.most}"
+            return min(max(current, bounds.least), bounds.most)
         if coming or not engines:
             self._since.clear()
-            return there
+            return current
         load = sum(one.load for one in engines) / len(engines)
         queue = max(one.queue for one in engines)
         after = load * len(engines) / max(len(engines) - 1, 1)
         is_late, is_busy = queue > bounds.wait, load > bounds.busy
         # An engine that waits without being busy is slowed down by something that another engine would not mend.
-        if there < bounds.most and self._held(
+        if current < bounds.most and self._holds(
             "grow", is_busy or (is_late and load > bounds.idle), now, bounds.grow_after
         ):
             self.why = f"devices are {load:.0%} busy and requests wait {queue * 1e3:.0f} ms"
-            return there + 1
-        if there > bounds.least and self._held("shrink", after < bounds.idle and not is_late, now, bounds.shrink_after):
+            return current + 1
+        if current > bounds.least and self._holds(
+            "shrink", after < bounds.idle and not is_late, now, bounds.shrink_after
+        ):
             self.why = f"devices are {load:.0%} busy, and one less would be {after:.0%}"
-            return there - 1
-        return there
+            return current - 1
+        return current
 
-    def _held(self, what: str, is_so: bool, now: float, long_enough: float) -> bool:
+    def _holds(self, what: str, is_so: bool, now: float, long_enough: float) -> bool:
         if not is_so:
             self._since.pop(what, None)
             return False

@@ -17,14 +17,14 @@ from service.sessions.records import MAX_LATCHES, Latch
 logger = logging.getLogger(__name__)
 
 # Seconds without a heartbeat of a server after which its sessions are interrupted; after which an id that was claimed,
-# and of which its server does not speak, is free again; after which a server that left no session is forgotten. All on
+# and that its server does not publish, is free again; after which a server that left no session is forgotten. All on
 # the database's clock.
 LEASE = 3.0
-CLAIMED = 10.0
-FORGOTTEN = 3600.0
+CLAIM_TIMEOUT = 10.0
+FORGET_AFTER = 3600.0
 
 PREFIX = "robojax_"
-# One text for all of a session that nobody looks for by: texts as JSON has them, for clients name things as they like,
+# One text for all of a session that is not searched by: texts as JSON has them, for clients name things as they like,
 # and PostgreSQL keeps no NUL.
 SCHEMA = (
     """
@@ -93,9 +93,9 @@ class Entry:
 
     Attributes:
         front: the server that it is on.
-        owner: whose it is; None where no key is wanted.
+        owner: whose it is; None where no key is required.
         record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
-        status: what its server said of it last, the fields of SessionStatusResponse.
+        status: what its server published last, the fields of SessionStatusResponse.
         latch: the text of an emergency stop that nobody has reset.
     """
 
@@ -127,17 +127,17 @@ class BeatAnswer:
 
 
 _ALIVE = f"(NOT robojax_fronts.has_ended AND robojax_fronts.heartbeat > clock_timestamp() - interval '{LEASE} seconds')"
-_FRONT = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
-_SESSION = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
+_SELECT_FRONTS = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_alive FROM robojax_fronts"
+_SELECT_SESSIONS = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
 FROM robojax_sessions s LEFT JOIN robojax_latches l ON l.id = s.id"""
-_IS_PENDING = f"(claimed_at IS NOT NULL AND claimed_at > clock_timestamp() - interval '{CLAIMED} seconds')"
-_TELL = """INSERT INTO robojax_sessions (id, front, owner, record, status) VALUES ($1, $2, $3, $4, $5)
+_IS_PENDING = f"(claimed_at IS NOT NULL AND claimed_at > clock_timestamp() - interval '{CLAIM_TIMEOUT} seconds')"
+_UPSERT_SESSION = """INSERT INTO robojax_sessions (id, front, owner, record, status) VALUES ($1, $2, $3, $4, $5)
 ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, record = excluded.record, status = excluded.status,
 claimed_at = NULL WHERE robojax_sessions.front = excluded.front"""
-_HAS = "EXISTS (SELECT FROM robojax_sessions WHERE id = $1::text AND front = $2::text)"
-_LATCH = """INSERT INTO robojax_latches (id, latch) SELECT $1::text, $3::text WHERE {condition}
+_IS_OWN = "EXISTS (SELECT FROM robojax_sessions WHERE id = $1::text AND front = $2::text)"
+_UPSERT_LATCH = """INSERT INTO robojax_latches (id, latch) SELECT $1::text, $3::text WHERE {condition}
 ON CONFLICT (id) DO UPDATE SET latch = excluded.latch"""
-_ENTER = f"""INSERT INTO robojax_fronts (name, url, machine, life, heartbeat, has_ended)
+_UPSERT_FRONT = f"""INSERT INTO robojax_fronts (name, url, machine, life, heartbeat, has_ended)
 VALUES ($1, $2, $3, $4, clock_timestamp(), false)
 ON CONFLICT (name) DO UPDATE SET url = excluded.url, machine = excluded.machine, life = excluded.life,
 heartbeat = excluded.heartbeat, has_ended = false
@@ -146,50 +146,54 @@ RETURNING name"""
 
 
 async def beat(
-    sql: Sql, said: Peer, held: Sequence[str], news: Sequence[Entry], ended: Mapping[str, Latch | None]
+    sql: Sql, peer: Peer, held: Sequence[str], changes: Sequence[Entry], ended: Mapping[str, Latch | None]
 ) -> BeatAnswer:
     """Record that a server is alive, with its changed and ended sessions.
 
     Args:
         held: ids of all of its sessions.
-        news: those of them that changed since its last beat that was answered.
+        changes: those of them that changed since its last beat that was answered.
         ended: ids that it holds no more, each with an emergency stop that nobody has reset. What was ever ready goes
             only by this: a server that lost its disk has not deleted its sessions.
 
     Raises:
         Refusal: another process lives under this name; nothing is changed.
     """
-    if await sql.fetchval(_ENTER, said.name, said.url, said.machine, said.life) is None:
-        raise await _named(sql, said.name)
-    for one in sorted(news, key=lambda one: one.id):
-        await sql.execute(_TELL, one.id, said.name, json.dumps(one.owner), one.record, json.dumps(one.status))
+    if await sql.fetchval(_UPSERT_FRONT, peer.name, peer.url, peer.machine, peer.life) is None:
+        raise await _name_taken(sql, peer.name)
+    for one in sorted(changes, key=lambda one: one.id):
+        await sql.execute(_UPSERT_SESSION, one.id, peer.name, json.dumps(one.owner), one.record, json.dumps(one.status))
         if one.latch is not None:
-            await sql.execute(_LATCH.format(condition=_HAS), one.id, said.name, _text(Latch(one.latch, one.owner)))
+            await sql.execute(
+                _UPSERT_LATCH.format(condition=_IS_OWN), one.id, peer.name, _format_latch(Latch(one.latch, one.owner))
+            )
         elif one.status:
             # Its session was made with it, and it was reset there.
-            await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_HAS}", one.id, said.name)
+            await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_IS_OWN}", one.id, peer.name)
     for session_id, latch in sorted(ended.items(), key=lambda one: one[0]):
-        await _end(sql, session_id, said.name, latch)
+        await _end_session(sql, session_id, peer.name, latch)
     lost = await sql.fetch(
-        "SELECT id, front FROM robojax_sessions WHERE id = ANY($1::text[]) AND front <> $2", list(held), said.name
+        "SELECT id, front FROM robojax_sessions WHERE id = ANY($1::text[]) AND front <> $2", list(held), peer.name
     )
     left = await sql.fetch(
-        f"{_SESSION} WHERE s.front = $1 AND NOT s.id = ANY($2::text[]) AND NOT {_IS_PENDING}", said.name, list(held)
+        f"{_SELECT_SESSIONS} WHERE s.front = $1 AND NOT s.id = ANY($2::text[]) AND NOT {_IS_PENDING}",
+        peer.name,
+        list(held),
     )
     for row in left:
         if not row["record"]:
-            await sql.execute("DELETE FROM robojax_sessions WHERE id = $1 AND front = $2", row["id"], said.name)
-    fronts = [_front(row) for row in await sql.fetch(_FRONT)]
+            await sql.execute("DELETE FROM robojax_sessions WHERE id = $1 AND front = $2", row["id"], peer.name)
+    fronts = [_parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)]
     owning = {
         row["front"] for row in await sql.fetch("SELECT DISTINCT front FROM robojax_sessions WHERE status <> '{}'")
     }
     await sql.execute(
-        f"DELETE FROM robojax_fronts WHERE heartbeat < clock_timestamp() - interval '{FORGOTTEN} seconds' "
+        f"DELETE FROM robojax_fronts WHERE heartbeat < clock_timestamp() - interval '{FORGET_AFTER} seconds' "
         "AND NOT EXISTS (SELECT FROM robojax_sessions WHERE front = name)"
     )
     return BeatAnswer(
         lost=tuple((row["id"], row["front"]) for row in lost),
-        left=tuple(_entry(row) for row in left if row["record"]),
+        left=tuple(_parse_entry(row) for row in left if row["record"]),
         fronts=tuple(fronts),
         silent=tuple(one for one in fronts if one.name in owning and not one.is_alive and not one.has_ended),
     )
@@ -199,14 +203,14 @@ async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -
     """Record that a server ended in order, with all robots held: its name is free, and its sessions are interrupted.
 
     Args:
-        latches: emergency stops that it did not tell of before.
+        latches: emergency stops that it has not published before.
     """
     known = await sql.fetchval(
         "UPDATE robojax_fronts SET has_ended = true WHERE name = $1 AND life = $2 RETURNING name", front, life
     )
     if known is not None:
         for session_id, latch in sorted(latches.items()):
-            await sql.execute(_LATCH.format(condition=_HAS), session_id, front, _text(latch))
+            await sql.execute(_UPSERT_LATCH.format(condition=_IS_OWN), session_id, front, _format_latch(latch))
 
 
 async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | None) -> Latch | None:
@@ -219,31 +223,33 @@ async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | N
         Refusal: another server has one, living or interrupted; or the name of this server is another's.
     """
     await _check_name(sql, front, life)
-    said = json.dumps(owner)
+    owner_text = json.dumps(owner)
     is_new = await sql.fetchval(
         """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at)
         VALUES ($1, $2, $3, '', '{}', clock_timestamp()) ON CONFLICT (id) DO NOTHING RETURNING id""",
         session_id,
         front,
-        said,
+        owner_text,
     )
     if is_new is None:
-        there = await sql.fetchrow(
+        existing = await sql.fetchrow(
             f"SELECT *, {_IS_PENDING} AS is_pending FROM robojax_sessions WHERE id = $1 FOR UPDATE", session_id
         )
-        if there is None:
+        if existing is None:
             raise Refusal("taken", f"session {session_id!r} is being deleted; try again when it is gone")
-        owning = await _known(sql, there["front"])
+        owning = await _find_front(sql, existing["front"])
         is_alive = owning is not None and owning.is_alive
-        # One whose server ended before it spoke of it once: nobody was told that it is there.
-        is_nothing = not there["record"] and there["status"] == "{}" and not is_alive and not there["is_pending"]
-        is_own = there["front"] == front and (not there["record"] or there["owner"] == said)
+        # One whose server ended before it published it once: nobody knows that it is there.
+        is_nothing = (
+            not existing["record"] and existing["status"] == "{}" and not is_alive and not existing["is_pending"]
+        )
+        is_own = existing["front"] == front and (not existing["record"] or existing["owner"] == owner_text)
         if not (is_nothing or is_own):
             state = "is there" if is_alive else "was there when that ended; adopt or delete it"
             raise Refusal(
                 "taken",
-                f"session {session_id!r} exists already: it {state}, on the front {there['front']}"
-                if there["owner"] == said
+                f"session {session_id!r} exists already: it {state}, on the front {existing['front']}"
+                if existing["owner"] == owner_text
                 else f"the session id {session_id!r} is taken; choose another",
             )
         await sql.execute(
@@ -251,9 +257,9 @@ async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | N
             owner = CASE WHEN record = '' THEN $3 ELSE owner END WHERE id = $1""",
             session_id,
             front,
-            said,
+            owner_text,
         )
-    return _latch(await sql.fetchval("SELECT latch FROM robojax_latches WHERE id = $1", session_id))
+    return _parse_latch(await sql.fetchval("SELECT latch FROM robojax_latches WHERE id = $1", session_id))
 
 
 async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None) -> bool:
@@ -265,7 +271,7 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
     Returns:
         Whether there was one.
     """
-    latch = _latch(
+    latch = _parse_latch(
         await sql.fetchval(
             """SELECT latch FROM robojax_latches l WHERE id = $1
             AND NOT EXISTS (SELECT FROM robojax_sessions s WHERE s.id = l.id) FOR UPDATE""",
@@ -280,24 +286,24 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
 
 async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
     """Return a session and its server; None when there is no such session."""
-    row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1", session_id)
+    row = await sql.fetchrow(f"{_SELECT_SESSIONS} WHERE s.id = $1", session_id)
     if row is None:
         return None
-    entry = _entry(row)
-    owning = await _known(sql, entry.front)
-    return as_it_is(entry, owning), owning
+    entry = _parse_entry(row)
+    owning = await _find_front(sql, entry.front)
+    return mark_interrupted(entry, owning), owning
 
 
 async def list_sessions(sql: Sql) -> Sequence[Entry]:
     """Return all sessions, oldest first; those of servers that died are interrupted."""
-    fronts = {row["name"]: _front(row) for row in await sql.fetch(_FRONT)}
-    rows = await sql.fetch(f"{_SESSION} WHERE s.status <> '{{}}' ORDER BY s.created_at")
-    return [as_it_is(entry, fronts.get(entry.front)) for entry in map(_entry, rows)]
+    fronts = {row["name"]: _parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)}
+    rows = await sql.fetch(f"{_SELECT_SESSIONS} WHERE s.status <> '{{}}' ORDER BY s.created_at")
+    return [mark_interrupted(entry, fronts.get(entry.front)) for entry in map(_parse_entry, rows)]
 
 
-async def front(sql: Sql, name: str) -> Peer | None:
+async def find_front(sql: Sql, name: str) -> Peer | None:
     """Return a server of this name, alive or not; None when there is none."""
-    return await _known(sql, name)
+    return await _find_front(sql, name)
 
 
 async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer | None) -> Entry:
@@ -310,11 +316,11 @@ async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer |
         Refusal: there is none, or its server lives; or the name of this server is another's.
     """
     await _check_name(sql, front, life)
-    known = None if owning is None else await _known(sql, owning.name, "FOR UPDATE")
-    row = await sql.fetchrow(f"{_SESSION} WHERE s.id = $1 FOR UPDATE OF s", session_id)
+    known = None if owning is None else await _find_front(sql, owning.name, "FOR UPDATE")
+    row = await sql.fetchrow(f"{_SELECT_SESSIONS} WHERE s.id = $1 FOR UPDATE OF s", session_id)
     if row is None or not (row["record"] or row["status"] != "{}"):
         raise Refusal("unknown", f"Session {session_id} not found")
-    entry = _entry(row)
+    entry = _parse_entry(row)
     if entry.front != front:
         if owning is not None and entry.front != owning.name:
             raise Refusal("alive", f"session {session_id!r} is on the front {entry.front} since a moment ago")
@@ -322,8 +328,8 @@ async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer |
             raise Refusal("alive", f"session {session_id!r} is on the front {entry.front}, which lives")
     if not entry.record:
         raise Refusal("unready", f"session {session_id!r} was never ready, nothing of it is left; delete it")
-    adopted = replace(as_it_is(entry, known), front=front)
-    # Pending: its new server tells of it with its next beat.
+    adopted = replace(mark_interrupted(entry, known), front=front)
+    # Pending: its new server publishes it with its next beat.
     await sql.execute(
         "UPDATE robojax_sessions SET front = $2, status = $3, claimed_at = clock_timestamp() WHERE id = $1",
         session_id,
@@ -340,11 +346,11 @@ async def forget(sql: Sql, session_id: str) -> None:
         Refusal: there is none, or its server lives.
     """
     name = await sql.fetchval("SELECT front FROM robojax_sessions WHERE id = $1", session_id)
-    owning = None if name is None else await _known(sql, name, "FOR UPDATE")
-    is_there = await sql.fetchval(
+    owning = None if name is None else await _find_front(sql, name, "FOR UPDATE")
+    exists = await sql.fetchval(
         "SELECT id FROM robojax_sessions WHERE id = $1 AND front = $2 FOR UPDATE", session_id, name
     )
-    if is_there is None:
+    if exists is None:
         raise Refusal("unknown", f"Session {session_id} not found")
     if owning is not None and owning.is_alive:
         raise Refusal("alive", f"session {session_id!r} is on the front {name}, which lives")
@@ -352,43 +358,43 @@ async def forget(sql: Sql, session_id: str) -> None:
     await _forget_latches(sql)
 
 
-def as_it_is(entry: Entry, owning: Peer | None) -> Entry:
+def mark_interrupted(entry: Entry, owning: Peer | None) -> Entry:
     """Return an entry as interrupted if its server is not alive, else as it is."""
     was = entry.status.get("status")
     if (owning is not None and owning.is_alive) or not entry.status or was == "interrupted":
         return entry
-    how = "ended in order" if owning is not None and owning.has_ended else "has not been heard of since"
+    how = "ended in order" if owning is not None and owning.has_ended else "has sent no heartbeat since"
     why = f"the front {entry.front} {how}; it was {was}"
     return replace(entry, status={**entry.status, "status": "interrupted", "error_message": why})
 
 
 async def _check_name(sql: Sql, name: str, life: str) -> None:
-    known = await _known(sql, name, "FOR SHARE")
+    known = await _find_front(sql, name, "FOR SHARE")
     if known is None or known.life != life:
-        raise await _named(sql, name)
+        raise await _name_taken(sql, name)
 
 
-async def _named(sql: Sql, name: str) -> Refusal:
-    known = await _known(sql, name)
+async def _name_taken(sql: Sql, name: str) -> Refusal:
+    known = await _find_front(sql, name)
     at = "" if known is None else f", at {known.url}, and lives"
     return Refusal(
         "named", f"another server has the name {name} in this database{at}; give each its own (--front-name)"
     )
 
 
-async def _known(sql: Sql, name: str, lock: str = "") -> Peer | None:
-    row = await sql.fetchrow(f"{_FRONT} WHERE name = $1 {lock}", name)
-    return None if row is None else _front(row)
+async def _find_front(sql: Sql, name: str, lock: str = "") -> Peer | None:
+    row = await sql.fetchrow(f"{_SELECT_FRONTS} WHERE name = $1 {lock}", name)
+    return None if row is None else _parse_front(row)
 
 
-async def _end(sql: Sql, session_id: str, front: str, latch: Latch | None) -> None:
+async def _end_session(sql: Sql, session_id: str, front: str, latch: Latch | None) -> None:
     is_own = await sql.fetchval(
         "DELETE FROM robojax_sessions WHERE id = $1 AND front = $2 RETURNING id", session_id, front
     )
     is_nobodys = "NOT EXISTS (SELECT FROM robojax_sessions WHERE id = $1)"
     if latch is not None:
         condition = f"$2::text IS NOT NULL AND {is_nobodys}"
-        await sql.execute(_LATCH.format(condition=condition), session_id, front, _text(latch))
+        await sql.execute(_UPSERT_LATCH.format(condition=condition), session_id, front, _format_latch(latch))
         await _forget_latches(sql)
     elif is_own is not None:
         # Only the server that had the session knows of its reset; another one may have had it since.
@@ -408,12 +414,12 @@ async def _forget_latches(sql: Sql) -> None:
         logger.error("the emergency stop of session %s is forgotten: more than %d are latched", row["id"], MAX_LATCHES)
 
 
-def _front(row: Any) -> Peer:
+def _parse_front(row: Any) -> Peer:
     return Peer(row["name"], row["url"], row["machine"], row["life"], row["is_alive"], row["has_ended"])
 
 
-def _entry(row: Any) -> Entry:
-    latch = _latch(row["latch"])
+def _parse_entry(row: Any) -> Entry:
+    latch = _parse_latch(row["latch"])
     return Entry(
         id=row["id"],
         front=row["front"],
@@ -424,9 +430,9 @@ def _entry(row: Any) -> Entry:
     )
 
 
-def _text(latch: Latch) -> str:
+def _format_latch(latch: Latch) -> str:
     return json.dumps({"reason": latch.reason, "owner": latch.owner})
 
 
-def _latch(text: str | None) -> Latch | None:
+def _parse_latch(text: str | None) -> Latch | None:
     return None if text is None else Latch(**json.loads(text))

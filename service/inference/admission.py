@@ -34,9 +34,9 @@ def estimate_latency(
     just begun) is no longer than the quickest robot leaves between its requests.
     """
     robots, fastest = -(-len(rates) // devices), max(rates)
-    usable = [size for size in sizes if size <= max(robots, 1) and 2 * latency.p90(size) * fastest <= 1]
-    best = min(usable, key=lambda size: latency.median(size) / size, default=1)
-    return latency.median(best) / best, best
+    usable = [size for size in sizes if size <= max(robots, 1) and 2 * latency.measured(size).p90 * fastest <= 1]
+    best = min(usable, key=lambda size: latency.measured(size).median / size, default=1)
+    return latency.measured(best).median / best, best
 
 
 def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[float]) -> float:
@@ -44,19 +44,19 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
     first, devices = loaded.replicas[0], len(loaded.replicas)
     return (
         sum(rates)
-        * estimate_latency(first.latency_model(frames), first.batch_sizes(frames), rates, devices)[0]
+        * estimate_latency(first.latency_model(frames), first.batch_sizes.get(frames, (1,)), rates, devices)[0]
         / devices
     )
 
 
 def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> FrameSizesKey:
-    """Return the frame sizes to reckon with for a robot that has shown none: those that cost most.
+    """Return the frame sizes to reckon with for a robot that has sent none: those that cost most.
 
     Args:
         known: by others with the same policy.
     """
     first = loaded.replicas[0]
-    return max((first.trained_frames, *known), key=lambda frames: first.latency_model(frames).median(1))
+    return max((first.trained_frames, *known), key=lambda frames: first.latency_model(frames).measured(1).median)
 
 
 def compute_admission(
@@ -79,16 +79,16 @@ def compute_admission(
     first, devices = loaded.replicas[0], len(loaded.replicas)
     frames = first.trained_frames if frames is None else frames
     latency = first.latency_model(frames)
-    seconds, batch = estimate_latency(latency, first.batch_sizes(frames), (*peer_rates, per_second), devices)
+    seconds, batch = estimate_latency(latency, first.batch_sizes.get(frames, (1,)), (*peer_rates, per_second), devices)
     before = other_load + sum(peer_rates) * seconds / devices
     share = per_second * seconds / devices
     left = max(limit - before, 0.0) * devices / seconds if seconds else per_second
     # One at a time there is no more than what one inference leaves, whatever the others do.
-    alone = 1 / latency.p90(1) if latency.p90(1) else per_second
+    alone = 1 / latency.measured(1).p90 if latency.measured(1).p90 else per_second
     possible = min(left, alone, per_second)
-    shown = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
+    description = "" if frames == first.trained_frames else f"{describe_sizes(dict(frames))}, "
     text = (
-        f"an inference takes {seconds * 1e3:.1f} ms here ({shown}in batches of {batch}), {len(peer_rates)} other "
+        f"an inference takes {seconds * 1e3:.1f} ms here ({description}in batches of {batch}), {len(peer_rates)} other "
         f"sessions like it and {before:.0%} of the device's time are promised (engine_load allows {limit:.0%}); "
         f"this session "
         f"asks for {per_second:.1f} inferences per second and there is time for {possible:.1f}"
@@ -143,9 +143,9 @@ class Reservations:
         frames = _measured_frames(loaded, read_sizes)
         if frames is None:
             frames = costliest_frames(loaded, _known_frames(loaded, rates))
-        mine = rates.pop((loaded, frames), [])
+        own = rates.pop((loaded, frames), [])
         others = sum(estimate_load(other, of, each) for (other, of), each in rates.items())
-        return compute_admission(loaded, per_second, mine, others, limit=self._max_load, frames=frames)
+        return compute_admission(loaded, per_second, own, others, limit=self._max_load, frames=frames)
 
     def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
         """See ``Engine.reserve``."""

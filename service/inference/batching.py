@@ -33,11 +33,19 @@ Request = TypeVar("Request", bound=WaitingRequest)
 
 @dataclass(frozen=True)
 class BatchPlan(Generic[Request]):
-    """Requests chosen to run as one batch: their key, soonest due first, and the padded batch size."""
+    """Requests chosen to run as one batch.
+
+    Attributes:
+        key: theirs.
+        members: the soonest due first.
+        size: of the batch, with padding.
+        latency: what batches of this key take.
+    """
 
     key: Hashable
     members: Sequence[Request]
     size: int
+    latency: LatencyModel
 
 
 @dataclass
@@ -63,7 +71,7 @@ class BatchScheduler(Generic[Request]):
 
     def __len__(self) -> int:
         """Number of queued requests, cancelled ones included."""
-        return sum(len(line.requests) for line in self._queues.values())
+        return sum(len(queue.requests) for queue in self._queues.values())
 
     def add(self, key: Hashable, request: Request, latency: LatencyModel, sizes: Collection[int]) -> None:
         """Queue a request.
@@ -85,7 +93,7 @@ class BatchScheduler(Generic[Request]):
             ((key, queue),) = self._queues.items()
             if len(queue.requests) == 1 and queue.requests[0].is_awaited:
                 del self._queues[key]  # nothing to decide, as with one robot
-                return BatchPlan(key, queue.requests, 1)
+                return BatchPlan(key, queue.requests, 1, queue.latency)
         heads: dict[Hashable, Request] = {}
         for key, queue in list(self._queues.items()):
             queue.requests = [request for request in queue.requests if request.is_awaited]
@@ -100,7 +108,7 @@ class BatchScheduler(Generic[Request]):
         queue, head = self._queues[key], heads.pop(key)
         members, size = [head], 1
         if not head.is_alone:
-            others = [(other.due, self._queues[place].latency.predict(1).p90) for place, other in heads.items()]
+            others = [(other.due, self._queues[other_key].latency.predict(1).p90) for other_key, other in heads.items()]
             candidates = [request for request in queue.requests if not request.is_alone]
             count, size = _choose_batch(now, candidates, others, queue.latency, queue.sizes)
             members = candidates[:count]
@@ -108,7 +116,7 @@ class BatchScheduler(Generic[Request]):
         queue.requests = [request for request in queue.requests if id(request) not in taken]
         if not queue.requests:
             del self._queues[key]
-        return BatchPlan(key, members, size)
+        return BatchPlan(key, members, size, queue.latency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +191,23 @@ class _QueueForecast:
             begin: when it does; what would make anybody late is left out, and when nothing is left nobody goes.
         """
         left, before, most, best = len(self._dues) - served, 0, 0.0, _BatchOption(0, 0, 0.0)
-        for place, (size, usual, slow) in enumerate(self._sizes[:sizes]):
+        for index, (size, usual, slow) in enumerate(self._sizes[:sizes]):
             count = min(left, size)
             if left <= before or self.is_late(count, begin + slow, served):
                 break  # the rest would be padding, or takes longer
             if count / usual > MIN_THROUGHPUT_GAIN * most:
-                most, best = count / usual, _BatchOption(count, place, slow)
+                most, best = count / usual, _BatchOption(count, index, slow)
             before = size
         return best
 
     def can_meet_deadlines(self, served: int, now: float) -> bool:
         """Return whether all requests after ``served`` can be in time, with some slack."""
         while served < len(self._dues):
-            way = self.best_option(len(self._sizes), now + self._slack, served)
-            if not way.count:
+            option = self.best_option(len(self._sizes), now + self._slack, served)
+            if not option.count:
                 return False
-            now += way.seconds
-            served += way.count
+            now += option.seconds
+            served += option.count
         return True
 
 
@@ -212,12 +220,12 @@ Shape = tuple[str, tuple[int, ...], str]
 
 def stacking_shape(observation: Mapping[str, np.ndarray]) -> tuple[Shape, ...] | None:
     """Return the shapes and types that observations must share to be stacked; None when this one cannot be."""
-    found = []
+    shapes = []
     for name, array in observation.items():
         if not isinstance(array, np.ndarray) or not array.ndim or array.shape[0] != 1 or array.dtype.hasobject:
             return None
-        found.append((name, array.shape[1:], array.dtype.str))
-    return tuple(sorted(found))
+        shapes.append((name, array.shape[1:], array.dtype.str))
+    return tuple(sorted(shapes))
 
 
 class StackingBuffers:

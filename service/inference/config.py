@@ -13,8 +13,9 @@ class PolicySettings(Group):
     device: Common[str | None] = Field(
         default=None, description="Where policies run: cpu, gpu, cuda:1, tpu:0; default: JAX's choice."
     )
-    dtype: Common[Literal["float32", "bfloat16"]] = Field(
-        default="float32", description="Precision; bfloat16 is for accelerators."
+    dtype: Common[Literal["float32", "bfloat16"] | None] = Field(
+        default=None,
+        description="Precision; default: bfloat16 for smolvla, pi0 and pi05 on an accelerator, else float32.",
     )
     compile_cache: Common[Private[str | None]] = Field(
         default=None,

@@ -9,13 +9,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from service.errors import PolicyFailed
-from service.inference.batching import BatchPlan, BatchScheduler, StackingBuffers, stacking_shape
+from service.inference.batching import BatchScheduler, Shape, StackingBuffers, stacking_shape
+from service.inference.latency_model import LatencyModel
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frame_sizes_of
 from service.threads import lower_priority
 
@@ -25,7 +26,7 @@ class Overdue(Exception):
 
     Attributes:
         is_counted: whether it was held against the device already; all members of the batch have this one error.
-        answer: what the device will say all the same, where it can still be heard.
+        answer: what the device will answer all the same, where that can still be received.
     """
 
     is_counted = False
@@ -135,6 +136,7 @@ class Request:
         is_alone: it is not batched with others, because it may spoil what they get.
         may_move: another device can be asked when this one takes too long.
         batch: the newest one it is in.
+        shape: what the observations must share that are stacked with this one; None: it is run alone.
         due: when it should be answered, monotonic; the device's thread works it out when it takes the request in.
     """
 
@@ -146,6 +148,7 @@ class Request:
     is_alone: bool = False
     may_move: bool = False
     batch: "Batch | None" = None
+    shape: tuple[Shape, ...] | None = None
     due: float = math.inf
 
     @property
@@ -159,6 +162,7 @@ class Batch:
     """Requests that run together.
 
     Attributes:
+        latency: what such batches take.
         overdue: seconds after which it keeps others waiting for longer than they have to.
         paused: seconds in which this whole process stood still, and the batch with it.
         is_abandoned: whether the device goes on without it; it may still come back.
@@ -166,62 +170,70 @@ class Batch:
 
     members: Sequence[Request]
     size: int
+    latency: LatencyModel
     started: float
     overdue: float
     paused: float = 0.0
     is_abandoned: bool = False
 
 
-class _RequestPipe:
-    """Queue to the device's thread, which sleeps reading a pipe while it is empty; one producer, one consumer.
+class _Inbox:
+    """Requests of a device: those on their way to its thread, and its scheduler with those that wait their turn there.
 
-    Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes the other thread, which wakes
-    up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the event loop takes 7 us instead
-    of 35, and a fifth of the processor time (Linux 6.18 in a virtual machine of two cores, uvloop).
+    One producer, the event loop, and one consumer: a thread, or the one that replaces it. The thread sleeps reading a
+    pipe while there is nothing. Whoever puts into a ``queue.SimpleQueue`` holds the interpreter's lock while it wakes
+    the other thread, which wakes up to wait for that lock. ``os.write`` lets go of it: to the thread and back to the
+    event loop takes 7 us instead of 35, and a fifth of the processor time (Linux 6.18 in a virtual machine of two
+    cores, uvloop).
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Request | None] = deque()
+        self.scheduler: BatchScheduler[Request] = BatchScheduler()
+        self._arriving: deque[Request | None] = deque()
         self._is_reader_asleep = False
         self._read_end, self._write_end = os.pipe()
         weakref.finalize(self, _close_descriptors, self._read_end, self._write_end).atexit = False
 
     def put(self, request: Request | None) -> None:
         """Append a request; None ends the thread."""
-        self._waiting.append(request)
+        self._arriving.append(request)
         if self._is_reader_asleep:
             self._is_reader_asleep = False
             os.write(self._write_end, b"\0")
 
-    def get(self) -> Request | None:
-        """Remove and return the oldest request.
-
-        Raises:
-            IndexError: there is none.
-        """
-        return self._waiting.popleft()
-
-    def wait(self) -> None:
-        """Sleep until there is a request."""
-        while not self._waiting:
+    def receive(self, *, wait: bool) -> bool:
+        """Move new requests to the scheduler, with ``wait`` sleep until there is one; False when closed."""
+        while wait and not self._arriving:
             self._is_reader_asleep = True
             # Looked at again: what was put before that was said has woken nobody.
-            if not self._waiting:
+            if not self._arriving:
                 os.read(self._read_end, 64)
             self._is_reader_asleep = False
+        while self._arriving:
+            request = self._arriving.popleft()
+            if request is None:
+                return False
+            replica = request.replica
+            try:
+                frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
+            except Exception:  # the policy, asked alone, says what is wrong with it
+                frames, shape = frozenset(), None
+            if request.is_alone or shape is None:
+                request.is_alone, shape = True, None
+            request.shape = shape
+            latency, due = replica.latency_model(frames), request.deadline
+            if due is None:
+                due = request.submitted + 2 * latency.measured(1).p90
+            request.due = min(due, request.submitted + LONGEST_WAIT)
+            sizes = () if request.is_alone else replica.batch_sizes.get(frames, ())
+            # What runs alone has the place in line that its policy has, with such frames.
+            self.scheduler.add((replica, frames, shape), request, latency, sizes)
+        return True
 
 
 def _close_descriptors(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-@dataclass
-class _Inbox:
-    """The queues of a device, handed from a thread to the one that replaces it."""
-
-    requests: _RequestPipe = field(default_factory=_RequestPipe)
-    scheduler: BatchScheduler[Request] = field(default_factory=BatchScheduler)
 
 
 class InferenceWorker:
@@ -244,6 +256,7 @@ class InferenceWorker:
         self._requests: set[Request] = set()
         self._is_closed = False
         self._busy_spans: deque[tuple[float, float]] = deque(maxlen=256)
+        self._check_interval = min(MIN_OVERDUE, stuck_after) / 4
         self._name = name
         self._niceness = niceness
         self._inbox = _Inbox()
@@ -296,9 +309,9 @@ class InferenceWorker:
         request = Request(replica, observation, due, loop.create_future(), now, is_alone, may_move)
         self._requests.add(request)
         self.last_used_at = now
-        self._inbox.requests.put(request)
+        self._inbox.put(request)
         if self._timer is None:
-            self._start_timer(loop)
+            self._timer = loop.call_later(self._check_interval, self._check_batches, loop, now + self._check_interval)
         try:
             return await request.outcome
         finally:
@@ -309,7 +322,7 @@ class InferenceWorker:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()  # here and not in another thread: timers belong to the loop
-        self._inbox.requests.put(None)
+        self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, within)
         await asyncio.sleep(0)  # the present batch's answer is on its way to the loop
         for request in tuple(self._requests):
@@ -318,10 +331,6 @@ class InferenceWorker:
         return not self._thread.is_alive()
 
     # Looking after the thread, on the event loop.
-
-    def _start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause = min(MIN_OVERDUE, self.stuck_after) / 4
-        self._timer = loop.call_later(pause, self._check_batches, loop, time.monotonic() + pause)
 
     def _check_batches(self, loop: asyncio.AbstractEventLoop, expected: float) -> None:
         self._timer = None
@@ -345,7 +354,8 @@ class InferenceWorker:
             if ran >= self.stuck_after:
                 self._fail_stuck(batch)
         if self.pending or self._abandoned_batches:
-            self._start_timer(loop)
+            now, pause = time.monotonic(), self._check_interval
+            self._timer = loop.call_later(pause, self._check_batches, loop, now + pause)
 
     def _abandon(self, batch: Batch) -> bool:
         """Abandon a running batch with its thread and start another one; members run again alone, or elsewhere.
@@ -373,16 +383,16 @@ class InferenceWorker:
         if not (batch.is_abandoned or self._abandon(batch)):
             return
         self._abandoned_batches = [other for other in self._abandoned_batches if other is not batch]
-        mine = [member for member in batch.members if member.is_awaited and member.batch is batch]
-        if mine:
+        waiting = [member for member in batch.members if member.is_awaited and member.batch is batch]
+        if waiting:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
-        for member in mine:
+        for member in waiting:
             member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
 
     def _requeue(self, member: Request) -> None:
         if member.is_awaited:
             member.is_alone, member.batch = True, None
-            self._inbox.requests.put(member)
+            self._inbox.put(member)
 
     def _set_results(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
         if self._abandoned_batches:
@@ -408,82 +418,51 @@ class InferenceWorker:
         return thread
 
     def _run(self, inbox: _Inbox, stacks: StackingBuffers) -> None:
+        """Receive requests, choose a batch, run it and hand over its results, until the worker is closed."""
         lower_priority(self._niceness)
-        while _receive_requests(inbox):
+        is_idle = False
+        while inbox.receive(wait=is_idle):
             plan = inbox.scheduler.next_batch(time.monotonic())
+            is_idle = plan is None
             if plan is None:
                 continue
-            batch = _start_batch(plan, plan.key)
+            usual = plan.latency.measured(plan.size).median
+            overdue = max(3 * usual, MIN_OVERDUE) if plan.latency.is_measured else OVERDUE_UNMEASURED
+            batch = Batch(plan.members, plan.size, plan.latency, time.monotonic(), overdue)
             with self._lock:
                 self._current = batch
-            results = _run_batch(batch, plan.key, stacks)
+            results = _run_batch(batch, stacks)
             with self._lock:
                 is_left = self._current is not batch
                 if not is_left:
                     self._current = None
             self._busy_spans.append((batch.started, time.monotonic()))
-            self._deliver(batch, results)
+            loop = batch.members[0].outcome.get_loop()
+            try:
+                loop.call_soon_threadsafe(self._set_results, batch, results)
+            except RuntimeError:
+                # The loop has ended, and whoever waited with it.
+                if not loop.is_closed():
+                    raise
             if is_left:
-                return  # somebody else works here now
-            del plan, batch, results  # with them a policy, and its weights, would wait here for the next request
-
-    def _deliver(self, batch: Batch, results: Sequence[InferenceResult] | BaseException) -> None:
-        loop = batch.members[0].outcome.get_loop()
-        try:
-            loop.call_soon_threadsafe(self._set_results, batch, results)
-        except RuntimeError:
-            # The loop has ended, and whoever waited with it.
-            if not loop.is_closed():
-                raise
+                return  # another thread works here now
+            # With them a policy, and its weights, would wait here for the next request.
+            del plan, batch, results
 
 
-def _receive_requests(inbox: _Inbox) -> bool:
-    """Move new requests to the scheduler, sleeping while there is nothing to do; False when the worker is closed."""
-    if not len(inbox.scheduler):
-        inbox.requests.wait()
-    while True:
-        try:
-            request = inbox.requests.get()
-        except IndexError:
-            return True
-        if request is None:
-            return False
-        replica = request.replica
-        try:
-            frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
-        except Exception:  # the policy, asked alone, says what is wrong with it
-            frames, shape = frozenset(), None
-        if request.is_alone or shape is None:
-            request.is_alone, shape = True, None
-        latency = replica.latency_model(frames)
-        soon = request.submitted + 2 * latency.p90(1)
-        request.due = min(soon if request.deadline is None else request.deadline, request.submitted + LONGEST_WAIT)
-        sizes = (1,) if request.is_alone else replica.batch_sizes(frames)
-        # What runs alone has the place in line that its policy has, with such frames.
-        inbox.scheduler.add((replica, frames, shape), request, latency, sizes)
-
-
-def _start_batch(plan: BatchPlan[Request], key: Any) -> Batch:
-    replica, frames, _ = key
-    latency = replica.latency_model(frames)
-    overdue = max(3 * latency.median(plan.size), MIN_OVERDUE) if latency.is_measured else OVERDUE_UNMEASURED
-    batch = Batch(plan.members, plan.size, time.monotonic(), overdue)
-    for member in plan.members:
+def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResult] | BaseException:
+    """Run a batch; returns a result for each of its members, or what the policy raised."""
+    members, policy, shape = batch.members, batch.members[0].replica.policy, batch.members[0].shape
+    for member in members:
         member.batch = batch
-    return batch
-
-
-def _run_batch(batch: Batch, key: Any, stacks: StackingBuffers) -> Sequence[InferenceResult] | BaseException:
-    replica, frames, shape = key
-    members = batch.members
     try:
-        if batch.size == 1:
+        if shape is None or batch.size == 1:
             observation = members[0].observation
         else:
             observation = stacks.stack(shape, [member.observation for member in members], batch.size)
-        chunks = replica.policy.act(observation)
+        chunks = policy.act(observation)
         ended = time.monotonic()
-        timings = dict(replica.policy.timings)
+        timings = dict(policy.timings)
         if len(members) > 1 and (not isinstance(chunks, np.ndarray) or chunks.shape[:1] != (batch.size,)):
             raise ValueError(f"a batch of {batch.size} was answered with {np.shape(chunks)}")
     except BaseException as error:  # whatever it is belongs to the waiting side, which raises it there
@@ -491,9 +470,10 @@ def _run_batch(batch: Batch, key: Any, stacks: StackingBuffers) -> Sequence[Infe
     spent = ended - batch.started
     # One that hung for a minute must not turn robots away for as long as it is remembered; a device that got slower is
     # known all the same.
-    replica.latency_model(frames).record(batch.size, min(spent, batch.overdue) if batch.is_abandoned else spent)
-    return [
-        InferenceResult(
+    batch.latency.record(batch.size, min(spent, batch.overdue) if batch.is_abandoned else spent)
+    results = []
+    for row, member in enumerate(members):
+        result = InferenceResult(
             # A copy each: what one session does with its rows is nobody else's business.
             chunk=chunks[row : row + 1].copy() if len(members) > 1 else chunks,
             queue=batch.started - member.submitted,
@@ -503,8 +483,8 @@ def _run_batch(batch: Batch, key: Any, stacks: StackingBuffers) -> Sequence[Infe
             total=ended - member.submitted,
             batch=len(members),
         )
-        for row, member in enumerate(members)
-    ]
+        results.append(result)
+    return results
 
 
 def _as_plain_exception(error: BaseException) -> BaseException:

@@ -211,6 +211,7 @@ class Engine:
     Attributes:
         stuck_after: seconds after which a running inference is given up.
         durations: how long policies took to be made ready.
+        batch_compiler: compiles larger batches; begins none while a robot runs.
         has_running_robot: whether any session moves its robot; larger batches are compiled while none does.
     """
 
@@ -255,7 +256,7 @@ class Engine:
             names = ["device", *(f"device:{number}" for number in range(1, len(devices)))]
             workers = [InferenceWorker(name, niceness, stuck_after) for name in names]
         self._devices = Devices(workers, devices, join_timeout if are_remote else 0.0)
-        self._batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
+        self.batch_compiler = BatchCompiler(batch_sizes, self._may_compile_batches, niceness)
         limit = math.inf if are_remote else load_timeout
         self._policy_cache = PolicyCache(
             self._devices.replicate, self._on_policy_loaded, niceness, are_remote=are_remote, build_timeout=limit
@@ -298,7 +299,7 @@ class Engine:
     def _on_policy_loaded(self, loaded: LoadedPolicy) -> None:
         self._replica_manager.add_policy(loaded)
         for frames in loaded.replicas[0].compiled_frames:
-            self._batch_compiler.schedule(loaded, dict(frames))
+            self.batch_compiler.schedule(loaded, dict(frames))
 
     def add_device(self, device: str, worker: DeviceWorker) -> None:
         """Add a device at runtime; it is used once the loaded policies are copied to it.
@@ -329,23 +330,15 @@ class Engine:
         is_quiet = time.monotonic() >= self._last_used_at + QUIET_SECONDS
         return is_quiet and not (self._pending or self.building.locked() or self.has_running_robot())
 
-    @property
-    def is_batch_compiler_idle(self) -> bool:
-        """Whether no larger batch size is being compiled; see ``wait_for_batch_compiler``."""
-        return self._batch_compiler.is_idle
-
-    async def wait_for_batch_compiler(self) -> None:
-        """Wait for the compilation that was under way when a robot was started; no other begins meanwhile."""
-        await self._batch_compiler.wait_until_idle()
-
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """Compile a policy for frames of these sizes, outside of the device thread.
 
         Raises:
             PolicyFailed: it cannot be compiled for them.
         """
-        await self._policy_cache.compile(loaded, sizes)
-        self._batch_compiler.schedule(loaded, sizes)
+        sizes = loaded.to_own_names(sizes)
+        await self._policy_cache.compile(loaded.unnamed, sizes)
+        self.batch_compiler.schedule(loaded.unnamed, sizes)
 
     async def infer(
         self,
@@ -367,23 +360,25 @@ class Engine:
             InferenceStuck: it did not come back in ``stuck_after`` seconds; its thread was replaced.
         """
 
-        known = _Caller() if caller is None else self._callers.get(caller)
-        if known is None:
-            known = self._callers[caller] = _Caller()
-        async with known.turn:
+        state = _Caller() if caller is None else self._callers.get(caller)
+        if state is None:
+            state = self._callers[caller] = _Caller()
+        async with state.turn:
             self._pending += 1
             self._idle.clear()
             try:
-                result = await self._dispatcher.run(loaded, observation, due, is_alone=known.probation > 0)
+                if loaded.own_names:
+                    loaded, observation = loaded.unnamed, loaded.to_own_names(observation)
+                result = await self._dispatcher.run(loaded, observation, due, is_alone=state.probation > 0)
             except Exception:
-                known.probation = PROBATION
+                state.probation = PROBATION
                 raise
             finally:
                 self._pending -= 1
                 self._last_used_at = time.monotonic()
                 if not self._pending:
                     self._idle.set()
-            known.probation = max(known.probation - 1, 0)
+            state.probation = max(state.probation - 1, 0)
             return result
 
     def check_admission(
@@ -396,17 +391,18 @@ class Engine:
                 of this policy's most expensive session count, or those that it was trained with.
             holder: whose present reservation is to be replaced; it counts no more.
         """
-        return self._reservations.check_admission(loaded, per_second, read_sizes=read_sizes, holder=holder)
+        own = _to_own_names(loaded, read_sizes)
+        return self._reservations.check_admission(loaded.unnamed, per_second, read_sizes=own, holder=holder)
 
     def reserve(self, holder: object, loaded: LoadedPolicy, per_second: float, read_sizes: ReadFrameSizes) -> None:
         """Reserve so many inferences per second for a holder, until ``release``; their load follows the frames it
         sends.
         """
-        self._reservations.reserve(holder, loaded, per_second, read_sizes)
+        self._reservations.reserve(holder, loaded.unnamed, per_second, _to_own_names(loaded, read_sizes))
 
     def move_reservation(self, holder: object, loaded: LoadedPolicy) -> None:
         """Move a holder's reservation to another policy, whose inferences may take more or less time."""
-        self._reservations.move(holder, loaded)
+        self._reservations.move(holder, loaded.unnamed)
 
     def release(self, holder: object) -> None:
         """Release a holder's reservation."""
@@ -424,9 +420,11 @@ class Engine:
             PolicyFailed: the policy raised.
         """
 
+        named = loaded.to_own_names(observation)
+
         def infer() -> tuple[np.ndarray, float]:
             began = time.perf_counter()
-            chunk = loaded.policy.act(observation)
+            chunk = loaded.policy.act(named)
             return chunk, time.perf_counter() - began
 
         # Robots that keep the device busy all the time are yielded to by the thread's priority alone.
@@ -456,7 +454,7 @@ class Engine:
             "loads_refused": self._policy_cache.why_refused(),
             "inferences_waiting": self._devices.waiting,
             "threads_replaced": self._devices.abandoned,
-            "batch_sizes_to_compile": self._batch_compiler.remaining,
+            "batch_sizes_to_compile": self.batch_compiler.remaining,
             "promised_per_second": round(self._reservations.per_second, 2),
             "promised_load": round(self._reservations.load, 4),
         }
@@ -464,6 +462,19 @@ class Engine:
     async def close(self) -> None:
         """Close the device threads; a running inference gets a second. Pending requests fail."""
         self._policy_cache.close()
-        self._batch_compiler.close()
+        self.batch_compiler.close()
         self._replica_manager.close()
         await self._devices.close()
+
+
+def _to_own_names(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> ReadFrameSizes:
+    """Return what gives the sizes of frames by the policy's own names of cameras."""
+    own_names = loaded.own_names  # not the policy, which a reservation outlives and would keep in memory
+    if not own_names:
+        return read_sizes
+
+    def read() -> FrameSizes | None:
+        sizes = read_sizes()
+        return None if sizes is None else {own_names.get(name, name): size for name, size in sizes.items()}
+
+    return read

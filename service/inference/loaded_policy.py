@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jaxmodels import Requirements
-from jaxmodels.types import TASK
+from jaxmodels.types import TASK, rename_cameras
 from service.errors import PolicyFailed
 from service.inference.latency_model import LatencyModel
 
@@ -15,6 +16,7 @@ FrameSizes = Mapping[str, tuple[int, int]]
 # Cameras with the size of their frames, as a key.
 FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
 IMAGES = "observation.images."
+Value = TypeVar("Value")
 # How often a batch size is tried: three times, and more often where there is time for it.
 PROFILE_RUNS = (3, 16)
 
@@ -36,10 +38,12 @@ class Policy(Protocol):
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
         ...
 
-    def prepare_task(self, text: str) -> None:
+    def prepare_task(self, text: str) -> int:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
 
-        Raises JaxModelsError with a text that may be shown: it cannot be read.
+        Returns how many tokens at its end the policy does not read.
+
+        Raises JaxModelsError with a text that clients may read: it cannot be read.
         """
         ...
 
@@ -51,7 +55,7 @@ class Policy(Protocol):
         """Return whether ``act`` is compiled for them."""
         ...
 
-    def rehearse(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: FrameSizes | None = None) -> float:
         """Return the seconds that ``act`` takes now for such a batch of zeros; it is compiled before."""
         ...
 
@@ -72,7 +76,7 @@ class LoadPolicy(Protocol):
         like: Any = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Policy:
-        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that may be shown.
+        """Load a policy; called in a worker thread. Raises JaxModelsError with a text that clients may read.
 
         ``like`` is a policy that it gave before: what was compiled for it may be used again.
         """
@@ -105,13 +109,14 @@ class Replica:
     Attributes:
         policy: itself, with its weights there.
         worker_id: number of the device worker that runs it.
+        batch_sizes: frame sizes to the batch sizes that are compiled for them.
     """
 
     def __init__(self, policy: Policy, worker_id: int = 0):
         self.policy = policy
         self.worker_id = worker_id
         self._latency_models: dict[FrameSizesKey, LatencyModel] = {}
-        self._batch_sizes: dict[FrameSizesKey, tuple[int, ...]] = {}
+        self.batch_sizes: dict[FrameSizesKey, tuple[int, ...]] = {}
         self._inherited: dict[FrameSizesKey, list[int]] = {}
 
     @property
@@ -122,7 +127,7 @@ class Replica:
     @property
     def compiled_frames(self) -> Sequence[FrameSizesKey]:
         """Frame sizes that batches of one are compiled for."""
-        return tuple(self._batch_sizes)
+        return tuple(self.batch_sizes)
 
     @property
     def inherited_frames(self) -> Sequence[FrameSizesKey]:
@@ -149,10 +154,6 @@ class Replica:
             for size, figures in costs.get_stats().items()
         }
 
-    def batch_sizes(self, frames: FrameSizesKey) -> tuple[int, ...]:
-        """Return the batch sizes that are compiled for frames of these sizes."""
-        return self._batch_sizes.get(frames, (1,))
-
     def prepare(self, batch: int, cameras: FrameSizes | None, profile_seconds: float = 0.0) -> None:
         """Compile a batch size and measure its latency. Blocks; call it in a thread of its own.
 
@@ -163,13 +164,13 @@ class Replica:
         self.policy.compile(batch, cameras)
         if batch not in self._inherited.get(frames, ()):
             self._profile(batch, cameras, self.latency_model(frames), profile_seconds)
-        self._batch_sizes[frames] = tuple(sorted({*self.batch_sizes(frames), batch}))
+        self.batch_sizes[frames] = tuple(sorted({1, *self.batch_sizes.get(frames, ()), batch}))
 
     def _profile(self, batch: int, cameras: FrameSizes | None, latency: LatencyModel, profile_seconds: float) -> None:
         spent: list[float] = []
         fewest, most = PROFILE_RUNS
         while len(spent) < fewest or (len(spent) < most and sum(spent) < profile_seconds):
-            spent.append(self.policy.rehearse(batch, cameras))
+            spent.append(self.policy.profile(batch, cameras))
             latency.record(batch, spent[-1])
         latency.mark_fresh()
 
@@ -181,12 +182,12 @@ class Replica:
         """
         if before.policy.requirements != self.policy.requirements:
             return
-        for frames, sizes in tuple(before._batch_sizes.items()):
+        for frames, sizes in tuple(before.batch_sizes.items()):
             shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
-            if known := [
+            if inherited := [
                 size for size in shared if self.latency_model(frames).copy_from(before.latency_model(frames), size)
             ]:
-                self._inherited[frames] = known
+                self._inherited[frames] = inherited
 
 
 class LoadedPolicy:
@@ -199,7 +200,10 @@ class LoadedPolicy:
         usable: the copies that requests may go to; none while no device works and others may come.
         is_on_several_devices: whether a request that one of them fails can go to another device.
         users: sessions that hold it.
+        own_names: a robot's names of cameras and of features to the policy's, where they differ.
     """
+
+    own_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, policy: Policy, replicas: Sequence[Replica] = ()):
         self.policy = policy
@@ -236,6 +240,15 @@ class LoadedPolicy:
             self._compiled.clear()
         self._use(working or (() if may_wait else self.replicas))
 
+    @property
+    def unnamed(self) -> "LoadedPolicy":
+        """The policy with its own names of cameras, which engines run."""
+        return self
+
+    def to_own_names(self, named: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Return what comes by a robot's names of cameras or of features by the policy's."""
+        return named
+
     def _use(self, replicas: tuple[Replica, ...]) -> None:
         self.usable = replicas
         self.is_on_several_devices = len({replica.policy.device for replica in replicas}) > 1
@@ -243,20 +256,50 @@ class LoadedPolicy:
     def is_compiled(self, sizes: FrameSizes) -> bool:
         """Return whether all replicas are compiled for frames of these sizes. Asked at every inference, so cached."""
         key = frozenset(sizes.items())
-        if key not in self._compiled and all(replica.policy.is_compiled(1, sizes) for replica in self.replicas):
+        if key not in self._compiled:
+            for replica in self.replicas:
+                if not replica.policy.is_compiled(1, sizes):
+                    return False
             self._compiled.add(key)
-        return key in self._compiled
+        return True
+
+
+class RenamedPolicy(LoadedPolicy):
+    """A loaded policy as a session sees it whose robot calls cameras otherwise; all of it is the policy's own.
+
+    Args:
+        rename: the policy's names of cameras, and the robot's.
+
+    Raises:
+        ConfigError: they are none of the policy's, or two would be one.
+    """
+
+    def __init__(self, policy: LoadedPolicy, rename: Mapping[str, str]):
+        self._policy = policy
+        self.own_names = {prefix + name: prefix + own for own, name in rename.items() for prefix in ("", IMAGES)}
+        self.requirements = rename_cameras(policy.requirements, rename)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    @property
+    def unnamed(self) -> LoadedPolicy:
+        return self._policy
+
+    def to_own_names(self, named: Mapping[str, Value]) -> Mapping[str, Value]:
+        return {self.own_names.get(name, name): value for name, value in named.items()}
+
+    def is_compiled(self, sizes: FrameSizes) -> bool:
+        return self._policy.is_compiled(self.to_own_names(sizes))
 
 
 def frame_sizes_of(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:
     """Return the sizes of an observation's frames."""
-    return frozenset(
-        [
-            (name[len(IMAGES) :], value.shape[-3:-1])
-            for name, value in observation.items()
-            if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim in (4, 5)
-        ]
-    )
+    sizes = set()
+    for name, value in observation.items():
+        if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim in (4, 5):
+            sizes.add((name[len(IMAGES) :], value.shape[-3:-1]))
+    return frozenset(sizes)
 
 
 def describe_sizes(sizes: FrameSizes) -> str:
@@ -292,8 +335,12 @@ def _encode_instruction(instruction: str) -> np.ndarray:
 
 def select_features(requirements: Requirements, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the features that a policy reads; frame sizes are compared elsewhere."""
-    unread = (None if requirements.state is not None else STATE, None if requirements.language else TASK)
-    return {name: value for name, value in observation.items() if name not in unread}
+    selected = dict(observation)
+    if requirements.state is None:
+        selected.pop(STATE, None)
+    if not requirements.language:
+        selected.pop(TASK, None)
+    return selected
 
 
 def check_instruction(requirements: Requirements, instruction: str | None) -> str | None:

@@ -52,15 +52,15 @@ def make_observation(requirements: Requirements, seed: int = 0) -> dict[str, np.
     """Make an observation that the policy accepts: noise in the images, zeros elsewhere; batch of 1."""
     random, steps = np.random.default_rng(seed), requirements.observation_steps
     leading = (1,) if steps == 1 else (1, steps)
-    found: dict[str, np.ndarray] = {
+    observation: dict[str, np.ndarray] = {
         f"observation.images.{camera}": random.integers(0, 256, (*leading, height, width, 3), np.uint8)
         for camera, (height, width) in requirements.cameras.items()
     }
     if requirements.state is not None:
-        found["observation.state"] = np.zeros((*leading, requirements.state), np.float32)
+        observation["observation.state"] = np.zeros((*leading, requirements.state), np.float32)
     if requirements.environment_state is not None:
-        found["observation.environment_state"] = np.zeros((*leading, requirements.environment_state), np.float32)
-    return found | (task_input("go") if requirements.language else {})
+        observation["observation.environment_state"] = np.zeros((*leading, requirements.environment_state), np.float32)
+    return observation | (task_input("go") if requirements.language else {})
 
 
 def measure_policy(

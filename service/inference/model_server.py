@@ -63,7 +63,7 @@ class LoadModel(Protocol):
     def __call__(
         self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
     ) -> Model:
-        """Load a model; called in a worker thread. Raises JaxModelsError with a text that may be shown."""
+        """Load a model; called in a worker thread. Raises JaxModelsError with a text that clients may read."""
         ...
 
 
@@ -292,9 +292,9 @@ class ForwardQueue:
             logger.warning("a forward pass is still running; it is left behind")
 
 
-async def _wait_for_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+async def _wait_for_first(awaited: Awaitable[object], other: Awaitable[object]) -> bool:
     """Wait for either of two; returns whether the first one is done."""
-    tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
+    tasks = [asyncio.ensure_future(awaited), asyncio.ensure_future(other)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].done()

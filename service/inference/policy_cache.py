@@ -55,7 +55,7 @@ class PolicyCache:
 
     Args:
         replicate: a loaded policy on each device it is to run on; in a thread.
-        on_loaded: told of every policy that is ready.
+        on_loaded: called with every policy that is ready.
         are_remote: devices are not of this process. What comes from there is compiled already, which says nothing
             of whose programs it runs, so nothing that was learnt of another policy is believed of it.
         build_timeout: seconds that building and compiling one may take.
@@ -164,17 +164,17 @@ class PolicyCache:
         listeners: Sequence[Callable[[str], None]],
     ) -> LoadedPolicy:
         path, revision, folder = key
-        place = (path, revision) if folder is None else (folder, None)
+        source = (path, revision) if folder is None else (folder, None)
 
-        def tell(stage: str) -> None:
+        def report(stage: str) -> None:
             job.raise_if_cancelled()
             for listener in tuple(listeners):
                 listener(stage)
 
         def load_and_compile() -> tuple[Replica, ...]:
-            policy = load(*place, like=like, on_progress=tell)
+            policy = load(*source, like=like, on_progress=report)
             job.begin_building()
-            tell("compiling")
+            report("compiling")
             before = self._replicas_by_worker(like)
             replicas = self._replicate(policy)
             job.raise_if_cancelled()
@@ -193,7 +193,7 @@ class PolicyCache:
         try:
             replicas = await self._run(job, load_and_compile, "policy-loader")
         except (PolicyError, PolicyFailed, LoadsStuck):
-            raise  # it is said already, or it is not the policy: what it was to run on is gone
+            raise  # its text is right already, or it is not the policy: what it was to run on is gone
         except (JaxModelsError, LoadCancelled) as error:
             raise PolicyError(f"policy {path!r} cannot be loaded: {truncate_error(error)}") from error
         except Exception as error:
@@ -245,8 +245,8 @@ class PolicyCache:
         """Return the replicas of a resembling policy by worker id; the new one may share their programs."""
         if self._are_remote:
             return {}
-        found = (loaded.replicas for loaded in self.all if any(one.policy is like for one in loaded.replicas))
-        return {replica.worker_id: replica for replica in next(found, ())}
+        resembling = (loaded.replicas for loaded in self.all if any(one.policy is like for one in loaded.replicas))
+        return {replica.worker_id: replica for replica in next(resembling, ())}
 
     async def compile(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """See ``Engine.compile``."""
@@ -365,6 +365,9 @@ class BatchCompiler:
     Args:
         batches: sizes besides 1.
         is_allowed: whether it may begin now: no robot runs, and nothing else is being loaded.
+
+    Attributes:
+        idle: set while nothing is being compiled, not even what began before a robot was started.
     """
 
     def __init__(self, batches: Sequence[int], is_allowed: Callable[[], bool], niceness: int):
@@ -373,17 +376,8 @@ class BatchCompiler:
         self._niceness = niceness
         self._jobs: list[_CompileJob] = []
         self._task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being compiled, not even what began before a robot was started."""
-        return self._idle.is_set()
-
-    async def wait_until_idle(self) -> None:
-        """Wait until nothing is being compiled."""
-        await self._idle.wait()
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @property
     def remaining(self) -> int:
@@ -392,28 +386,28 @@ class BatchCompiler:
 
     def schedule(self, loaded: LoadedPolicy, sizes: FrameSizes) -> None:
         """Schedule all batch sizes for frames of these sizes."""
-        known = [(wanted.loaded(), wanted.sizes, wanted.batch) for wanted in self._jobs]
+        scheduled = [(job.loaded(), job.sizes, job.batch) for job in self._jobs]
         reference = weakref.ref(loaded)
         self._jobs += [
-            _CompileJob(reference, sizes, batch) for batch in self._batches if (loaded, sizes, batch) not in known
+            _CompileJob(reference, sizes, batch) for batch in self._batches if (loaded, sizes, batch) not in scheduled
         ]
         if self._jobs and self._task is None:
             self._task = asyncio.create_task(self._compile_scheduled(), name="batch sizes")
 
     async def _compile_scheduled(self) -> None:
         while self._jobs:
-            self._jobs = [wanted for wanted in self._jobs if wanted.loaded() is not None]
+            self._jobs = [job for job in self._jobs if job.loaded() is not None]
             is_allowed = self._is_allowed()
-            job = next((wanted for wanted in self._jobs if is_allowed or _is_compiled(wanted)), None)
+            job = next((job for job in self._jobs if is_allowed or _is_compiled(job)), None)
             if job is None:
                 await asyncio.sleep(POLL_INTERVAL)
                 continue
             if is_allowed:  # a trial alone keeps nobody waiting
-                self._idle.clear()
+                self.idle.clear()
             try:
                 await self._compile(job, PROFILE_SECONDS if is_allowed else 0.0)
             finally:
-                self._idle.set()
+                self.idle.set()
             if job in self._jobs:
                 self._jobs.remove(job)
         self._task = None

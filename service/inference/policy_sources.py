@@ -176,8 +176,8 @@ def copy_roots(folder: str | Path) -> tuple[Path, ...]:
     """Return the folders in which the server's own copy of an update has its files: the folder itself, or the Hub's
     cache that its snapshot links to.
     """
-    place = Path(os.path.expanduser(folder))
-    return (place.parent.parent if place.parent.name == "snapshots" else place,)
+    path = Path(os.path.expanduser(folder))
+    return (path.parent.parent if path.parent.name == "snapshots" else path,)
 
 
 def _is_in(path: Path, roots: Iterable[Path]) -> bool:

@@ -126,10 +126,10 @@ class Progress:
 
 def _read(file: Path) -> dict[str, dict[str, list[float]]]:
     try:
-        found = json.loads(file.read_text())
+        durations = json.loads(file.read_text())
         return {
             str(policy): {str(step): [float(one) for one in seconds] for step, seconds in steps.items()}
-            for policy, steps in found.items()
+            for policy, steps in durations.items()
         }
     except FileNotFoundError:
         return {}

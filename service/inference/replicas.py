@@ -95,8 +95,8 @@ class Devices:
     @property
     def usable(self) -> Sequence[int]:
         """Numbers of the devices that work; the first of this process when none does."""
-        found = [number for number in tuple(self.workers) if not self.is_failed(number)]
-        return found or ([] if self._join_timeout else [0])
+        working = [number for number in tuple(self.workers) if not self.is_failed(number)]
+        return working or ([] if self._join_timeout else [0])
 
     @property
     def first(self) -> str | None:

@@ -47,14 +47,14 @@ _MAX_OUTPUT = 1 << 18
 _PRELUDE = f"""
 import ctypes, os, resource, signal, sys, threading
 {inspect.getsource(exit_with_parent)}
-parent, memory, seconds, told = map(int, sys.argv[1:5])
+parent, memory, seconds, file_size = map(int, sys.argv[1:5])
 exit_with_parent(parent, signal.SIGKILL)
 def end_when_alone():
     while os.read(0, 1):
         pass
     os._exit(1)
 resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-resource.setrlimit(resource.RLIMIT_FSIZE, (told, told))
+resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -72,7 +72,7 @@ _NO_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot alloca
 
 
 class LoadCancelled(Exception):
-    """A load was cancelled before it was done; the text says why, and may be shown."""
+    """A load was cancelled before it was done; the text says why, and clients may read it."""
 
 
 class LoadJob:
@@ -312,12 +312,12 @@ class CheckpointSandbox:
             LoadCancelled: nobody wants it any more.
         """
         began = time.monotonic()
-        found = self._read(folder, "prove", _LOAD_SLOTS)
+        result = self._read(folder, "prove", _LOAD_SLOTS)
         log.info(
             "policy folder %s: %s tensors, %s bytes read in %.2f s",
             folder.name,
-            found.get("tensors"),
-            found.get("bytes"),
+            result.get("tensors"),
+            result.get("bytes"),
             time.monotonic() - began,
         )
         begin_building()
@@ -333,12 +333,12 @@ class CheckpointSandbox:
         size = folder.size if what == "prove" else 0
         request = {"do": what, "name": folder.name, "files": folder.descriptors, "refused": folder.refused}
         with slots.acquire(load := _load.get()):
-            found = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
-        if found.get("out_of_memory"):
+            result = self._run(request, self._timeout + size / BYTES_PER_SECOND, folder.name, load)
+        if result.get("out_of_memory"):
             raise self._out_of_memory(folder.name)
-        if "error" in found:
-            raise CheckpointError(f"{folder.name}: {found['error']}")
-        return found
+        if "error" in result:
+            raise CheckpointError(f"{folder.name}: {result['error']}")
+        return result
 
     def _run(self, request: Mapping[str, Any], seconds: float, name: str, load: LoadJob | None) -> dict[str, Any]:
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:

@@ -15,7 +15,7 @@ _SO100 = {f"{joint.alias}.pos": joint for joint in SO100}
 
 
 class DatasetFrame:
-    """A camera's frame at a row of a dataset, decoded when somebody looks.
+    """A camera's frame at a row of a dataset, decoded when it is read.
 
     Raises:
         RecordingError: when it is looked at and cannot be decoded.

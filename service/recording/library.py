@@ -69,8 +69,8 @@ class RecordingLibrary:
     def list_entries(self) -> list[RecordingEntry]:
         """List all recordings, newest first. Reads the head and the end of each file: not on the event loop."""
         paths = [path for path in self.folder.glob(f"*{SUFFIX}") if self.find_file(path.stem) is not None]
-        found = [entry for path in paths if (entry := self.read_entry(path)) is not None]
-        return sorted(found, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
+        entries = [entry for path in paths if (entry := self.read_entry(path)) is not None]
+        return sorted(entries, key=lambda entry: (entry.at or 0.0, entry.name), reverse=True)
 
     def read_entry(self, path: Path) -> RecordingEntry | None:
         """Describe one recording; None when it is gone."""

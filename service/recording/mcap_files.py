@@ -119,9 +119,9 @@ class McapSource:
 
     def events(self) -> Iterator[tuple[int, str, str]]:
         """Yield nanoseconds since 1970, code and text of everything that happened."""
-        for topic, at, found in self.messages():
+        for topic, at, content in self.messages():
             if topic == mcap_format.EVENTS:
-                yield at, str(found.get("name", "")), str(found.get("message", ""))
+                yield at, str(content.get("name", "")), str(content.get("message", ""))
 
     def messages(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Yield topic, nanoseconds since 1970 and content of every message, in the order in which things happened.
@@ -137,9 +137,9 @@ class McapSource:
                     if isinstance(record, Channel):
                         topics[record.id] = record.topic
                     elif isinstance(record, Message) and record.channel_id in topics:
-                        found = _parse_content(record.data, self.path.name)
-                        if isinstance(found, dict):
-                            yield topics[record.channel_id], record.log_time, found
+                        content = _parse_content(record.data, self.path.name)
+                        if isinstance(content, dict):
+                            yield topics[record.channel_id], record.log_time, content
             except _Truncated:
                 # Whoever was killed leaves this; a file that has its end has lost something in the middle.
                 self.damage = (
@@ -168,20 +168,20 @@ class McapSource:
         episode, index, started, is_running, filled = -1, 0, 0, False, 0
         before: Step | None = None
         task = self.header.task
-        for topic, at, found in self.messages():
+        for topic, at, content in self.messages():
             camera = mcap_format.camera_of(topic)
             if camera is not None:
                 if camera in cameras:
-                    pictures[camera] = self._read_image(found)
-            elif topic == mcap_format.EVENTS and found.get("name") in ("start", "stop"):
-                is_running = found["name"] == "start"
+                    pictures[camera] = self._read_image(content)
+            elif topic == mcap_format.EVENTS and content.get("name") in ("start", "stop"):
+                is_running = content["name"] == "start"
                 command, before = None, None
-            elif topic == mcap_format.EVENTS and found.get("name") == mcap_format.TASK:
-                task, before = str(found.get("message", "")), None
+            elif topic == mcap_format.EVENTS and content.get("name") == mcap_format.TASK:
+                task, before = str(content.get("message", "")), None
             elif topic == mcap_format.JOINTS:
-                pose = self._read_position(found)
+                pose = self._read_position(content)
             elif topic == mcap_format.COMMANDS:
-                command = self._read_position(found)
+                command = self._read_position(content)
             elif topic == mcap_format.TICKS and is_running:
                 if pose is None or command is None or not cameras <= set(pictures):
                     continue
@@ -200,16 +200,16 @@ class McapSource:
                 before = Step(episode, index, pose, command, dict(pictures), task)
                 yield before
 
-    def _read_image(self, found: Mapping[str, Any]) -> LazyImage:
+    def _read_image(self, content: Mapping[str, Any]) -> LazyImage:
         try:
-            return EncodedImage(binascii.a2b_base64(str(found.get("data", ""))))
+            return EncodedImage(binascii.a2b_base64(str(content.get("data", ""))))
         except ValueError as error:
             raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
 
-    def _read_position(self, found: Mapping[str, Any]) -> np.ndarray:
+    def _read_position(self, content: Mapping[str, Any]) -> np.ndarray:
         """Return the positions of the joints, in their order."""
         try:
-            values = np.array([found["position"][name] for name in self.header.joints], np.float32)
+            values = np.array([content["position"][name] for name in self.header.joints], np.float32)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise RecordingError(
                 f"{self.path.name}: positions lack or garble a joint ({type(error).__name__}); "
@@ -306,11 +306,11 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     metadata = next(_read_records(file, name, _HEADER_READERS, before=_AFTER_HEADER, max_records=1), None)
     if metadata is None:
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
-    found = {key: json.loads(value) for key, value in metadata.metadata.items()}
-    seconds, episodes, dropped = float(found["seconds"]), int(found["episodes"]), int(found["dropped"])
-    if not (math.isfinite(seconds) and isinstance(found["state"], str)):
+    fields = {key: json.loads(value) for key, value in metadata.metadata.items()}
+    seconds, episodes, dropped = float(fields["seconds"]), int(fields["episodes"]), int(fields["dropped"])
+    if not (math.isfinite(seconds) and isinstance(fields["state"], str)):
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
-    return RecordingOutcome(found["state"][:40], seconds, episodes, ticks, dropped)
+    return RecordingOutcome(fields["state"][:40], seconds, episodes, ticks, dropped)
 
 
 # Records one after the other, none of them taken on trust. The library's own reader reads whatever length a record
@@ -348,8 +348,8 @@ def _size(file: BinaryIO) -> int:
 
 
 def _check_magic(file: BinaryIO) -> None:
-    if (found := file.read(len(MCAP0_MAGIC))) != MCAP0_MAGIC:
-        raise ValueError(f"found {found!r} where an MCAP file has {MCAP0_MAGIC!r}")
+    if (magic := file.read(len(MCAP0_MAGIC))) != MCAP0_MAGIC:
+        raise ValueError(f"found {magic!r} where an MCAP file has {MCAP0_MAGIC!r}")
 
 
 def _read_records(
@@ -484,7 +484,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class McapSink:
-    """Unbuffered file as the MCAP library wants one: all or an error, and a place to go back to.
+    """Unbuffered file for the MCAP library: writes all or raises, and can go back to an earlier position.
 
     Attributes:
         position: bytes written.
@@ -513,7 +513,7 @@ class McapSink:
         return len(data)
 
     def tell(self) -> int:
-        """Return where the next byte goes."""
+        """Return the position of the next byte."""
         return self.position
 
     def flush(self) -> None:
@@ -569,11 +569,11 @@ class McapWriter:
             for topic, schema in mcap_format.SCHEMAS.items()
         }
         topics = [topic for topic in schemas if topic != mcap_format.CAMERAS]
-        found = {topic: self._writer.register_channel(topic, "json", schemas[topic]) for topic in topics}
+        channels = {topic: self._writer.register_channel(topic, "json", schemas[topic]) for topic in topics}
         for camera in self._header.cameras:
             topic = mcap_format.camera_topic(camera)
-            found[topic] = self._writer.register_channel(topic, "json", schemas[mcap_format.CAMERAS])
-        return found
+            channels[topic] = self._writer.register_channel(topic, "json", schemas[mcap_format.CAMERAS])
+        return channels
 
     def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
         """Write a picture of a camera: uint8 (h, w, 3), RGB."""

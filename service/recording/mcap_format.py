@@ -63,19 +63,19 @@ class RecordingHeader:
         return {"format": FORMAT, **{name: json.dumps(value) for name, value in asdict(self).items()}}
 
     @classmethod
-    def from_metadata(cls, found: Mapping[str, str]) -> "RecordingHeader":
+    def from_metadata(cls, metadata: Mapping[str, str]) -> "RecordingHeader":
         """Parse the fields of an MCAP metadata record.
 
         Raises:
             ValueError: another format, or a field is missing or garbled.
         """
-        if found.get("format") != FORMAT:
-            raise ValueError(f"its format is {str(found.get('format'))[:40]!r}, wanted {FORMAT!r}")
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {str(metadata.get('format'))[:40]!r}, wanted {FORMAT!r}")
         values = {}
         for field in fields(cls):
-            if field.name not in found:
+            if field.name not in metadata:
                 raise ValueError(f"{field.name} is missing")
-            value = json.loads(found[field.name])
+            value = json.loads(metadata[field.name])
             value = tuple(value) if isinstance(value, list) else value
             if not _FIELD_CHECKS[field.name](value):
                 raise ValueError(f"{field.name} is {str(value)[:40]!r}")
@@ -227,7 +227,7 @@ def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
 
 
 def build_chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
-    """Build the message of a chunk that was taken."""
+    """Build the message of a chunk that joined the plan."""
     return _build_message(at, seen_at=_build_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
 
 

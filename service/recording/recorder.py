@@ -116,7 +116,7 @@ class Recorder:
             self._enqueue("frame", camera, image, seen_at, size=image.nbytes)
 
     def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        """Record a chunk that was taken."""
+        """Record a chunk that joined the plan."""
         if (commit := self._get_commit()) != self._commit:
             self._commit = commit
             self.note_event("policy", f"another policy: {commit}")

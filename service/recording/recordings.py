@@ -135,7 +135,7 @@ class Recordings:
         if self._refusal is not None:
             return []
         running = {recorder.name: recorder for recorder in self._recorders.values() if recorder.state == ON}
-        found = []
+        rows = []
         for entry in await asyncio.to_thread(self._library.list_entries):
             if not can_see(entry.owner):
                 continue
@@ -145,8 +145,8 @@ class Recordings:
                 now = running[entry.name].get_stats()
                 row |= {"state": ON, "seconds": now["seconds"]}
             row["dataset"] = self._dataset_states.get(entry.name) or ("ready" if entry.has_dataset else "none")
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     async def remove(self, name: str, can_see: CanSee) -> None:
         """Remove a recording and its dataset.
@@ -276,17 +276,17 @@ class Recordings:
             self._dataset_states[name] = "making"
             command = (sys.executable, "-m", "service.recording.library", str(path), str(folder))
             try:
-                code, said = await run_process(command)
+                code, output = await run_process(command)
             except OSError as error:
                 self._dataset_states[name] = FAILED
                 logger.error("no dataset was made of recording %s: %s", name, error.strerror)
                 return
-        lines = [sanitize_text(line, 500) for line in said[-4096:].decode(errors="replace").strip().splitlines()]
+        lines = [sanitize_text(line, 500) for line in output[-4096:].decode(errors="replace").strip().splitlines()]
         if code == 0:
             self._dataset_states.pop(name, None)
             logger.info("recording %s is a dataset now", name)
             if lines:
-                logger.warning("the dataset of recording %s lacks something: %s", name, lines[-1])
+                logger.warning("the dataset of recording %s is incomplete: %s", name, lines[-1])
         else:
             self._dataset_states[name] = FAILED
             logger.error("no dataset was made of recording %s: %s", name, lines[-1] if lines else f"exit code {code}")

@@ -63,7 +63,7 @@ class ReplayEpisode:
 
 @dataclass(frozen=True)
 class JointError:
-    """Error of one joint, in its own units and in % of its range (None where nobody knows the range)."""
+    """Error of one joint, in its own units and in % of its range (None where the range is unknown)."""
 
     name: str
     mean: float
@@ -98,10 +98,10 @@ class ReplayReport:
             done = np.concatenate([episode.recorded for episode in self.episodes])
             # The next best: as far as the joint went in this recording.
             span = np.where(np.isfinite(span), span, np.ptp(done, axis=0))
-        found = []
+        joint_errors = []
         for name, one, most, width in zip(self.info.joints, mean, largest, span, strict=True):
             share = 100 / width if width > 0 else None
-            found.append(
+            joint_errors.append(
                 JointError(
                     name,
                     float(one),
@@ -110,7 +110,7 @@ class ReplayReport:
                     None if share is None else float(most * share),
                 )
             )
-        return found
+        return joint_errors
 
     @property
     def mean_percent(self) -> float | None:
@@ -120,7 +120,7 @@ class ReplayReport:
 
 
 def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
-    """Check that the policy can be asked about this recording.
+    """Check that the policy can run on this recording.
 
     Raises:
         Misfit: it cannot; lists every reason.
@@ -134,7 +134,7 @@ def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
         have = ", ".join(info.cameras) or "none"
         problems.append(f"it looks through {', '.join(missing)}, the recording has the cameras {have}")
     if requirements.language and not info.task.strip():
-        problems.append("it does what it is told, and the recording does not say what that was")
+        problems.append("it reads an instruction, and the recording has none")
     if problems:
         raise PolicyMismatch("; ".join(problems))
 
@@ -164,19 +164,19 @@ def replay_recording(
     chunks: dict[int, np.ndarray] = {}
     episode: int | None = None
     # What was seen at the policy's own steps before; a recording may have more ticks than those.
-    apart = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
-    seen: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * apart + 1)
+    ticks_per_step = max(round(source.info.rate / (requirements.rate or source.info.rate)), 1)
+    observations: deque[dict[str, np.ndarray]] = deque(maxlen=(requirements.observation_steps - 1) * ticks_per_step + 1)
     for step in source.steps():
         if step.episode != episode:
             _finish_episode(report, actions, chunks, stride)
             actions, chunks, episode = [], {}, step.episode
-            seen.clear()
+            observations.clear()
         chunk = None
         if requirements.observation_steps > 1 or len(actions) % stride == 0:
-            seen.append(_build_observation(step, requirements))
+            observations.append(_build_observation(step, requirements))
         if len(actions) % stride == 0:
             began = time.perf_counter()
-            chunk = policy.act(_with_history(seen, requirements, apart))[0]
+            chunk = policy.act(_with_history(observations, requirements, ticks_per_step))[0]
             report.seconds.append(time.perf_counter() - began)
             chunks[len(actions)] = chunk
         actions.append(step.action)
@@ -201,25 +201,28 @@ def _finish_episode(
 
 
 def _build_observation(step: Step, requirements: PolicyRequirements) -> dict[str, np.ndarray]:
-    found = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in requirements.cameras}
+    observation = {f"{IMAGES}{camera}": step.pictures[camera].pixels[None] for camera in requirements.cameras}
     if requirements.state is not None:
-        found[STATE] = step.state[None].astype(np.float32)
-    return found | task_input(step.task) if requirements.language else found
+        observation[STATE] = step.state[None].astype(np.float32)
+    return observation | task_input(step.task) if requirements.language else observation
 
 
 def _with_history(
-    seen: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, apart: int
+    observations: Sequence[dict[str, np.ndarray]], requirements: PolicyRequirements, ticks_per_step: int
 ) -> dict[str, np.ndarray]:
-    """The newest observation, and for a policy that looks at several those before it, on an axis of time.
+    """Return the newest observation; for a policy of several observations those before it too, on an axis of time.
 
     Before an episode's first one there are copies of it, as LeRobot has it.
     """
     if requirements.observation_steps == 1:
-        return seen[-1]
-    moments = [seen[max(len(seen) - 1 - back * apart, 0)] for back in reversed(range(requirements.observation_steps))]
+        return observations[-1]
+    moments = [
+        observations[max(len(observations) - 1 - back * ticks_per_step, 0)]
+        for back in reversed(range(requirements.observation_steps))
+    ]
     return {
         name: value if name == TASK else np.stack([moment[name] for moment in moments], axis=1)
-        for name, value in seen[-1].items()
+        for name, value in observations[-1].items()
     }
 
 
@@ -286,7 +289,7 @@ class RerunViewer:
             rerun.save(save)
 
     def show(self, step: Step, chunk: np.ndarray | None) -> None:
-        """Show one step, and the policy's answer where it was asked."""
+        """Show one step, and the policy's chunk where it ran."""
         rerun, rate = self._rerun, self._info.rate
         rerun.set_time("tick", duration=self._step / rate)
         for camera, picture in step.pictures.items():

@@ -17,7 +17,7 @@ class RecordingError(Exception):
 
 
 class LazyImage(Protocol):
-    """A frame that is decoded when somebody looks; the same object in two steps is the same frame."""
+    """A frame that is decoded when it is read; the same object in two steps is the same frame."""
 
     @property
     def pixels(self) -> np.ndarray:
@@ -26,7 +26,7 @@ class LazyImage(Protocol):
 
 
 class EncodedImage:
-    """JPEG or PNG of a file, decoded when somebody looks.
+    """JPEG or PNG of a file, decoded when it is read.
 
     Raises:
         RecordingError: when it is looked at and is none, or too large.

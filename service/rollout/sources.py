@@ -30,7 +30,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import tqdm
 
 from hooks.errors import SourceError
-from hooks.policy_files import check_complete, hash_content, is_policy_file, open_regular_file
+from hooks.policy_files import check_complete, hash_content, is_policy_file, list_policy_files, open_regular_file
 from hooks.threads import start_in_thread
 from service.rollout.triggers import BRANCH, TAG, Target, is_pattern, matches_ref
 
@@ -412,20 +412,21 @@ class FolderSource:
     def _copy(self, folder: Path, sha: str) -> Path:
         kept = self._copies(folder) / sha
         if kept.is_dir():
-            if _hash_of(_files(kept), self._content_hash) == sha:
+            if _hash_of(kept, self._content_hash) == sha:
                 os.utime(kept)
                 return kept
             shutil.rmtree(kept)
         part = kept.with_name(f".{sha}.{uuid.uuid4().hex[:8]}")
         part.mkdir(parents=True)
         try:
-            files = _files(folder)
+            names = list_policy_files(folder)
             check_complete(str(folder), {path.name for path in folder.iterdir()})
-            self._check_space(folder, files)
-            for path in files:
-                with self._open(path) as source, (part / path.name).open("wb") as target:
+            self._check_space(folder, [folder / name for name in names])
+            for name in names:
+                (part / name).parent.mkdir(parents=True, exist_ok=True)
+                with self._open(folder / name) as source, (part / name).open("wb") as target:
                     shutil.copyfileobj(source, target, READ_BYTES)
-            if _hash_of(_files(part), self._content_hash) != sha:
+            if _hash_of(part, self._content_hash) != sha:
                 raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
             part.rename(kept)
         finally:
@@ -449,7 +450,7 @@ class FolderSource:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _hash(self, folder: Path) -> str:
-        return _hash_of(_files(folder), self._known_hash)
+        return _hash_of(folder, self._known_hash)
 
     def _known_hash(self, path: Path) -> str:
         status = path.stat()
@@ -491,12 +492,8 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if is_policy_file(path.name) and path.is_file())
-
-
-def _hash_of(files: list[Path], content: Callable[[Path], str]) -> str:
-    return hash_content(((path.name, path) for path in files), content)
+def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:
+    return hash_content(((name, folder / name) for name in list_policy_files(folder)), content)
 
 
 class RefTracker:

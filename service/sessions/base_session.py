@@ -171,6 +171,7 @@ def _control_stats(session: SessionView, robot_io: RobotIO, now: float) -> dict[
         "rate": controller.config.rate,
         "action_rate": controller.config.action_rate,
         "reads_language": robot_io.runner.loaded.requirements.language,
+        "instruction_tokens_cut": robot_io.runner.tokens_cut,
         "last_command": dict(robot_io.last_command),
         "commands_refused": robot_io.commands_refused,
         "chunks": controller.chunks,

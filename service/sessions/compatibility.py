@@ -14,7 +14,7 @@ from service.errors import InvalidRequest, Overloaded, PolicyError
 from service.inference.admission import ReadFrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
-from service.sessions.request import NewSession, SessionSettings
+from service.sessions.request import DIRECT, NewSession, SessionSettings
 from service.threads import call_in_thread
 
 
@@ -102,8 +102,7 @@ def find_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     return [
         *_type_mismatches(requirements, new),
         *_camera_mismatches(requirements, new),
-        *_width_mismatches(requirements),
-        *_history_mismatches(requirements, new),
+        *_width_mismatches(requirements, new),
     ]
 
 
@@ -116,15 +115,6 @@ def _type_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     ]
 
 
-def _history_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
-    if requirements.observation_steps == 1 or not new.is_direct:
-        return []
-    return [
-        f"it looks at {requirements.observation_steps} observations at once, and a client without rooms sends one; "
-        "use a transport server"
-    ]
-
-
 def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     expected, sent = set(requirements.cameras), set(new.camera_names)
     if expected == sent:
@@ -134,14 +124,23 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
         differences.append(f"camera_names lacks {sorted(expected - sent)}")
     if sent - expected:
         differences.append(f"camera_names has {sorted(sent - expected)}, which it does not know")
-    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}"]
+    rename = ""
+    if new.rename is None and len(expected - sent) == len(sent - expected):
+        pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
+        rename = f", or rename {{{pairs}}} with the robot's names"
+    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}{rename}"]
 
 
-def _width_mismatches(requirements: Requirements) -> list[str]:
+def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     mismatches = []
+    if not requirements.controls_joints and not new.is_direct:
+        mismatches.append(
+            "its actions are no targets of joints but velocities or displacements, which no room carries; use a client "
+            f'without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of openpi\'s'
+        )
     if requirements.environment_state is not None:
         mismatches.append("it reads observation.environment_state, which no room carries; use one without it")
-    if requirements.state is not None and requirements.state != requirements.action:
+    if requirements.controls_joints and requirements.state not in (None, requirements.action):
         mismatches.append(
             f"its state has {requirements.state} values and its actions {requirements.action}; "
             "the joint room carries one value per action, so both must be equal"
@@ -201,8 +200,11 @@ def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str,
 INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
-async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> None:
+async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> int:
     """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
+
+    Returns:
+        how many tokens at its end the policy does not read.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
@@ -210,9 +212,11 @@ async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> 
     if (why := check_instruction(loaded.requirements, instruction)) is not None:
         raise InvalidRequest(why, INSTRUCTION_FIELD)
     if instruction is None or not loaded.requirements.language:
-        return
+        return 0
+    cut = 0
     try:
         for replica in loaded.replicas:
-            await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
+            cut = await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
     except JaxModelsError as error:
         raise InvalidRequest(f"language_instruction: {error}", INSTRUCTION_FIELD) from error
+    return cut

@@ -1,13 +1,15 @@
 """Policy slots of a session: the running, the previous and the staged policy."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from jaxmodels.errors import JaxModelsError
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused, PolicyError
 from service.inference.engine import Engine, LoadedPolicy, LoadPolicy
+from service.inference.loaded_policy import RenamedPolicy
 from service.sessions.request import NewSession
 
 
@@ -212,7 +214,33 @@ class PolicySlots:
                 self._load, self._new.policy_path, revision, on_progress, folder=folder, like=policy
             )
         )
-        return HeldPolicy(loaded, loaded.commit, stack)
+        try:
+            return HeldPolicy(rename_loaded(loaded, self._new.rename), loaded.commit, stack)
+        except PolicyError:
+            await stack.aclose()
+            raise
+
+
+class RenameRefused(PolicyError):
+    """A session's names of cameras do not fit its policy.
+
+    Attributes:
+        loc: where they stand in the request.
+    """
+
+    loc = ("body", "rename")
+
+
+def rename_loaded(loaded: LoadedPolicy, rename: Mapping[str, str] | None) -> LoadedPolicy:
+    """Return a policy with a robot's names of cameras.
+
+    Raises:
+        RenameRefused: they do not fit the policy.
+    """
+    try:
+        return RenamedPolicy(loaded, rename) if rename else loaded
+    except JaxModelsError as error:
+        raise RenameRefused(str(error)) from error
 
 
 class IncompatiblePolicy(PolicyError):

@@ -79,6 +79,7 @@ JointName = Annotated[str, Field(min_length=1, max_length=50)]
 PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_validate_text)]
 PolicyType = Annotated[str, Field(max_length=64)]
 Revision = Annotated[str, Field(min_length=1, max_length=256)]
+Rename = dict[Name, Name]
 CameraNames = Annotated[
     tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_validate_unique), AfterValidator(tuple)
 ]
@@ -192,6 +193,13 @@ class SessionRequest:
         ),
     ] = False
     record: Annotated[bool, Field(description="Record every tick from the first start on.")] = False
+    rename: Annotated[
+        Annotated[Rename, Field(max_length=64)] | None,
+        Field(
+            description='Cameras of the policy and what the robot calls them, as {"camera1": "front"}; camera_names '
+            "and all else of the session have the robot's names. Null: they are the same."
+        ),
+    ] = None
 
 
 # Fields that PATCH /sessions/{session_id} changes while the robot moves.

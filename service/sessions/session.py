@@ -99,7 +99,7 @@ class Session(BaseSession):
 
         Args:
             leases: of all sessions of this process: no other one may command the same robot.
-            made: knows which rooms are this server's from before, and is told of those it makes now.
+            made: knows which rooms are this server's from before, and records those it makes now.
             latch: an emergency stop of this id that nobody has reset yet: it is stopped when it is ready.
             claim: what it says to the server of its rooms; a new one when None.
         """
@@ -188,10 +188,10 @@ class Session(BaseSession):
             InvalidRequest: this policy cannot do that; nothing has changed.
             MoveRefused: it runs no policy.
         """
-        robot_io = self._require_robot_io()
+        robot_io, cut = self._require_robot_io(), None
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
-            await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
+            cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
             robot_io = self._require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
@@ -201,6 +201,8 @@ class Session(BaseSession):
         robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
         robot_io.instruct(new.language_instruction)
+        if cut is not None:
+            robot_io.runner.tokens_cut = cut
         logger.info("session %s: overlap %s, %d actions of a chunk", self.id, config.overlap.name, config.action_steps)
 
     async def instruct(self, instruction: str) -> None:
@@ -212,8 +214,10 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
-        self._require_robot_io().instruct(instruction)
+        cut = await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
+        robot_io = self._require_robot_io()
+        robot_io.instruct(instruction)
+        robot_io.runner.tokens_cut = cut
         self.new = replace(self.new, language_instruction=instruction)
 
     def describe_overlap(self) -> dict[str, object]:
@@ -258,9 +262,14 @@ class Session(BaseSession):
 
     def _start_moving(self, move: Move) -> None:
         self._current_lifecycle().check(move)
+        assert self.robot_io is not None, "the table lets only loaded sessions start"
+        if not self.robot_io.runner.loaded.requirements.controls_joints:
+            raise MoveRefused(
+                f"session {self.id!r} has a policy whose actions are no targets of joints; its client asks for chunks "
+                "and does them, and no control loop of the server's can"
+            )
         self._move(move)
         self._active_since = time.monotonic()
-        assert self.robot_io is not None, "the table lets only loaded sessions start"
         self.robot_io.begin()
         trouble = self.robot_io.controller.link_trouble
         if trouble is not None:
@@ -334,7 +343,7 @@ class Session(BaseSession):
             self._leases.take(robot, self)
             loaded = await self.policies.load_first(self.progress.report)
             table, asked = configure_control(loaded.requirements, new, self._settings)
-            await prepare_instruction(loaded, new.language_instruction)
+            cut = await prepare_instruction(loaded, new.language_instruction)
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
             async with self._load_shadow(loaded, table) as shadow:
@@ -352,6 +361,7 @@ class Session(BaseSession):
                     shadow=shadow,
                     instruction=new.language_instruction,
                 )
+                runner.tokens_cut = cut
                 robot_io = RobotIO(
                     table,
                     Controller(buffer, config, limits),
@@ -399,6 +409,7 @@ class Session(BaseSession):
             engine=self._engine,
             load=self._load,
             notify=lambda stage: self.progress.report("loading the shadow policy"),
+            rename=self.new.rename,
         )
 
     async def _control_robot(self, robot_io: RobotIO, link: Link) -> None:
@@ -461,5 +472,5 @@ class Session(BaseSession):
                 self._publish(*event)
             except Exception:
                 # Whoever stops several robots must reach the others too.
-                logger.exception("session %s: nobody is told of %s", self.id, event[0])
+                logger.exception("session %s: notifying of %s failed", self.id, event[0])
         return stage

@@ -4,16 +4,19 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from service.control.guard import Motion
+from service.control.joints import Joint, JointTable
+from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
 from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
 from service.inference.engine import Engine, FrameSizes, InferenceResult, describe_sizes
-from service.inference.loaded_policy import STATE, check_instruction, select_features, task_input
+from service.inference.loaded_policy import check_instruction, select_features, task_input
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import DIRECT
 from service.sessions.store import AnySession, Session
@@ -30,6 +33,8 @@ MAX_PENDING_ACTS = 32
 # Seconds after the last single action from which the arm is where it is measured, not where that action led.
 _MOTION_TIMEOUT = 2.0
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
+# Observations kept of each of the policy's steps, at most: whoever asks as fast as it can fills no memory.
+_KEPT_PER_STEP = 8
 
 
 class InferenceTrace(NamedTuple):
@@ -55,8 +60,77 @@ class InferenceTrace(NamedTuple):
         return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode_seconds} | stages).items()}
 
 
+class _Seen(NamedTuple):
+    """Decoded observation of one act, with those before it that the policy looks at.
+
+    Attributes:
+        snapshot: frames and pose, with the moments before.
+        instruction: what is to be done.
+        out_of_range: joints whose measured values are far outside of their ranges.
+        decode_seconds: seconds that pictures took.
+    """
+
+    snapshot: Snapshot
+    instruction: str | None
+    out_of_range: list[str]
+    decode_seconds: float
+
+
+class ObservationWindow:
+    """Observations of one client, for policies that look at several (``Requirements.observation_steps``).
+
+    A client sends single moments; those one, two and so on of the policy's steps ago are given with the newest, by the
+    client's own clock where it says its times, else by when they came. What is not there is the next newer one.
+    """
+
+    def __init__(self) -> None:
+        self._history = ObservationHistory()
+        self._newest = -math.inf
+        self._has_timestamps = False
+
+    def clear(self) -> None:
+        """Forget everything: the next observation is the first."""
+        self._history.clear()
+        self._newest = -math.inf
+
+    def add(self, snapshot: Snapshot, timestamp: float | None, steps: int, period: float) -> Snapshot:
+        """Keep an observation, and return it with those before.
+
+        Args:
+            snapshot: with a past, it is all that the policy looks at, and what came before is forgotten.
+            timestamp: by the client's clock; None where it says nothing, and ``snapshot.seen_at`` is taken.
+            steps: observations that the policy looks at.
+            period: seconds between them.
+
+        Raises:
+            InvalidRequest: it is older than the one before it.
+        """
+        if (self._history.steps, self._history.period) != (steps, period):
+            self._history = ObservationHistory(steps, period)
+            self._newest = -math.inf
+        if steps == 1:
+            return snapshot
+        if snapshot.past or self._has_timestamps is not (timestamp is not None):
+            self.clear()
+        self._has_timestamps = timestamp is not None
+        at = snapshot.seen_at if timestamp is None else timestamp
+        if at < self._newest and timestamp is not None:
+            raise InvalidRequest(
+                f"timestamp is {timestamp:g}, and that of the observation before was {self._newest:g}; wanted seconds "
+                'that go on; "reset": true begins anew',
+                ("body", "timestamp"),
+            )
+        for back, (frames, joints) in zip(range(len(snapshot.past), 0, -1), snapshot.past, strict=True):
+            self._history.add(at - back * period, replace(snapshot, frames=frames, joints=joints))
+        past = snapshot.past or self._history.before(at, snapshot)
+        if at - self._newest >= period / _KEPT_PER_STEP:
+            self._history.add(at, snapshot)
+            self._newest = at
+        return replace(snapshot, past=past)
+
+
 class DirectInference:
-    """Inference of one client, with the plan and the actions that the client got last.
+    """Inference of one client, with the plan and the actions that the client got last, and its window of observations.
 
     Args:
         max_pixels: of one picture, at most.
@@ -76,9 +150,13 @@ class DirectInference:
         self._action_at = -math.inf
         self._ticks = -1  # of the session's own loop when the plan was made
         self._spec: ObservationSpec | None = None
+        self._table: JointTable | None = None
+        self._joints = JointTable(())
         self._stop_count = _count_stops(session)
         # The newest actions that were done before the plan, as the client says.
         self._executed = _NO_ACTIONS
+        self._window = ObservationWindow()
+        self._instruction: str | None = None  # of the newest observation in the window
 
     def observation_spec(self) -> ObservationSpec:
         """Return what the client's observations have to hold.
@@ -90,8 +168,11 @@ class DirectInference:
 
     def _spec_for(self, robot_io: RobotIO) -> ObservationSpec:
         spec, cameras = self._spec, self.session.new.camera_names
-        if spec is None or spec.joints is not robot_io.table or spec.cameras is not cameras:
-            spec = self._spec = ObservationSpec(cameras, robot_io.table, self._max_pixels)
+        steps = robot_io.runner.loaded.requirements.observation_steps
+        if self._table is not robot_io.table:
+            self._table, self._joints = robot_io.table, _measured_joints(robot_io)
+        if spec is None or spec.joints is not self._joints or spec.cameras is not cameras or spec.steps != steps:
+            spec = self._spec = ObservationSpec(cameras, self._joints, self._max_pixels, steps)
         return spec
 
     def get_link(self) -> tuple[DirectLink, RobotIO]:
@@ -159,15 +240,19 @@ class DirectInference:
         self.check_available()
         self._stop_count = _count_stops(self.session)
         self._forget_plan()
+        self._window.clear()
 
     def _forget_plan(self) -> None:
         self._plan, self._next_action, self._executed = None, 0, _NO_ACTIONS
 
-    async def infer(self, observed: Observation, executed: int | None = None) -> InferenceTrace:
-        """Run the policy on a complete observation.
+    async def infer(
+        self, observed: Observation, executed: int | None = None, *, seen_at: float | None = None
+    ) -> InferenceTrace:
+        """Run the policy on a complete observation, and on those before it where it looks at several.
 
         Args:
             executed: how many actions of the last chunk will have been done.
+            seen_at: monotonic time at which the observation came; now when None.
 
         Raises:
             MoveRefused: it may not be told, or not any more.
@@ -176,6 +261,22 @@ class DirectInference:
             Compiling: for pictures of a new size.
             TooManyRequests: the session has enough to think about.
         """
+        return await self._infer_seen(observed, executed, seen_at, None)
+
+    async def observe(self, observed: Observation, seen_at: float | None = None) -> None:
+        """Keep a complete observation that nothing is asked about, for a policy that looks at several.
+
+        Raises:
+            As ``infer``.
+        """
+        robot_io = self.get_link()[1]
+        # While the session's own loop drives, that has a history of its own.
+        if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
+            await self._look(observed, robot_io, seen_at)
+
+    async def _infer_seen(
+        self, observed: Observation, executed: int | None, seen_at: float | None, seen: _Seen | None
+    ) -> InferenceTrace:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
             raise TooManyRequests(
@@ -184,7 +285,9 @@ class DirectInference:
         executed_actions = self._list_executed(executed, robot_io)
         link.pending_acts += 1
         try:
-            trace = await self._infer(link, robot_io, observed, executed_actions)
+            if seen is None:
+                seen = await self._look(observed, robot_io, seen_at)
+            trace = await self._infer(link, robot_io, observed, seen, executed_actions)
         finally:
             link.pending_acts -= 1
         self.check_not_stopped()
@@ -192,31 +295,47 @@ class DirectInference:
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
         return trace
 
-    async def _infer(
-        self, link: DirectLink, robot_io: RobotIO, observed: Observation, executed_actions: np.ndarray
-    ) -> InferenceTrace:
+    async def _look(self, observed: Observation, robot_io: RobotIO, seen_at: float | None) -> _Seen:
+        """Decode an observation, and add those before it."""
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
         pose, out_of_range = observed.clip_pose(spec)
         frames = await observed.decode_images(spec) if observed.files else observed.frames
+        past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
+        decode_seconds = time.monotonic() - began
+        sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, sizes, past=past)
+        for before, _ in past:
+            observation.check_same_sizes(before, snapshot.sizes)
+        if instruction != self._instruction:
+            self._window.clear()  # what was seen while something else was done is no past of this
+            self._instruction = instruction
+        rate = robot_io.controller.config.action_rate
+        snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
+        return _Seen(snapshot, instruction, out_of_range, decode_seconds)
+
+    async def _infer(
+        self, link: DirectLink, robot_io: RobotIO, observed: Observation, seen: _Seen, executed_actions: np.ndarray
+    ) -> InferenceTrace:
+        snapshot, pose = seen.snapshot, seen.snapshot.joints
         now = time.monotonic()
         is_published = now - link.published_at >= _PUBLISH_INTERVAL
         if is_published:
             link.published_at = now
-            self._publish_observation(robot_io, frames, observed, now)
+            self._publish_observation(robot_io, snapshot.frames, observed, now)
         runner = robot_io.runner
         loaded = runner.loaded
-        all_features = {feature: frames[camera][None] for camera, feature in spec.features}
-        all_features[STATE] = pose[None]
-        all_features |= task_input(instruction)
+        all_features = snapshot.observation() | task_input(seen.instruction)
         inputs = select_features(loaded.requirements, all_features)
-        sizes = {camera: image.shape[:2] for camera, image in frames.items()}
+        sizes = snapshot.sizes
         if not loaded.is_compiled(sizes):
             await self._compile(robot_io, sizes)
         try:
             inference = await self._engine.infer(loaded, inputs, caller=self)
-            motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
+            motion = None
+            if loaded.requirements.controls_joints:
+                motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
@@ -225,7 +344,7 @@ class DirectInference:
         asyncio.get_running_loop().call_soon(
             self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
         )
-        return InferenceTrace(chunk, clamped, inference, now - began, out_of_range)
+        return InferenceTrace(chunk, clamped, inference, seen.decode_seconds, seen.out_of_range)
 
     def _record_inference(
         self,
@@ -257,7 +376,8 @@ class DirectInference:
         for camera, image in frames.items():
             if robot_io.buffer.put_frame(camera, image, now):
                 robot_io.observers.notify_frame(camera, image, now)
-        robot_io.buffer.put_joints(observed.joints, now)
+        if robot_io.runner.loaded.requirements.controls_joints:
+            robot_io.buffer.put_joints(observed.joints, now)
 
     async def _compile(self, robot_io: RobotIO, sizes: FrameSizes) -> None:
         try:
@@ -266,11 +386,20 @@ class DirectInference:
         except TimeoutError:
             raise Compiling(f"the policy is being compiled for {describe_sizes(sizes)}; ask again") from None
 
-    def _check_chunk(self, robot_io: RobotIO, answer: object, motion: Motion) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _check_chunk(
+        self, robot_io: RobotIO, answer: object, motion: Motion | None
+    ) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return the chunk inside the limits, and why it was changed.
+
+        Args:
+            motion: that it follows; None where its actions are no targets of joints, and nothing measured compares.
+        """
         guard = robot_io.controller.guard
         problem = guard.check_shape(answer)
         if problem is None:
             assert isinstance(answer, np.ndarray)
+            if motion is None:
+                return answer[0].astype(np.float32), ()
             verdict = guard.judge(answer[0].astype(np.float32), motion)
             if verdict.actions is not None:
                 return verdict.actions, verdict.clamped
@@ -293,9 +422,14 @@ class DirectInference:
         parts = [part for part in (self._executed, plan[:executed]) if len(part)]
         return np.concatenate(parts)[-3:] if parts else _NO_ACTIONS
 
-    async def next_action(self, observed: Observation) -> tuple[np.ndarray, int, InferenceTrace | None]:
+    async def next_action(
+        self, observed: Observation, *, seen_at: float | None = None
+    ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
         one.
+
+        Args:
+            seen_at: monotonic time at which the observation came; now when None.
 
         Raises:
             As ``infer``.
@@ -305,10 +439,13 @@ class DirectInference:
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
             self._forget_plan()
         steps = robot_io.controller.config.action_steps
+        # Where the policy looks at several, those between two chunks count.
+        is_looking_back = robot_io.runner.loaded.requirements.observation_steps > 1
+        seen = await self._look(observed, robot_io, seen_at) if is_looking_back else None
         if self._plan is None or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
-                trace = await self.infer(observed, executed)
+                trace = await self._infer_seen(observed, executed, seen_at, seen)
             except ServiceError:
                 self._forget_plan()  # the client got nothing: it does not go on
                 raise
@@ -349,6 +486,7 @@ class DirectInference:
             for joint in robot_io.table.joints
         }
         return {
+            **requirements.metadata,
             "session_id": self.session.id,
             "status": str(self.session.stage),
             "policy_path": self.session.new.policy_path,
@@ -360,8 +498,19 @@ class DirectInference:
             "action_rate": config.action_rate,
             "chunk": config.chunk,
             "action_steps": config.action_steps,
+            "observation_steps": requirements.observation_steps,
             "reads_prompt": requirements.language,
         }
+
+
+def _measured_joints(robot_io: RobotIO) -> JointTable:
+    """Return what a policy's state is made of; the joints of its actions, where these are targets of joints."""
+    requirements = robot_io.runner.loaded.requirements
+    if requirements.controls_joints:
+        return robot_io.table
+    return JointTable(
+        [Joint(f"state_{number + 1}", number, -math.inf, math.inf) for number in range(requirements.state or 0)]
+    )
 
 
 def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motion:
@@ -382,8 +531,13 @@ def _count_stops(session: AnySession) -> int:
 _INTEGER_LIMIT = 1 << 63
 
 
-async def answer_act(inference: DirectInference, message: Mapping[str, Any]) -> dict[str, Any]:
+async def answer_act(
+    inference: DirectInference, message: Mapping[str, Any], seen_at: float | None = None
+) -> dict[str, Any]:
     """Answer an act; ``docs/robots/direct.md`` has the fields.
+
+    Args:
+        seen_at: monotonic time at which it came; now when None.
 
     Raises:
         InvalidRequest: something of it cannot be used.
@@ -403,10 +557,10 @@ async def answer_act(inference: DirectInference, message: Mapping[str, Any]) -> 
     if is_new:
         inference.reset()
     if want == "action":
-        action, left, trace = await inference.next_action(observed)
+        action, left, trace = await inference.next_action(observed, seen_at=seen_at)
         answer |= {"action": action, "left": left}
     else:
-        trace = await inference.infer(observed, executed)
+        trace = await inference.infer(observed, executed, seen_at=seen_at)
         answer |= {"actions": trace.actions}
     config = robot_io.controller.config
     answer |= {

@@ -9,8 +9,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from PIL import Image
 
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
-from service.inference.loaded_policy import IMAGES
 from service.logging import sanitize_text
 from service.threads import lower_priority
 
@@ -143,6 +141,8 @@ _DECODERS = ThreadPoolExecutor(
 )
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
+_LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
+_PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
 _NOT_FINITE = "state holds NaN, infinity or what is as good as that"
 # What the instruction may be called: openpi's name, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
@@ -158,16 +158,13 @@ class ObservationSpec:
         cameras: names.
         joints: in order.
         max_pixels: of one picture, at most.
+        steps: observations that the policy looks at together.
     """
 
     cameras: Sequence[str]
     joints: JointTable
     max_pixels: int
-
-    @cached_property
-    def features(self) -> Sequence[tuple[str, str]]:
-        """Each camera, and the name of its picture in an observation of the policy."""
-        return [(camera, f"{IMAGES}{camera}") for camera in self.cameras]
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -179,12 +176,20 @@ class Observation:
         files: camera to a JPEG or PNG file that is not decoded yet; as text in base64.
         joints: wire name to value, as it came; empty when there was none.
         prompt: what is to be done, or None.
+        past: the observations before, oldest first, where the client sent all that the policy looks at.
+        timestamp: seconds by the client's clock at which it was observed; None where it says nothing.
     """
 
     frames: Mapping[str, np.ndarray] = field(default_factory=dict)
     files: Mapping[str, bytes | memoryview | str] = field(default_factory=dict)
     joints: Mapping[str, float] = field(default_factory=dict)
     prompt: str | None = None
+    past: Sequence["Observation"] = ()
+    timestamp: float | None = None
+
+    def is_complete(self, spec: ObservationSpec) -> bool:
+        """Whether every camera and every joint is there."""
+        return len(self.frames) + len(self.files) == len(spec.cameras) and len(self.joints) == len(spec.joints)
 
     async def decode_images(self, spec: ObservationSpec) -> Mapping[str, np.ndarray]:
         """Return all pictures; files are decoded in threads.
@@ -219,7 +224,8 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     """Read the observation of a message.
 
     Args:
-        is_whole: whether every camera and every joint has to be there.
+        is_complete: whether every camera and every joint has to be there. Then all of them may have an axis of time,
+            where the policy looks at several observations.
 
     Raises:
         InvalidRequest: what is missing, unknown, misshaped or not finite; all of it.
@@ -229,6 +235,8 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     images = message.get("images", {})
     if not isinstance(images, Mapping):
         raise InvalidRequest("images: wanted a map from camera to picture", ("body", "images"))
+    if is_complete and spec.steps > 1 and any(map(_has_time_axis, (*images.values(), message.get("state")))):
+        return _read_window(message, images, spec)
     frames, files, known = {}, {}, set(spec.cameras)
     for name, picture in images.items():
         if name not in known:
@@ -244,9 +252,72 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
         problems.append(f"cameras {', '.join(missing)} are missing")
     joints = _read_joints(message.get("state"), spec.joints, is_complete, problems)
     prompt = _read_prompt(message, problems)
+    timestamp = _read_timestamp(message, problems)
     if problems:
         raise _observation_error(problems, spec)
-    return Observation(frames, files, joints, prompt)
+    return Observation(frames, files, joints, prompt, timestamp=timestamp)
+
+
+def _has_time_axis(value: object) -> bool:
+    """Whether pictures of a camera, or joints, are of several moments."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 4 or (value.ndim == 2 and len(value) > 1)
+    return isinstance(value, list) and any(isinstance(part, _PARTS) for part in value)
+
+
+def _read_window(message: Mapping[str, Any], images: Mapping[str, Any], spec: ObservationSpec) -> Observation:
+    """Read observations of all the moments that the policy looks at, oldest first.
+
+    Raises:
+        InvalidRequest: as of one; or cameras and joints are not of as many moments.
+    """
+    parts = {f"camera {sanitize_text(str(name)[:64])!r}": picture for name, picture in images.items()}
+    counts = {
+        name: len(value) if _has_time_axis(value) else 1
+        for name, value in (parts | {"state": message.get("state")}).items()
+        if value is not None
+    }
+    if wrong := [f"{name} has {count}" for name, count in counts.items() if count != spec.steps]:
+        raise InvalidRequest(
+            f"{'; '.join(wrong[:16])}; wanted {spec.steps} moments of every camera and of state, oldest first, or one "
+            "of each, without an axis of time",
+            ("body",),
+        )
+    read = []
+    for step in range(spec.steps):
+        pictures = {name: picture[step] for name, picture in images.items()}
+        moment = {**message, "images": pictures}
+        if "state" in counts:
+            moment["state"] = message["state"][step]
+        try:
+            read.append(read_observation(moment, replace(spec, steps=1), is_complete=True))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"moment {step + 1} of {spec.steps}: {error}", error.loc) from None
+    return replace(read[-1], past=tuple(read[:-1]))
+
+
+def check_same_sizes(frames: Mapping[str, np.ndarray], sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Check that pictures of a moment have the sizes of the newest one's.
+
+    Raises:
+        InvalidRequest: they have not.
+    """
+    wrong = {camera: frame.shape[:2] for camera, frame in frames.items() if frame.shape[:2] != sizes[camera]}
+    if wrong:
+        named = "; ".join(f"camera {camera!r} has {list(size)} before" for camera, size in wrong.items())
+        wanted = {camera: list(size) for camera, size in sizes.items()}
+        raise InvalidRequest(f"{named}; wanted pictures of one size per camera: {wanted}", ("body", "images"))
+
+
+def _read_timestamp(message: Mapping[str, Any], problems: list[str]) -> float | None:
+    timestamp = message.get("timestamp")
+    if timestamp is None:
+        return None
+    is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
+    if not is_number or not abs(timestamp) < _LATEST_TIMESTAMP:
+        problems.append("timestamp: wanted seconds by your clock, a finite number")
+        return None
+    return float(timestamp)
 
 
 def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:

@@ -21,7 +21,9 @@ from service.streaming.direct_inference import DirectInference
 from service.streaming.observation import Observation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 
-_STATE_KEYS = ("observation.state", "observation/state", "state", "observation/joint_position")
+_STATE_KEYS = ("observation.state", "observation/state", "state")
+# DROID's arm and gripper, which are one state.
+_DROID_KEYS = ("observation/joint_position", "observation/gripper_position")
 _PROMPT_KEYS = ("prompt", "task")
 # What openpi's own examples send of one camera; a policy of one camera has no other to mean.
 _IMAGE_KEYS = ("observation/image", "image", "observation/exterior_image_1_left")
@@ -36,8 +38,15 @@ _CAMERA_KEYS = (
     "observation.{}",
 )
 
-# Camera to key, that of the state, that of the prompt.
-_Keys = tuple[Sequence[tuple[str, str]], str, str | None]
+# What openpi's robots call the pictures that its models call like this (openpi/policies/*_policy.py).
+_OPENPI_KEYS: Mapping[str, Sequence[str]] = {
+    "base_0_rgb": ("observation/exterior_image_1_left", "images/cam_high", "observation/image"),
+    "left_wrist_0_rgb": ("observation/wrist_image_left", "images/cam_left_wrist", "observation/wrist_image"),
+    "right_wrist_0_rgb": ("images/cam_right_wrist",),
+}
+
+# Camera to key, those of the state's parts, that of the prompt.
+_Keys = tuple[Sequence[tuple[str, str]], Sequence[str], str | None]
 
 
 class OpenpiKeys:
@@ -45,7 +54,7 @@ class OpenpiKeys:
 
     def __init__(self) -> None:
         self._known_names: tuple[tuple[Any, ...], Sequence[str]] | None = None
-        self._keys: _Keys = ((), "", None)
+        self._keys: _Keys = ((), (), None)
 
     def rename(self, message: Mapping[Any, Any], spec: ObservationSpec) -> dict[str, Any]:
         """Rename the keys of an observation from openpi's names to ours.
@@ -64,7 +73,7 @@ class OpenpiKeys:
             self._known_names = now if len(flat) == len(message) and flat.keys() == message.keys() else None
         cameras, state, prompt = self._keys
         images = {camera: _check_picture(camera, flat[key]) for camera, key in cameras}
-        renamed = {"images": images, "state": flat[state]}
+        renamed = {"images": images, "state": flat[state[0]] if len(state) == 1 else _join_state(flat, state)}
         if prompt is not None:
             renamed["prompt"] = flat[prompt]
         return renamed
@@ -79,21 +88,42 @@ def _find_keys(flat: Mapping[str, Any], spec: ObservationSpec) -> _Keys:
     cameras: list[tuple[str, str]] = []
     problems: list[str] = []
     for camera in spec.cameras:
-        found = [key for key in (form.format(camera) for form in _CAMERA_KEYS) if key in flat]
+        forms = (*(form.format(camera) for form in _CAMERA_KEYS), *_OPENPI_KEYS.get(camera, ()))
+        found = [key for key in forms if key in flat]
         if not found and len(spec.cameras) == 1:
             found = [key for key in _IMAGE_KEYS if key in flat]
         if not found:
-            problems.append(f"no picture of camera {camera!r} (send it as 'observation.images.{camera}')")
+            form = "images/{}" if camera.startswith("cam_") else "observation/{}"
+            usual = _OPENPI_KEYS.get(camera, (form.format(camera),))[0]
+            problems.append(f"no picture of camera {camera!r} (send it as 'observation.images.{camera}' or {usual!r})")
             continue
         cameras.append((camera, found[0]))
-    states = [key for key in _STATE_KEYS if key in flat]
-    if not states:
-        problems.append("no state (send it as 'observation.state')")
+    states = [key for key in _STATE_KEYS if key in flat][:1] or [key for key in _DROID_KEYS if key in flat]
+    if not states or states == [_DROID_KEYS[1]]:
+        problems.append(
+            "no state (send it as 'observation.state' or 'observation/state'; DROID's as "
+            "'observation/joint_position' and 'observation/gripper_position')"
+        )
+    elif states == [_DROID_KEYS[0]] and np.shape(flat[states[0]])[-1:] == (len(spec.joints) - 1,):
+        problems.append(f"no {_DROID_KEYS[1]!r} beside {_DROID_KEYS[0]!r}, which are one state")
     prompts = [key for key in _PROMPT_KEYS if key in flat]
     if problems:
         received = ", ".join(repr(sanitize_text(key, 48)) for key in list(flat)[:16]) or "nothing"
         raise InvalidRequest(f"{'; '.join(problems)}. What came: {received}")
-    return (cameras, states[0], prompts[0] if prompts else None)
+    return (cameras, states, prompts[0] if prompts else None)
+
+
+def _join_state(flat: Mapping[str, Any], keys: Sequence[str]) -> np.ndarray:
+    """Put the parts of a state one behind the other; a gripper may be one number without an axis.
+
+    Raises:
+        InvalidRequest: a part is no array of numbers.
+    """
+    parts = [np.atleast_1d(np.asarray(flat[key])) for key in keys]
+    for key, part in zip(keys, parts, strict=True):
+        if part.dtype.kind not in "iuf" or part.ndim != 1:
+            raise InvalidRequest(f"{key}: {part.dtype.name} {list(part.shape)}; wanted a list of numbers")
+    return np.concatenate(parts)
 
 
 def _flatten(message: Mapping[Any, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from service.auth.caller import Caller, Role
@@ -61,7 +62,7 @@ class Stream:
         self._commands = 0
         self._newest_observation: tuple[int | None, float] | None = None
         self._act_task: asyncio.Task[None] | None = None
-        self._next_act: Mapping[str, Any] | None = None
+        self._next_act: tuple[Mapping[str, Any], float] | None = None
         self._decode_task: asyncio.Task[None] | None = None
         self._next_to_decode: tuple[Observation, float] | None = None
         self._sent_status: tuple[object, ...] = ()
@@ -127,7 +128,7 @@ class Stream:
         elif kind == "observation":
             await self._take_observation(message, number)
         elif kind == "act":
-            self._begin_act(message)
+            await self._begin_act(message)
         else:
             raise InvalidRequest("kind: wanted observation, act, stop or ping", ("body", "kind"))
 
@@ -156,12 +157,19 @@ class Stream:
                 self._decode_task = asyncio.create_task(self._decode_pictures(spec), name="a stream's pictures")
         else:
             self._deliver(observed.frames, observed.joints, seen_at)
+            await self._keep(observed, spec, seen_at)
+
+    async def _keep(self, observed: Observation, spec: ObservationSpec, seen_at: float) -> None:
+        """Keep a complete observation for the acts after it, of a policy that looks at several."""
+        if observed.is_complete(spec):
+            await self._inference.observe(observed, seen_at)
 
     async def _decode_pictures(self, spec: ObservationSpec) -> None:
         while self._next_to_decode is not None:
             (observed, seen_at), self._next_to_decode = self._next_to_decode, None
             try:
                 frames = await observed.decode_images(spec)
+                await self._keep(replace(observed, frames=frames, files={}), spec, seen_at)
             except ServiceError as error:
                 self._send_error(error, None)
                 continue
@@ -175,20 +183,34 @@ class Stream:
         if joints:
             inbox.on_joints(joints, seen_at)
 
-    def _begin_act(self, message: Mapping[str, Any]) -> None:
+    async def _begin_act(self, message: Mapping[str, Any]) -> None:
+        act = message, self.last_message_at
         if self._act_task is not None and not self._act_task.done():
-            before, self._next_act = self._next_act, message
+            before, self._next_act = self._next_act, act
             if before is not None:
                 text = "a newer act came before this one was begun"
-                self._send("error", code="superseded", detail=text, number=before.get("number"))
+                self._send("error", code="superseded", detail=text, number=before[0].get("number"))
+                await self._keep_superseded(*before)
             return
-        self._act_task = asyncio.create_task(self._answer_acts(message), name="a stream's act")
+        self._act_task = asyncio.create_task(self._answer_acts(act), name="a stream's act")
 
-    async def _answer_acts(self, message: Mapping[str, Any] | None) -> None:
-        while message is not None:
+    async def _keep_superseded(self, message: Mapping[str, Any], seen_at: float) -> None:
+        """Keep what an act saw that is not answered: it is a past of those after it all the same."""
+        spec = self._inference.observation_spec()
+        if spec.steps == 1:
+            return
+        try:
+            observed = observation.read_observation(message, spec, is_complete=True)
+            await self._inference.observe(observed, seen_at)
+        except ServiceError as error:
+            self._send_error(error, direct_inference.read_integer(message, "number"))
+
+    async def _answer_acts(self, act: tuple[Mapping[str, Any], float] | None) -> None:
+        while act is not None:
+            message, seen_at = act
             number = direct_inference.read_integer(message, "number")
             try:
-                answer = await direct_inference.answer_act(self._inference, message)
+                answer = await direct_inference.answer_act(self._inference, message, seen_at)
             except ServiceError as error:
                 self._send_error(error, number)
             except Exception:
@@ -196,7 +218,7 @@ class Stream:
                 self._send("error", code="internal", detail="Internal Server Error", number=number)
             else:
                 self._send("action" if "action" in answer else "chunk", **answer)
-            message, self._next_act = self._next_act, None
+            act, self._next_act = self._next_act, None
 
     # What it is told.
 

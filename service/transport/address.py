@@ -44,9 +44,9 @@ class Address:
             InvalidRequest: not an http(s) or ws(s) URL with a host, or one with credentials, query or fragment.
         """
 
-        def wrong(found: str) -> InvalidRequest:
+        def wrong(problem: str) -> InvalidRequest:
             return InvalidRequest(
-                f"transport_server_url: {found}; wanted something like http://localhost:8000 or https://host/api, "
+                f"transport_server_url: {problem}; wanted something like http://localhost:8000 or https://host/api, "
                 "or direct, without rooms",
                 ("body", "transport_server_url"),
             )
@@ -192,20 +192,20 @@ class Destinations:
         host, port = (parts.hostname or "").removesuffix("."), parts.port or {"http": 80, "https": 443}[parts.scheme]
         literal = self._parse_literal(host)
         if literal is not None:
-            found: Sequence[str] = (str(literal),)
+            addresses: Sequence[str] = (str(literal),)
         elif not self._may_be_allowed(host, port):
             raise self._not_allowed_error()
         else:
             try:
-                found = await self._rules.resolve(host, port)
+                addresses = await self._rules.resolve(host, port)
             except (OSError, TimeoutError) as error:
                 why = getattr(error, "strerror", None) or "no answer in time"
                 raise TransportError(f"transport_server_url: host {host!r} is not known ({why}); correct it") from error
-        if not found:
+        if not addresses:
             raise TransportError(f"transport_server_url: host {host!r} has no address; correct it")
-        for text in found:
+        for text in addresses:
             self._check(host, port, ipaddress.ip_address(text.partition("%")[0]))
-        return host, found
+        return host, addresses
 
     async def create_connector(self, url: str) -> aiohttp.TCPConnector:
         """Create an aiohttp connector that connects to the checked addresses of a URL and to nothing else.
@@ -213,8 +213,8 @@ class Destinations:
         Raises:
             InvalidRequest, TransportError: as ``resolve_addresses``.
         """
-        host, found = await self.resolve_addresses(url)
-        return aiohttp.TCPConnector(resolver=self._rules.create_resolver(host, found), use_dns_cache=False)
+        host, addresses = await self.resolve_addresses(url)
+        return aiohttp.TCPConnector(resolver=self._rules.create_resolver(host, addresses), use_dns_cache=False)
 
     def _parse_literal(self, host: str) -> IpAddress | None:
         """Return the address that a host is written as, None for a name; other spellings of an address are refused."""
@@ -247,9 +247,9 @@ class Destinations:
 
     def _check(self, host: str, port: int, address: IpAddress) -> None:
         for inner in self._rules.embedded_addresses(address):
-            found = self._rules.forbidden_reason(inner)
-            if found and not any(entry.matches_address(inner, port, exactly=True) for entry in self._allowed_hosts):
-                raise _host_error(f"is {found}; sessions are never sent there")
+            reason = self._rules.forbidden_reason(inner)
+            if reason and not any(entry.matches_address(inner, port, exactly=True) for entry in self._allowed_hosts):
+                raise _host_error(f"is {reason}; sessions are never sent there")
             if not (
                 (inner.is_loopback and (is_localhost(host) or host == str(inner)))
                 or (port == self._own_port() and _is_own_address(inner))
@@ -276,7 +276,7 @@ def _host_error(why: str) -> InvalidRequest:
 
 
 def is_localhost(host: str) -> bool:
-    """Whether a name is of this machine wherever it is asked for (RFC 6761); its addresses are none."""
+    """Whether a name means this machine whatever resolves it (RFC 6761); its addresses do not count."""
     return host == "localhost" or host.endswith(".localhost")
 
 

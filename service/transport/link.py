@@ -54,7 +54,7 @@ class Inbox(Protocol):
 
 @dataclass(frozen=True)
 class EmergencyStop:
-    """Somebody in one of the rooms asked for an emergency stop."""
+    """Emergency stop that a participant of one of the rooms requested."""
 
     reason: str
     source: str

@@ -115,7 +115,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class StateSync:
-    """Every joint the room has seen, sent once to a robotics consumer before ``Joined``."""
+    """Every joint that was reported in the room, sent once to a robotics consumer before ``Joined``."""
 
     type: ClassVar[str] = "state_sync"
     data: Annotated[Json, AfterValidator(_check_finite)]
@@ -382,23 +382,23 @@ def build_message(message: Message | Join, timestamp: str | None = None) -> str:
     """
     kind = getattr(message, "type", None)
     nulls = getattr(message, "nulls", ())
-    found: dict[str, Any] = {} if kind is None else {"type": kind}
+    fields: dict[str, Any] = {} if kind is None else {"type": kind}
     for name, value in vars(message).items():
         if value is None and name == "timestamp":
             value = timestamp
         if value is not None or name in nulls:
-            found[name] = value
-    return encode(found, kind)
+            fields[name] = value
+    return encode(fields, kind)
 
 
-def encode(found: object, kind: str | None = None) -> str:
+def encode(message: object, kind: str | None = None) -> str:
     """Encode JSON with finite numbers only, in ASCII so that an unpaired surrogate cannot break the encoding.
 
     Raises:
         WireError: it cannot be written as such.
     """
     try:
-        return _ENCODER.encode(found)
+        return _ENCODER.encode(message)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"{kind or 'frame'} cannot be written as JSON: {error}", kind) from error
 
@@ -409,15 +409,15 @@ def parse_message(raw: str | bytes) -> Message:
     Raises:
         WireError: not a JSON object, a number that is not finite, or a known type with wrong fields.
     """
-    found, finite = _parse_object(raw)
-    kind = found.get("type")
+    content, finite = _parse_object(raw)
+    kind = content.get("type")
     if not isinstance(kind, str):
         return Unknown(None if kind is None else repr(kind)[:MAX_NAME])
     if kind not in _ADAPTERS:
         return Unknown(kind[:MAX_NAME])
     if not finite and kind != EmergencyStop.type:
         raise WireError(f"{kind} holds a number that is not finite; send finite numbers", kind)
-    return _validate(kind, found, _VIDEO_ERROR if kind == VideoError.type and "code" in found else _ADAPTERS[kind])
+    return _validate(kind, content, _VIDEO_ERROR if kind == VideoError.type and "code" in content else _ADAPTERS[kind])
 
 
 def parse_join(raw: str | bytes) -> Join:
@@ -426,8 +426,8 @@ def parse_join(raw: str | bytes) -> Join:
     Raises:
         WireError: not ``{"participant_id": ..., "role": "producer" | "consumer"}``.
     """
-    found, _ = _parse_object(raw)
-    return _validate("join", found, _JOIN)
+    content, _ = _parse_object(raw)
+    return _validate("join", content, _JOIN)
 
 
 def decode(raw: str | bytes) -> Any:
@@ -443,12 +443,12 @@ def _parse_object(raw: str | bytes) -> tuple[Json, bool]:
     """Parse a JSON object; returns it, and whether all its numbers are finite (``1e999`` is not)."""
     is_finite = True
     try:
-        found = _decode(raw, _parse_finite)
+        content = _decode(raw, _parse_finite)
     except _NotFinite:
-        found, is_finite = _decode(raw, float), False
-    if not isinstance(found, dict):
-        raise WireError(f"frame is a JSON {type(found).__name__}; an object was wanted")
-    return found, is_finite
+        content, is_finite = _decode(raw, float), False
+    if not isinstance(content, dict):
+        raise WireError(f"frame is a JSON {type(content).__name__}; an object was wanted")
+    return content, is_finite
 
 
 def _parse_finite(text: str) -> float:
@@ -473,15 +473,15 @@ _ADAPTERS: dict[str, TypeAdapter[Any]] = {
 _VIDEO_ERROR, _JOIN = TypeAdapter(VideoError), TypeAdapter(Join)
 
 
-def _validate(kind: str, found: Json, adapter: TypeAdapter[Any]) -> Any:
+def _validate(kind: str, content: Json, adapter: TypeAdapter[Any]) -> Any:
     try:
-        return adapter.validator.validate_python(found)
+        return adapter.validator.validate_python(content)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if not problem["loc"]:  # half a surrogate pair in a key, which pydantic cannot look at though it is none of ours
-        return _validate(kind, {key: value for key, value in found.items() if key.isascii()}, adapter)
+        return _validate(kind, {key: value for key, value in content.items() if key.isascii()}, adapter)
     key = str(problem["loc"][0])
-    have = type(found[key]).__name__ if key in found else "nothing"
+    have = type(content[key]).__name__ if key in content else "nothing"
     raise WireError(f"{kind}.{key}: found {have}: {problem['msg']}", kind)  # not from pydantic's: that holds the input
 
 

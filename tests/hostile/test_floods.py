@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from service.app import create_app
 from service.http.server import listen, serve_app
@@ -26,6 +27,8 @@ from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
 from tests.hostile.flood import FLOODS, ROOM
 
+# Beside two other processes the first stop took 0.13 s of the loop's time in two runs of two; why is not known.
+pytestmark = pytest.mark.alone
 SOCKETS = 60
 PERIOD = 0.02  # of a robot with 50 commands a second
 STOP = 0.1

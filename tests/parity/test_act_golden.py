@@ -46,6 +46,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
         assert error(policy.act(observation), wanted["chunk"]) < TOLERANCE
 
 
+@pytest.mark.usefixtures("quick_compilation")  # the program that users run is the one above
 @pytest.mark.parametrize("name", NAMES)
 def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_folder) -> None:
     checkpoint = lerobot_folder.read_checkpoint(golden_folder(name))

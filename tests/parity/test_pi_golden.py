@@ -12,7 +12,6 @@ import jaxmodels
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
-from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = sorted(
@@ -58,13 +57,14 @@ def test_tokens_and_the_first_velocity_are_those_of_lerobot(name: str, golden_fo
         images=tuple(None if frame is None else frame.astype(np.float32) / 255 for frame in frames),
         state=io["mid.0.state_normalized"],
         language=Language(tokens, mask),
+        noise=io["in.0.noise"],
     )
 
-    def predict(weights: dict[str, jax.Array], observation: Observation, x: jax.Array) -> jax.Array:
-        model = blueprint(lambda rngs: kind.model(config, rngs=rngs)).assemble(weights)
-        steps = model.prepare_steps(config.schedule.euler_rows(config.num_inference_steps).sigma)
-        first = jax.tree.map(lambda array: array[0], steps)
-        return model.denoise(model.encode(observation), model.embed_state(observation.state), x, first)
+    def predict(weights: dict[str, jax.Array], observation: Observation) -> jax.Array:
+        given = None
+        for stage in kind.stages:
+            given = stage.run(config, weights, observation, given)
+        return given
 
-    velocity = jax.jit(predict)(jax.tree.map(jnp.asarray, dict(checkpoint.weights)), observation, io["in.0.noise"])
+    velocity = jax.jit(predict)(jax.tree.map(jnp.asarray, dict(checkpoint.weights)), observation)
     assert measure_error(velocity, io["mid.0.velocity"][0]) < TOLERANCE

@@ -9,10 +9,9 @@ import pytest
 
 import jaxmodels
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.policies.smolvla import SmolVlaConfig, SmolVlaModel, serving
+from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
-from jaxmodels.weights import blueprint
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_smolvla"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -55,12 +54,14 @@ def test_tokens_and_the_first_velocity_are_those_of_lerobot(name: str, golden_fo
         images=tuple(None if frame is None else frame.astype(np.float32) / 255 for frame in frames),
         state=io["mid.0.state_normalized"],
         language=Language(tokens, mask),
+        noise=io["in.0.noise"],
     )
 
-    def predict(weights: dict[str, jax.Array], observation: Observation, x: jax.Array) -> jax.Array:
-        model = blueprint(lambda rngs: SmolVlaModel(config, rngs=rngs)).assemble(weights)
-        steps = model.prepare_steps(config.schedule.euler_rows(config.num_steps).sigma)
-        return model.denoise(serving.encode(model, observation), x, steps[0])
+    def predict(weights: dict[str, jax.Array], observation: Observation) -> jax.Array:
+        given = None
+        for stage in POLICY.stages:
+            given = stage.run(config, weights, observation, given)
+        return given
 
-    velocity = jax.jit(predict)(dict(checkpoint.weights), observation, io["in.0.noise"])
+    velocity = jax.jit(predict)(dict(checkpoint.weights), observation)
     assert measure_error(velocity, io["mid.0.velocity"][0]) < TOLERANCE

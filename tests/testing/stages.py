@@ -2,23 +2,27 @@
 
 Models are compiled first. What takes long in one piece starts early, so that no process is left with it when the others
 are done. Tests that keep real time against a grid of milliseconds (``timed``) begin when no process computes any more:
-each of them mostly waits, and leaves a core to another one. What bears nothing beside it comes last (``alone``).
+each of them mostly waits, and leaves a core to others. What bears nothing beside it comes last (``alone``).
 
-The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile
---no-loadscope-reorder``), and at the two borders processes wait for each other: each holds a lock on every border that
-it has not reached. A process that ended holds none.
+The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile``), to as many
+processes as there are cores; those beyond begin with what keeps time, and one alone has what bears nothing beside it.
+At the two borders processes wait for each other: each holds a lock on every border that it has not reached. A process
+that ended holds none.
 """
 
 import gc
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+from xdist.scheduler import LoadFileScheduling
 
 STAGES = ("models", "long", "", "timed", "alone")  # by mark; without any it is the third
 BORDERS = ("timed", "alone")
@@ -35,7 +39,9 @@ FOLDERS = {
     "faults": "timed",
     "e2e": "timed",
 }
+CORES = max(2, os.cpu_count() or 2)  # as many processes compute at once
 HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
+ORDER = "order.json"  # in it: stages by file, for the process that gives the files out, which collects nothing itself
 stages = pytest.StashKey[dict[Path, int]]()
 reached = pytest.StashKey[str]()  # the stage of the last test
 locks = pytest.StashKey[dict[str, FileLock]]()
@@ -55,8 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By stages, files in one piece, and first of each stage those with tests that are slow."""
-    stage, slow = config.stash.setdefault(stages, {}), set[Path]()
+    """By stages, files in one piece; first of each stage those with tests that are slow, then those with most text.
+
+    Else a long file is begun last, and the other processes wait for it. Models stay in the order of their names: who
+    wants full compilation stands together, and clears what was compiled quickly.
+    """
+    stage, slow, size = config.stash.setdefault(stages, {}), set[Path](), dict[Path, int]()
     for item in items:
         for folder, mark in FOLDERS.items():
             if item.path.is_relative_to(TESTS / folder):
@@ -67,7 +77,59 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         stage[item.path] = max(stage.get(item.path, 0), *marks, STAGES.index("") if not marks else 0)
         if item.get_closest_marker("slow"):
             slow.add(item.path)
-    items.sort(key=lambda item: (stage[item.path], item.path not in slow))
+        if item.path not in size:
+            size[item.path] = item.path.stat().st_size
+    models = STAGES.index("models")
+    items.sort(
+        key=lambda item: (
+            stage[item.path],
+            item.path not in slow,
+            0 if stage[item.path] == models else -size[item.path],
+        )
+    )
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        written = Path(os.environ[HELD]) / f"{worker}.json"
+        written.write_text(json.dumps({item.nodeid.split("::")[0]: STAGES[stage[item.path]] for item in items}))
+        written.replace(written.with_name(ORDER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByStages | None":
+    return ByStages(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class ByStages(LoadFileScheduling):
+    """Files in the order of the list; how many processes get some depends on the stage."""
+
+    _stages: dict[str, str]
+    _last: Any = None  # the process that has what is alone
+
+    def schedule(self) -> None:
+        if self.collection is None:
+            self._stages = json.loads((Path(os.environ[HELD]) / ORDER).read_text())
+            self.config.option.loadscopereorder = False
+        super().schedule()
+
+    def _assign_work_unit(self, node: Any) -> None:
+        mark = self._stages[next(iter(self.workqueue))]
+        if mark not in BORDERS and self.nodes.index(node) >= CORES:
+            return
+        if mark == "alone":
+            if self._last not in self.nodes:
+                self._last = node
+            if self._last is not node:
+                node.shutdown()
+                return
+        super()._assign_work_unit(node)
+
+    def _reschedule(self, node: Any) -> None:
+        super()._reschedule(node)
+        for idle in self.nodes:  # a process begins a test when it knows the next one, so it wants two
+            while self._pending_of(had := self.assigned_work[idle]) < 2 and not idle.shutting_down:
+                files = len(had)
+                super()._reschedule(idle)
+                if len(had) == files:
+                    break
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

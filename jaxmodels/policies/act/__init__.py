@@ -19,6 +19,7 @@ POLICY = PolicyType(
     prepare=weights.fold,
     act=serving.act,
     sizes=memory.compute_sizes,
+    parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},
     small=MappingProxyType(
         {
             "chunk_size": 20,

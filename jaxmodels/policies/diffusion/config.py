@@ -48,6 +48,7 @@ class DiffusionConfig(PolicyConfig):
     """
 
     type: ClassVar[str] = "diffusion"
+    optimizer_type: ClassVar[str] = "adam"  # LeRobot's preset
     temporal_ensemble_coeff: ClassVar[None] = None
     text_encoder: ClassVar[None] = None
     # LeRobot's policy draws its noise anew each time; here the same observation has the same answer.
@@ -209,6 +210,10 @@ class DiffusionConfig(PolicyConfig):
     @property
     def observation_steps(self) -> int:
         return self.n_obs_steps
+
+    @property
+    def action_delta_indices(self) -> range:
+        return range(1 - self.n_obs_steps, 1 - self.n_obs_steps + self.horizon)
 
     @property
     def state(self) -> Feature | None:

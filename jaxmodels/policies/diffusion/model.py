@@ -9,19 +9,20 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm
+from jaxmodels.layers.norm import BatchNorm, GroupNorm
 from jaxmodels.layers.vision import ResNet, SpatialSoftmax
 from jaxmodels.memory import measure_backbone
 from jaxmodels.policies.diffusion.config import CHANNELS_PER_GROUP, STEP_GROUPS, DiffusionConfig
 from jaxmodels.types import Observation
 
 TEMPERATURE = 10_000
+EVALUATION = 0  # seed of the noise of an evaluation
 
 
 class ImageEncoder(nnx.Module):
-    """A normalised image to a vector: the part in the middle, a ResNet, keypoints, a linear layer."""
+    """A normalised image to a vector: a part of it, a ResNet, keypoints, a linear layer."""
 
     def __init__(self, config: DiffusionConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -29,24 +30,31 @@ class ImageEncoder(nnx.Module):
         def group_norm(width: int) -> GroupNorm:
             return GroupNorm(width, width // CHANNELS_PER_GROUP)
 
-        norm = group_norm if config.use_group_norm else FrozenBatchNorm
+        norm = group_norm if config.use_group_norm else BatchNorm
         self.backbone = ResNet(config.vision_backbone, norm=norm, rngs=rngs)
         count = config.spatial_softmax_num_keypoints
         rows = measure_backbone(config.vision_backbone).rows(config.encoder_size)
         self.pool = SpatialSoftmax(rows, self.backbone.width, count, rngs=rngs)
         self.out = nnx.Linear(2 * count, 2 * count, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b d"]:
-        keypoints = self.pool(self.backbone(self.resize_and_crop(images)))
+    def __call__(self, images: Float[Array, "b h w 3"], crop: PRNGKeyArray | None = None) -> Float[Array, "b d"]:
+        """``crop`` draws where the images are cut, all at the same place as LeRobot does; None cuts in the middle."""
+        keypoints = self.pool(self.backbone(self.resize_and_crop(images, crop)))
         return jax.nn.relu(self.out(rearrange(keypoints, "b k xy -> b (k xy)")))
 
-    def resize_and_crop(self, images: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 3"]:
+    def resize_and_crop(
+        self, images: Float[Array, "b h w 3"], key: PRNGKeyArray | None = None
+    ) -> Float[Array, "b h2 w2 3"]:
         """Resized (with antialiasing) and cut, as the config says."""
         size, crop = self.config.resize_shape, self.config.crop
         if size is not None and images.shape[1:3] != size:
             images = jax.image.resize(images, (images.shape[0], *size, 3), "linear")
         if crop is None:
             return images
+        if key is not None and self.config.crop_is_random:
+            room = jnp.asarray(images.shape[1:3]) - jnp.asarray(crop)
+            top, left = jax.random.randint(key, (2,), 0, room + 1)
+            return jax.lax.dynamic_slice(images, (0, top, left, 0), (images.shape[0], *crop, 3))
         # As torchvision's CenterCrop: halves go to the even number.
         top, left = (round((whole - cut) / 2) for whole, cut in zip(images.shape[1:3], crop, strict=True))
         return images[:, top : top + crop[0], left : left + crop[1]]
@@ -229,27 +237,76 @@ class DiffusionPolicyModel(nnx.Module):
             self.encoder = ImageEncoder(config, rngs=rngs)
         self.unet = UNet(config, condition_width(config), rngs=rngs)
 
-    def condition(self, observation: Observation) -> Float[Array, "b c"]:
-        """All that is seen as one vector: of each observation step the state, the cameras, the environment's state."""
+    def condition(self, observation: Observation, crop: PRNGKeyArray | None = None) -> Float[Array, "b c"]:
+        """All that is seen as one vector: of each observation step the state, the cameras, the environment's state.
+
+        Args:
+            crop: draws where images are cut, for each encoder; None cuts in the middle.
+        """
 
         def with_time(x: Array) -> Array:
             return x[:, None] if self.config.n_obs_steps == 1 else x
 
-        parts = [with_time(observation.state), *self._images([with_time(image) for image in observation.images])]
+        parts = [with_time(observation.state), *self._images([with_time(image) for image in observation.images], crop)]
         if observation.environment_state is not None:
             parts.append(with_time(observation.environment_state))
         return rearrange(jnp.concatenate(parts, axis=-1), "b o c -> b (o c)")
 
-    def _images(self, images: list[Float[Array, "b o h w 3"]]) -> list[Float[Array, "b o d"]]:
+    def _images(
+        self, images: list[Float[Array, "b o h w 3"]], crop: PRNGKeyArray | None
+    ) -> list[Float[Array, "b o d"]]:
         if not images:
             return []
         batch, steps = images[0].shape[:2]
         if self.config.use_separate_rgb_encoder_per_camera:
             flat = [rearrange(image, "b o h w c -> (b o) h w c") for image in images]
-            vectors = [encoder(image) for encoder, image in zip(self.encoders, flat, strict=True)]
+            keys = [None] * len(flat) if crop is None else list(jax.random.split(crop, len(flat)))
+            vectors = [encoder(image, key) for encoder, image, key in zip(self.encoders, flat, keys, strict=True)]
             return [rearrange(vector, "(b o) d -> b o d", b=batch) for vector in vectors]
         together = rearrange(jnp.stack(images), "n b o h w c -> (n b o) h w c")
-        return list(rearrange(self.encoder(together), "(n b o) d -> n b o d", b=batch, o=steps))
+        return list(rearrange(self.encoder(together, crop), "(n b o) d -> n b o d", b=batch, o=steps))
+
+    def loss(
+        self,
+        observation: Observation,
+        actions: Float[Array, "b t a"],
+        is_pad: Bool[Array, "b t"],
+        rngs: nnx.Rngs | None = None,
+        *,
+        noise: Float[Array, "b t a"] | None = None,
+        timesteps: Int[Array, " b"] | None = None,
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Training loss as LeRobot 0.6.1 computes it, and its parts: the squared error of what is predicted for a
+        noisy chunk, mean over everything; with `do_mask_loss_for_padding` over the steps that are not padded.
+
+        Args:
+            actions: normalised, `horizon` steps from that of the oldest observation on.
+            rngs: stream ``noise``; training mode. None evaluates: crops in the middle, running statistics, and always
+                the same noise and timesteps.
+            noise, timesteps: in place of those that are drawn.
+        """
+        batch, schedule = actions.shape[0], self.config.schedule
+        crop = None
+        if rngs is None:
+            noise_key, spread = jax.random.key(EVALUATION), (jnp.arange(batch, dtype=jnp.float32) + 0.5) / batch
+            drawn = jnp.floor(spread * schedule.num_train_timesteps).astype(jnp.int32)
+        else:
+            self.train()
+            noise_key, crop = rngs.noise(), rngs.noise()
+            drawn = jax.random.randint(rngs.noise(), (batch,), 0, schedule.num_train_timesteps)
+        timesteps = drawn if timesteps is None else timesteps
+        if noise is None:
+            noise = jax.random.normal(noise_key, actions.shape, jnp.float32)
+        of_steps, of_condition = self.unet.prepare(timesteps, self.condition(observation, crop))
+        films = [step + condition for step, condition in zip(of_steps, of_condition, strict=True)]
+        prediction = self.unet(schedule.add_noise(actions, noise, timesteps).astype(films[0].dtype), films)
+        error = jnp.square(prediction.astype(jnp.float32) - schedule.target(actions, noise, timesteps))
+        if not self.config.do_mask_loss_for_padding:
+            value = error.mean()
+        else:
+            counts = jnp.where(is_pad, 0.0, 1.0)[..., None]
+            value = (error * counts).sum() / jnp.maximum(counts.sum() * actions.shape[2], 1.0)
+        return value, {"mse": value}
 
 
 def condition_width(config: DiffusionConfig) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
+from jaxmodels.policies import Stage
 from jaxmodels.policies.diffusion.config import DiffusionConfig
 from jaxmodels.policies.diffusion.model import DiffusionPolicyModel, UNet
 from jaxmodels.samplers import ddim, ddpm
@@ -17,16 +18,14 @@ from jaxmodels.weights import blueprint
 
 def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; each member's depends on nothing but its own."""
-    model = blueprint(lambda rngs: DiffusionPolicyModel(config, rngs=rngs)).assemble(weights)
-    condition = model.condition(observation)
-    schedule, steps, batch = config.schedule, config.steps, condition.shape[0]
-    of_steps, of_condition = model.unet.prepare(jnp.asarray(schedule.timesteps(steps)), condition)
-    shape = (batch, *config.noise)
-    key = jax.random.key(config.noise_seed)
+    model = assemble(config, weights)
+    of_steps, of_condition = encode(config, model, observation)
+    schedule, steps = config.schedule, config.steps
+    key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
-    noise, step_noise = observation.noise, observation.step_noise
     if noise is None:
-        noise = jnp.broadcast_to(jax.random.normal(first, config.noise, jnp.float32), shape)
+        noise = _make_noise(config, first, of_condition[0].shape[0])
+    shape = noise.shape
     predict = Partial(_predict, model.unet, of_condition)
     options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
     if config.noise_scheduler_type == "DDIM":
@@ -37,6 +36,41 @@ def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Obse
         chunk = ddpm(predict, shape, key, schedule, noise=step_noise, **options)
     start = config.n_obs_steps - 1
     return chunk[:, start : start + config.n_action_steps]
+
+
+def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
+    """The network over serving weights."""
+    return blueprint(lambda rngs: DiffusionPolicyModel(config, rngs=rngs)).assemble(weights)
+
+
+def encode(
+    config: DiffusionConfig, model: DiffusionPolicyModel, observation: Observation
+) -> tuple[list[Float[Array, "n _"]], list[Float[Array, "b _"]]]:
+    """What all steps, and what is seen, add in each block of the U-Net: once per chunk."""
+    timesteps = jnp.asarray(config.schedule.timesteps(config.steps))
+    return model.unet.prepare(timesteps, model.condition(observation))
+
+
+def _encode(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> Any:
+    return encode(config, assemble(config, weights), observation)
+
+
+def _denoise(
+    config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation, given: Any
+) -> Float[Array, "b t a"]:
+    of_steps, of_condition = given
+    x = observation.noise
+    if x is None:
+        x = _make_noise(config, jax.random.key(config.noise_seed), of_condition[0].shape[0])
+    return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
+
+
+def _make_noise(config: DiffusionConfig, key: Array, batch: int) -> Float[Array, "b t a"]:
+    """The policy's own first sample, the same for each member."""
+    return jnp.broadcast_to(jax.random.normal(key, config.noise, jnp.float32), (batch, *config.noise))
+
+
+STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))
 
 
 def _predict(

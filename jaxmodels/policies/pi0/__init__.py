@@ -3,8 +3,8 @@
 Sources: https://arxiv.org/abs/2410.24164; lerobot/policies/pi0 (https://github.com/huggingface/lerobot, 0.6.1).
 """
 
-from jaxmodels.policies import PolicyType
-from jaxmodels.policies.pi0 import memory, serving, weights
+from jaxmodels.policies import PolicyType, TreeReader
+from jaxmodels.policies.pi0 import memory, openpi, serving, weights
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import Pi0Model
 
@@ -20,6 +20,10 @@ POLICY = PolicyType(
     unused=weights.find_unused,
     rename=weights.rename,
     tied=weights.TIED,
+    openpi=TreeReader(openpi.complete_config, openpi.read_weights),
+    accelerator_dtype="bfloat16",
+    stages=serving.list_stages(),
+    parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )
 
 __all__ = ["POLICY", "Pi0Config", "Pi0Model"]

@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies.config import LEROBOT_INDIFFERENT, PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.openpi_configs import OpenpiConfig
+from jaxmodels.policies.pi0.aloha import AlohaJoints
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -145,6 +147,7 @@ class Pi0Config(PolicyConfig):
         sizes: of the networks; of an ``architecture.json`` where the folder has one.
         lerobot: the version of LeRobot whose padding is followed: 0.4 pads images darker than black (-3 of [-1, 1])
             and the state in a prompt with zeros to `max_state_dim`.
+        openpi: openpi's config, of policies that it trained: its resize, prompts and joints are meant.
 
     Raises:
         ConfigError: a value makes no sense; all errors together.
@@ -230,6 +233,7 @@ class Pi0Config(PolicyConfig):
     scheduler_decay_lr: Annotated[float, NOT_NEGATIVE] = 2.5e-6
     sizes: PaliGemmaSizes = field(default_factory=PaliGemmaSizes)
     lerobot: str = "0.6"
+    openpi: OpenpiConfig | None = None
 
     def __post_init__(self) -> None:
         wrong = find_number_errors(self, integers=True) or [
@@ -338,6 +342,23 @@ class Pi0Config(PolicyConfig):
         return TOKENIZER
 
     @property
+    def trained_delay(self) -> int:
+        """Actions of a plan that the policy was trained to begin with; 0 where it is guided to continue one."""
+        return 0
+
+    @property
+    def client_metadata(self) -> Mapping[str, Any]:
+        return {} if self.openpi is None else dict(self.openpi.policy_metadata)
+
+    @property
+    def controls_joints(self) -> bool:
+        return self.openpi is None or self.openpi.controls_joints
+
+    @property
+    def joint_map(self) -> Any:
+        return AlohaJoints if self.openpi is not None and self.openpi.adapt_to_pi else None
+
+    @property
     def noise(self) -> tuple[int, int]:
         """Shape of one member's first sample: its actions are padded."""
         return (self.chunk_size, self.max_action_dim)
@@ -364,6 +385,8 @@ class Pi0Config(PolicyConfig):
     def format_prompt(self, task: str, state: np.ndarray | None = None) -> str:
         """The text that is tokenized: the task on a line of its own."""
         del state
+        if self.openpi is not None:
+            return f"{clean_task(task)}\n"
         return task if task.endswith("\n") else f"{task}\n"
 
     def dump_architecture(self) -> dict[str, Any]:
@@ -372,14 +395,16 @@ class Pi0Config(PolicyConfig):
     def architecture(self) -> "Pi0Config":
         """The config with every indifferent field at its default: equal ones share programs."""
         defaults = {entry.name: entry.default for entry in fields(self) if entry.name.startswith(self.indifferent)}
-        return replace(self, **defaults)
+        openpi = None if self.openpi is None else self.openpi.reading
+        return replace(self, openpi=openpi, **defaults)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Pi0Config":
         """Reads a ``config.json`` that was parsed already.
 
         Args:
-            values: its fields; besides, ``architecture``: the parsed ``architecture.json``, and ``lerobot``: see above.
+            values: its fields; besides, ``architecture``: the parsed ``architecture.json``, and ``lerobot`` and
+                ``openpi``: see above.
 
         Raises:
             ConfigError: unknown fields, or values that make no sense.
@@ -387,6 +412,7 @@ class Pi0Config(PolicyConfig):
         what = f"{cls.type} config"
         read = dict(values)
         architecture, lerobot = read.pop("architecture", None), read.pop("lerobot", cls.lerobot)
+        openpi = read.pop("openpi", None)
         if read.pop("sizes", None) is not None:
             raise ConfigError(f"{what}: unknown fields sizes; they are those of an architecture.json")
         for name in ("relative_exclude_joints", "action_feature_names"):
@@ -397,18 +423,23 @@ class Pi0Config(PolicyConfig):
         if read.get("rtc_config") is not None:
             read["rtc_config"] = _read_flat(what, "rtc_config", read["rtc_config"])
         sizes = PaliGemmaSizes() if architecture is None else PaliGemmaSizes.from_json(architecture)
-        read |= {"sizes": sizes, "lerobot": lerobot}
+        read |= {"sizes": sizes, "lerobot": lerobot, "openpi": openpi}
         return cls(**read_fields(cls, read, what, "this reads the fields of LeRobot 0.6.1"))
 
     def to_json(self) -> dict[str, Any]:
         """The fields as LeRobot writes them, ``type`` first."""
         values = dump_fields(self)
-        del values["sizes"], values["lerobot"]
+        del values["sizes"], values["lerobot"], values["openpi"]
         for name in ("relative_exclude_joints", "action_feature_names", "image_resolution", "optimizer_betas"):
             values[name] = None if values[name] is None else list(values[name])
         if self.rtc_config is not None:
             values["rtc_config"] = dict(self.rtc_config)
         return values
+
+
+def clean_task(task: str) -> str:
+    """An instruction as openpi's prompts have it, on one line."""
+    return task.strip().replace("_", " ").replace("\n", " ")
 
 
 def _read_names(what: str, name: str, value: Any) -> tuple[str, ...]:

@@ -53,6 +53,7 @@ def compute_sizes(
         tokens=seen + suffix,
         activations=arrived + max(looking, reading, writing) + config.num_inference_steps * steps,
         operations=batch * operations,
+        prefix=seen,
     )
 
 

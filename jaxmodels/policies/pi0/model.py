@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxmodels.errors import ObservationError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
-from jaxmodels.layers.images import resize_with_padding
+from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes
@@ -59,6 +59,8 @@ class StepInputs(NamedTuple):
 def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
     """Pixels of [0, 1] to squares of [-1, 1], padded on both sides."""
     frames = frames.astype(jnp.float32)
+    if config.openpi is not None:
+        return 2 * resize_as_pillow(frames, config.image_resolution) - 1
     if frames.shape[1:3] != config.image_resolution:
         padded = resize_with_padding(frames, config.image_resolution, place="center", value=config.image_padding)
         frames = jnp.clip(padded, min(config.image_padding, 0.0), 1.0)
@@ -75,23 +77,36 @@ class PiModel(nnx.Module):
         self.action_in = nnx.Linear(config.max_action_dim, width, rngs=rngs)
         self.action_out = nnx.Linear(width, config.max_action_dim, rngs=rngs)
 
-    def encode(self, observation: Observation) -> PrefixCache:
-        """Images and words to keys and values: once per chunk.
+    def embed_images(self, observation: Observation) -> Float[Array, "n m d"]:
+        """Tokens of the images of all cameras that are there, camera by camera, as one batch.
 
         A camera that is absent is left out: it would be masked, and nobody would see it.
 
         Raises:
             ObservationError: all cameras are absent (when traced).
         """
+        present = [frames for frames in observation.images if frames is not None]
+        if not present:
+            raise ObservationError(f"all {len(observation.images)} cameras are absent; wanted one or more")
+        return self.paligemma.embed_images(
+            jnp.concatenate([fit_into_square(self.config, frames) for frames in present])
+        )
+
+    def encode(self, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:
+        """Images and words to keys and values: once per chunk.
+
+        Args:
+            seen: what `embed_images` gave for the observation; None to ask it.
+
+        Raises:
+            ObservationError: all cameras are absent (when traced).
+        """
+        seen = self.embed_images(observation) if seen is None else seen
         images, masks = observation.images, observation.image_masks
         present = [camera for camera, frames in enumerate(images) if frames is not None]
-        if not present:
-            raise ObservationError(f"all {len(images)} cameras are absent; wanted one or more")
         language = observation.language
         assert language is not None
         batch = language.tokens.shape[0]
-        resized = [fit_into_square(self.config, images[camera]) for camera in present]
-        seen = self.paligemma.embed_images(jnp.concatenate(resized))
         words = self.paligemma.embed_words(language.tokens)
         tokens = jnp.concatenate([*jnp.split(seen, len(present)), words.astype(seen.dtype)], axis=1)
         each = seen.shape[1]
@@ -150,7 +165,7 @@ class Pi0Model(PiModel):
         actions = apply_linear(self.action_in, x)
         hidden = actions @ read_linear(self.time_in)[0][: actions.shape[-1]] + step.hidden
         actions = apply_linear(self.time_out, jax.nn.silu(hidden))
-        tokens = jnp.concatenate((state, actions), axis=1).astype(self.action_in.kernel.dtype)
+        tokens = jnp.concatenate((state, actions), axis=1)
         # The state sees no action, and the actions see each other.
         starts = np.arange(1 + x.shape[1]) < 2
         out = self.expert(tokens, prefix, starts)

@@ -1,40 +1,37 @@
-"""Checkpoints of openpi's own: pi0 and pi0.5 as Orbax trees, and their statistics.
+"""Trees of openpi's own checkpoints of pi0 and pi0.5, onto the same networks as LeRobot's files.
 
-A folder has ``params``, a tree whose layers lie on one axis, and ``assets/ID/norm_stats.json``. What the tree does not
-say, openpi has in its code: three cameras, and how many actions a chunk has.
+A tree has its layers on one axis, and heads on axes of their own. Low-rank updates (LoRA) are added to what they
+update.
+What robot a checkpoint is of: jaxmodels/policies/openpi_configs.py.
 
-Sources: openpi/models/{gemma,siglip,pi0,model}.py, openpi/shared/normalize.py, openpi/transforms.py
-(https://github.com/Physical-Intelligence/openpi).
+Sources: openpi/models/{gemma,siglip,pi0,lora,model}.py (https://github.com/Physical-Intelligence/openpi).
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmodels.checkpoints import orbax
-from jaxmodels.checkpoints.files import read_json
+from jaxmodels.checkpoints.folder import ALIGNMENT, empty_aligned
 from jaxmodels.checkpoints.tensor_layouts import Shape
-from jaxmodels.errors import CheckpointError
-from jaxmodels.normalization import Normalization, Normalizer
+from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.policies import get_policy_type
-from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
-from jaxmodels.types import ACTION, IMAGES, STATE
-from jaxmodels.weights import blueprint, check_fit, not_finite
+from jaxmodels.policies.pi0.config import GemmaSizes, PaliGemmaSizes, Pi0Config, SiglipSizes
+from jaxmodels.weights import blueprint, check_fit
 
-PARAMS, ASSETS, STATISTICS = "params", "assets", "norm_stats.json"
-CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-PROMPTS = {"pi0": 48, "pi05": 200}  # tokens
-EPSILON = np.float32(1e-6)  # openpi adds it to every spread and range, in both directions
 VALUE = "/value"  # how names end that openpi's own training saved
+_ROOT = "params/"
 _LANGUAGE, _VISION = "PaliGemma/llm", "PaliGemma/img"
 _LAYERS, _BLOCKS = f"{_LANGUAGE}/layers", f"{_VISION}/Transformer/encoderblock"
 _ATTENTION = f"{_BLOCKS}/MultiHeadDotProductAttention_0"
 _UNUSED = f"{_LANGUAGE}/final_norm/scale"
+# openpi's variants gemma_2b_lora and gemma_300m_lora have alpha = rank, so that their updates count once.
+LORA_RANKS = {"": 16, "_1": 32}
+_LORA = ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
@@ -44,58 +41,149 @@ class Source:
     Attributes:
         theirs: the path of the array there.
         index: where in it ours lies.
-        has_heads_first: whether its axis of heads comes before that of its inputs, behind which ours has it.
+        has_heads_first: whether its axis of heads comes before that of its inputs.
+        is_transposed: whether ours is (out, in); theirs is (in, out), once its heads are behind its inputs.
     """
 
     theirs: str
     index: tuple[int, ...] = ()
     has_heads_first: bool = False
+    is_transposed: bool = False
 
     def take(self, array: np.ndarray, shape: Shape) -> np.ndarray:
         """Our array out of theirs, float32."""
         part = array[self.index]
         if self.has_heads_first:
             part = part.transpose(1, 0, 2)
-        return np.ascontiguousarray(part.reshape(shape), np.float32)
+        part = part.reshape(shape[::-1]).T if self.is_transposed else part.reshape(shape)
+        if part.dtype == np.float32 and part.flags.c_contiguous and part.ctypes.data % ALIGNMENT == 0:
+            return part
+        ours = empty_aligned(4 * part.size).view(np.float32).reshape(shape)
+        ours[...] = part
+        return ours
 
 
-def read_openpi(
-    folder: Path, *, chunk_size: int = 50, asset: str | None = None
-) -> tuple[Pi0Config, dict[str, np.ndarray], Normalization]:
-    """Read a checkpoint of openpi: its config, our weights and its normalization.
-
-    Args:
-        chunk_size: actions of a chunk, openpi's ``action_horizon``, which its files do not say.
-        asset: the statistics' name, where the folder has those of several robots.
+def complete_config(tree: Path, config: Pi0Config) -> Pi0Config:
+    """The config with the sizes that a tree has, once all that both say is the same.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, or an array is not what pi0 or pi0.5 have (all listed).
-        ConfigError: sizes make no sense.
+        CheckpointError: an array is not what pi0 or pi0.5 have, or the tree is of another config (all that differs).
     """
-    stored = orbax.float_shapes(folder / PARAMS)
-    names = {_simplify(name): name for name in stored}
-    shapes = {name: tuple(stored[theirs].shape) for name, theirs in names.items()}
+    shapes = {name: tuple(shape.shape) for name, shape in _list_arrays(tree).items()}
     kind = "pi05" if "time_mlp_in/kernel" in shapes else "pi0"
-    statistics = _read_statistics(folder, asset)
-    config = get_policy_type(kind).config(_derive_config(folder.name, kind, shapes, statistics, chunk_size))
-    ours = {
-        name: tuple(shape.shape)
-        for name, shape in blueprint(lambda rngs: get_policy_type(kind).model(config, rngs=rngs)).shapes.items()
-    }
-    sources = {name: find_source(name, kind) for name in ours}
-    check_fit(shapes, _list_shapes(config, ours, sources), where=f"{folder.name}/{PARAMS}")
+    sizes, side, width = _derive_sizes(tree.name, shapes)
+    found = {"model": kind, "action_dim": width, "image_size": side}
+    wanted = {"model": config.type, "action_dim": config.max_action_dim, "image_size": config.image_resolution[0]}
+    wrong = [f"{name} {found[name]}, wanted {wanted[name]}" for name in found if found[name] != wanted[name]]
+    if config.sizes not in (PaliGemmaSizes(), sizes):
+        wrong.append(f"sizes {sizes.to_json()}, wanted those of architecture.json: {config.sizes.to_json()}")
+    if wrong:
+        raise CheckpointError(f"{tree.name}: is not of the config that robojax.json says: found {'; '.join(wrong)}")
+    return replace(config, sizes=sizes)
 
-    # Onto the host: the device may have no room for all of it in float32.
-    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) for name, x in stored.items()}
-    arrays = orbax.restore(folder / PARAMS, target, is_nested=True)
+
+def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
+    """Our weights out of a tree, float32.
+
+    Raises:
+        CheckpointError: files are unreadable.
+        WeightsMismatch: an array is missing, left over or of another shape (all listed).
+    """
+    stored = _list_arrays(tree)
+    plan = blueprint(lambda rngs: get_policy_type(config.type).model(config, rngs=rngs))
+    ours = {name: tuple(shape.shape) for name, shape in plan.shapes.items()}
+    sources = {name: find_source(name, config.type) for name in ours}
+    expected, updates = _list_shapes(config, ours, sources), _find_updates(stored)
+    check_fit({name: shape.shape for name, shape in stored.items() if name not in updates}, expected, where=tree.name)
+    kept = _read_updates(tree, config, stored, updates, expected)
+    by_array: dict[str, dict[str, Source]] = {}
+    for name, source in sources.items():
+        by_array.setdefault(source.theirs, {})[name] = source
     weights: dict[str, np.ndarray] = {}
-    for theirs in dict.fromkeys(source.theirs for source in sources.values()):
-        array = np.asarray(arrays.pop(names[theirs]))  # popped: their arrays go as ours come
-        weights |= {name: source.take(array, ours[name]) for name, source in sources.items() if source.theirs == theirs}
-    if wrong := not_finite(weights):
-        raise CheckpointError(f"{folder.name}: weights hold a NaN or an infinity: {', '.join(sorted(wrong))}")
-    return config, {name: weights[name] for name in ours}, _make_normalization(config, statistics)
+    for theirs, array in _restore(tree, {name: stored[name] for name in by_array}):
+        if theirs in kept:
+            array = np.asarray(array, np.float32) + kept.pop(theirs)
+        weights |= {name: source.take(array, ours[name]) for name, source in by_array[theirs].items()}
+        del array  # before the next one is read
+    return {name: weights[name] for name in ours}
+
+
+def _list_arrays(tree: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the arrays of a tree, by names without what openpi's training adds to them."""
+    return {name.removeprefix(_ROOT).removesuffix(VALUE): shape for name, shape in orbax.float_shapes(tree).items()}
+
+
+def _restore(tree: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, np.ndarray]]:
+    names = {name.removeprefix(_ROOT).removesuffix(VALUE): name for name in orbax.float_shapes(tree)}
+    plain = {theirs: name for name, theirs in names.items()}
+    for batch in orbax.restore_parts(tree, {names[name]: shape for name, shape in wanted.items()}):
+        for theirs in list(batch):
+            yield plain[theirs], batch.pop(theirs)
+
+
+def _find_updates(stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[str, str]]:
+    """Arrays of low-rank updates: their names to what they update, and which of the two factors they are."""
+    updates = {}
+    for name in stored:
+        for factor in _LORA:
+            if name.startswith(f"{_LAYERS}/attn/") and name.endswith(f"/{factor}"):
+                updates[name] = (f"{name.removesuffix(factor)}w", factor)
+            elif name.startswith(f"{_LAYERS}/mlp") and name.endswith(f"_{factor}"):
+                updates[name] = (name.removesuffix(f"_{factor}"), factor)
+    return updates
+
+
+def _read_updates(
+    tree: Path,
+    config: Pi0Config,
+    stored: Mapping[str, jax.ShapeDtypeStruct],
+    updates: Mapping[str, tuple[str, str]],
+    expected: Mapping[str, Shape],
+) -> dict[str, np.ndarray]:
+    """What is added to the arrays that have low-rank updates, by their names."""
+    factors: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in _restore(tree, {name: stored[name] for name in updates}) if updates else ():
+        base, factor = updates[name]
+        factors.setdefault(base, {})[factor] = np.asarray(array, np.float32)
+    added: dict[str, np.ndarray] = {}
+    for base, pair in factors.items():
+        shape = expected.get(base)
+        down, up = pair.get("lora_a"), pair.get("lora_b")
+        if shape is None or down is None or up is None or down.shape[:-1] != shape[:-1]:
+            raise WeightsMismatch(f"{tree.name}: {base} has no low-rank update that fits; found {sorted(pair)}")
+        if up.shape != (*shape[:-2], down.shape[-1], shape[-1]):
+            raise WeightsMismatch(
+                f"{tree.name}: factors of {base} are {list(down.shape)} and {list(up.shape)}; wanted "
+                f"{[*shape[:-2], down.shape[-1], shape[-1]]} for the second"
+            )
+        added[base] = merge_update(base, down, up, _find_scale(tree.name, config, base, down.shape[-1]))
+    return added
+
+
+def _find_scale(where: str, config: Pi0Config, base: str, rank: int) -> float:
+    """What an update is multiplied with: openpi's feed-forward layers have no scale, and files say no ``alpha``."""
+    if base.startswith(f"{_LAYERS}/mlp"):
+        return 1.0
+    assert config.openpi is not None
+    if config.openpi.lora_scale is not None:
+        return config.openpi.lora_scale
+    if rank != LORA_RANKS["_1" if base.endswith("_1/w") else ""]:
+        raise CheckpointError(
+            f"{where}: the low-rank update of {base} is of rank {rank}, which is none of openpi's variants, and files "
+            'do not say its alpha; write "lora_scale": alpha / rank into the object of openpi in robojax.json'
+        )
+    return 1.0
+
+
+def merge_update(base: str, down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
+    """What a low-rank update adds to a weight: the product of its factors, over the last two axes.
+
+    Of what attention gives out, both factors are summed over the heads before they meet (openpi's einsum: its first
+    one gives ``BTL``), so each head's part of the weight gets the sum of all second factors.
+    """
+    if "/attn_vec_einsum" in base:
+        up = up.sum(axis=-3, keepdims=True)
+    return np.matmul(down, up) * np.float32(scale)
 
 
 def find_source(name: str, kind: str) -> Source:
@@ -126,18 +214,19 @@ def _find_in_gemma(inside: str, expert: str) -> Source:
         return Source(f"{_LANGUAGE}/final_norm{expert}/{_name_norm(rest)}")
     number, part, leaf = rest.split(".", 2)
     layer = int(number)
-    match part, leaf.removesuffix(".kernel"):
+    match part, leaf.removesuffix(".weight"):
         case "attention", "query":
-            return Source(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True)
+            return Source(f"{_LAYERS}/attn/q_einsum{expert}/w", (layer,), has_heads_first=True, is_transposed=True)
         case "attention", "key" | "value" as which:
             index = (layer, ("key", "value").index(which))
-            return Source(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True)
+            return Source(f"{_LAYERS}/attn/kv_einsum{expert}/w", index, has_heads_first=True, is_transposed=True)
         case "attention", _:
-            return Source(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,))
+            return Source(f"{_LAYERS}/attn/attn_vec_einsum{expert}/w", (layer,), is_transposed=True)
         case "feed_forward", "down":
-            return Source(f"{_LAYERS}/mlp{expert}/linear", (layer,))
+            return Source(f"{_LAYERS}/mlp{expert}/linear", (layer,), is_transposed=True)
         case "feed_forward", which:
-            return Source(f"{_LAYERS}/mlp{expert}/gating_einsum", (layer, ("gate", "up").index(which)))
+            index = (layer, ("gate", "up").index(which))
+            return Source(f"{_LAYERS}/mlp{expert}/gating_einsum", index, is_transposed=True)
     norm = "pre_attention_norm" if part == "attention_norm" else "pre_ffw_norm"
     return Source(f"{_LAYERS}/{norm}{expert}/{_name_norm(leaf)}", (layer,))
 
@@ -165,14 +254,8 @@ def _find_in_vision(inside: str) -> Source:
     return Source(f"{_BLOCKS}/MlpBlock_0/Dense_{0 if which == 'up' else 1}/{leaf}", (int(number),))
 
 
-def _simplify(name: str) -> str:
-    return name.removeprefix(f"{PARAMS}/").removesuffix(VALUE)
-
-
-def _derive_config(
-    where: str, kind: str, shapes: Mapping[str, Shape], statistics: Mapping[str, Any], chunk_size: int
-) -> dict[str, Any]:
-    """Fields of a ``config.json``, and an ``architecture.json``, out of the shapes of a tree."""
+def _derive_sizes(where: str, shapes: Mapping[str, Shape]) -> tuple[PaliGemmaSizes, int, int]:
+    """Sizes of the networks, pixels of an image's side, and how wide actions are, out of the shapes of a tree."""
 
     def size(name: str, axes: int) -> Shape:
         if len(shapes.get(name, ())) != axes:
@@ -180,46 +263,22 @@ def _derive_config(
             raise CheckpointError(f"{where}: {name} {found}; wanted an array of {axes} axes, as pi0 and pi0.5 have")
         return shapes[name]
 
-    def gemma(expert: str) -> dict[str, int]:
+    def gemma(expert: str) -> GemmaSizes:
         depth, heads, width, head = size(f"{_LAYERS}/attn/q_einsum{expert}/w", 4)
-        kv_heads, hidden = (
-            size(f"{_LAYERS}/attn/kv_einsum{expert}/w", 5)[2],
-            size(f"{_LAYERS}/mlp{expert}/linear", 3)[1],
-        )
-        return vars(GemmaSizes(width, depth, hidden, heads, kv_heads, head))
+        kv_heads = size(f"{_LAYERS}/attn/kv_einsum{expert}/w", 5)[2]
+        return GemmaSizes(width, depth, size(f"{_LAYERS}/mlp{expert}/linear", 3)[1], heads, kv_heads, head)
 
     patch, _, _, width = size(f"{_VISION}/embedding/kernel", 4)
     layers, _, heads, _ = size(f"{_ATTENTION}/query/kernel", 4)
+    hidden = size(f"{_BLOCKS}/MlpBlock_0/Dense_0/kernel", 3)[2]
+    sizes = PaliGemmaSizes(
+        gemma_2b=gemma(""),
+        gemma_300m=gemma("_1"),
+        vocab_size=size(f"{_LANGUAGE}/embedder/input_embedding", 2)[0],
+        vision=SiglipSizes(width, hidden, layers, heads, patch),
+    )
     side = patch * math.isqrt(size(f"{_VISION}/pos_embedding", 3)[1])
-    actions = size("action_in_proj/kernel", 2)[0]
-    mode = "QUANTILES" if kind == "pi05" else "MEAN_STD"
-    return {
-        "type": kind,
-        "input_features": {
-            **{f"{IMAGES}{camera}": {"type": "VISUAL", "shape": [3, side, side]} for camera in CAMERAS},
-            STATE: {"type": "STATE", "shape": [len(statistics["state"]["mean"])]},
-        },
-        "output_features": {ACTION: {"type": "ACTION", "shape": [len(statistics["actions"]["mean"])]}},
-        "chunk_size": chunk_size,
-        "n_action_steps": chunk_size,
-        "max_state_dim": actions,
-        "max_action_dim": actions,
-        "image_resolution": [side, side],
-        "tokenizer_max_length": PROMPTS[kind],
-        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
-        "architecture": {
-            "gemma_2b": gemma(""),
-            "gemma_300m": gemma("_1"),
-            "vocab_size": size(f"{_LANGUAGE}/embedder/input_embedding", 2)[0],
-            "vision": {
-                "hidden_size": width,
-                "intermediate_size": size(f"{_BLOCKS}/MlpBlock_0/Dense_0/kernel", 3)[2],
-                "num_hidden_layers": layers,
-                "num_attention_heads": heads,
-                "patch_size": patch,
-            },
-        },
-    }
+    return sizes, side, size("action_in_proj/kernel", 2)[0]
 
 
 def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[str, Source]) -> dict[str, Shape]:
@@ -228,7 +287,7 @@ def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[
     head = vision.hidden_size // vision.num_attention_heads
     shapes: dict[str, Shape] = {_UNUSED: (config.vlm.width,)}
     for name, source in sources.items():
-        shape, theirs = ours[name], source.theirs
+        shape, theirs = ours[name][::-1] if source.is_transposed else ours[name], source.theirs
         sizes = config.expert if name.startswith("expert.") else config.vlm
         if theirs.startswith(_ATTENTION):
             heads = (vision.num_attention_heads, head)
@@ -247,40 +306,3 @@ def _list_shapes(config: Pi0Config, ours: Mapping[str, Shape], sources: Mapping[
         layers = vision.num_hidden_layers if theirs.startswith(_BLOCKS) else sizes.depth
         shapes[theirs] = (*((layers, 2)[: len(source.index)]), *shape)
     return shapes
-
-
-def _read_statistics(folder: Path, asset: str | None) -> dict[str, dict[str, np.ndarray]]:
-    """Statistics of ``state`` and ``actions``."""
-    found = sorted(path.parent.relative_to(folder / ASSETS).as_posix() for path in (folder / ASSETS).rglob(STATISTICS))
-    if asset is None and len(found) == 1:
-        asset = found[0]
-    if asset not in found:
-        wanted = f"asset {asset!r}" if asset else "one asset, or the name of one"
-        raise CheckpointError(
-            f"{folder.name}: {ASSETS} has {STATISTICS} of {', '.join(found)[:400] or 'nothing'}; wanted {wanted}"
-        )
-    where = f"{ASSETS}/{asset}/{STATISTICS}"
-    values = read_json(folder / ASSETS / asset / STATISTICS).get("norm_stats")
-    statistics: dict[str, dict[str, np.ndarray]] = {}
-    for name in ("state", "actions"):
-        entry = values.get(name) if isinstance(values, Mapping) else None
-        if not isinstance(entry, Mapping) or not {"mean", "std"} <= set(entry):
-            raise CheckpointError(f"{where}: has no mean and std of {name!r}")
-        try:
-            arrays = {key: np.asarray(array, np.float32) for key, array in entry.items() if array is not None}
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{where}: {name} holds something else than lists of numbers") from error
-        if len({array.shape for array in arrays.values()}) != 1 or arrays["mean"].ndim != 1:
-            raise CheckpointError(f"{where}: statistics of {name} have several lengths; wanted one")
-        statistics[name] = arrays
-    return statistics
-
-
-def _make_normalization(config: Pi0Config, statistics: Mapping[str, Mapping[str, np.ndarray]]) -> Normalization:
-    """The statistics as LeRobot's steps take them; spreads and ranges are wider by openpi's epsilon."""
-    wider = {
-        feature: {key: array + EPSILON if key in ("std", "q99") else array for key, array in arrays.items()}
-        for feature, arrays in ((STATE, statistics["state"]), (ACTION, statistics["actions"]))
-    }
-    normalizer = Normalizer((*config.input_features, *config.output_features), config.normalization_mapping, wider)
-    return Normalization(normalizer, normalizer)

@@ -5,8 +5,8 @@ Sources: https://arxiv.org/abs/2504.16054; lerobot/policies/pi05 (https://github
 
 from functools import partial
 
-from jaxmodels.policies import PolicyType
-from jaxmodels.policies.pi0 import memory, serving, weights
+from jaxmodels.policies import PolicyType, TreeReader
+from jaxmodels.policies.pi0 import memory, openpi, serving, weights
 from jaxmodels.policies.pi05.config import Pi05Config
 from jaxmodels.policies.pi05.model import Pi05Model
 
@@ -22,6 +22,10 @@ POLICY = PolicyType(
     unused=weights.find_unused,
     rename=weights.rename,
     tied=weights.TIED,
+    openpi=TreeReader(openpi.complete_config, openpi.read_weights),
+    accelerator_dtype="bfloat16",
+    stages=serving.list_stages(Pi05Model),
+    parts={"paligemma.vision.": "vision", "paligemma.projector.": "vision", "paligemma.": "language", "": "expert"},
 )
 
 __all__ = ["POLICY", "Pi05Config", "Pi05Model"]

@@ -26,7 +26,7 @@ class Pi05Model(PiModel):
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
         hidden = jax.nn.silu(apply_linear(self.time_in, self.embed_times(times)))
         condition = jax.nn.silu(apply_linear(self.time_out, hidden))
-        return StepInputs(None, self.expert.modulate(condition.astype(self.action_in.kernel.dtype)))
+        return StepInputs(None, self.expert.modulate(condition.astype(self.expert.norm.dense.kernel.dtype)))
 
     def embed_state(self, state: Float[Array, "b s"]) -> None:
         del state
@@ -36,6 +36,6 @@ class Pi05Model(PiModel):
     ) -> Float[Array, "b t a"]:
         del state
         assert step.modulations is not None
-        actions = apply_linear(self.action_in, x).astype(self.action_in.kernel.dtype)
+        actions = apply_linear(self.action_in, x)
         starts = np.arange(x.shape[1]) < 1
         return apply_linear(self.action_out, self.expert(actions, prefix, starts, step.modulations))

@@ -19,6 +19,9 @@ POLICY = PolicyType(
     takes_prefix=True,
     unused=weights.find_unused,
     tied=weights.TIED,
+    accelerator_dtype="bfloat16",
+    stages=serving.STAGES,
+    parts={"vlm.vision.": "vision", "vlm.connector.": "vision", "vlm.": "language", "": "expert"},
 )
 
 __all__ = ["POLICY", "SmolVlaConfig", "SmolVlaModel"]

@@ -51,4 +51,5 @@ def compute_sizes(
         tokens=tokens,
         activations=batch * count_resize_numbers(present, looks) + kept + max(images, seen, acting),
         operations=batch * operations,
+        prefix=tokens,
     )

@@ -1,5 +1,6 @@
 """SmolVLA's network: images, words and state as keys and values, and an action expert that looks at them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,15 +58,19 @@ class SmolVlaModel(nnx.Module):
         """Of the weights, and so of the arithmetic where it is not float32 anyway."""
         return self.action_in.kernel.dtype
 
-    def encode(self, observation: Observation) -> Encoded:
+    def encode(self, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
         """What is seen and said, once per chunk.
+
+        Args:
+            images: what `embed_images` gave for the observation; None to ask it.
 
         Raises:
             InputError: the observation has no language, no image, or images that make no square of tokens.
         """
         if observation.language is None:
             raise InputError("the observation has no language; SmolVLA wants the tokens of an instruction")
-        parts = [*self._embed_images(observation), self._embed_words(observation.language)]
+        seen = self.embed_images(observation) if images is None else images
+        parts = [*seen, self._embed_words(observation.language)]
         state = observation.state.astype(self.dtype)
         padded = jnp.pad(state, ((0, 0), (0, self.config.max_state_dim - state.shape[1])))
         one = jnp.ones((state.shape[0], 1), bool)
@@ -74,16 +79,16 @@ class SmolVlaModel(nnx.Module):
         # Only the state is behind the rest: images and words do not see it.
         starts = np.arange(tokens.is_valid.shape[1]) == tokens.is_valid.shape[1] - 1
         cache = self.vlm.compute_cache(tokens, starts)
-        seen = []
+        context = []
         for layer, step in zip(self.layers, self.config.expert_steps, strict=True):
             own = cache[step.vlm_layer]
-            seen.append(layer.attention.project_again(own) if step.is_cross else own)
-        return Encoded(tuple(seen), tokens.is_valid)
+            context.append(layer.attention.project_again(own) if step.is_cross else own)
+        return Encoded(tuple(context), tokens.is_valid)
 
     def _embed_words(self, language: Language) -> Tokens:
         return Tokens(self.vlm.embed_words(language.tokens) * self.config.vlm.text.width**0.5, language.mask)
 
-    def _embed_images(self, observation: Observation) -> list[Tokens]:
+    def embed_images(self, observation: Observation) -> list[Tokens]:
         """Tokens of each camera that is there, in the config's order.
 
         Cameras that are not there are not looked at: nobody would see their tokens. Special tokens count for as many

@@ -1,6 +1,6 @@
 """SmolVLA for serving: what is seen and said once per chunk, then a velocity for each step of the flow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,39 +9,51 @@ import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
+from jaxmodels.policies import Stage
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import Encoded, SmolVlaModel
 from jaxmodels.samplers import begin_with, continuing, flow_euler
 from jaxmodels.types import Observation
+from jaxmodels.vlm.smolvlm import Tokens
 from jaxmodels.weights import blueprint
 
 
 def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
     """A normalised chunk for a normalised observation; members of a batch do not depend on each other."""
-    model = blueprint(lambda rngs: SmolVlaModel(config, rngs=rngs)).assemble(weights)
+    model = assemble(config, weights)
     encoded = encode(model, observation)
     schedule, steps, action = config.schedule, config.num_steps, config.action.shape[0]
-    key, noise = jax.random.key(config.noise_seed), observation.noise
-    shape = (encoded.is_valid.shape[0], *config.noise)
-    if noise is None:
-        noise = jnp.broadcast_to(jax.random.normal(key, config.noise, jnp.float32), shape)
+    key, noise = jax.random.key(config.noise_seed), make_noise(config, observation)
     predict, plan = Partial(denoise, model, encoded), observation.prefix
     if plan is not None:
         actions = plan.actions
         inside = plan._replace(actions=write_aloha_actions(actions) if config.adapt_to_pi_aloha else actions)
         predict = continuing(predict, inside, schedule, bound=config.prefix_bound)
     extras = model.prepare_steps(schedule.euler_rows(steps).sigma)
-    chunk = flow_euler(predict, shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
+    chunk = flow_euler(predict, noise.shape, key, schedule, steps=steps, extras=extras, start=noise)[..., :action]
     if config.adapt_to_pi_aloha:
         chunk = read_aloha_actions(chunk)
     return chunk if plan is None else begin_with(plan, chunk)
 
 
-def encode(model: SmolVlaModel, observation: Observation) -> Encoded:
+def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
+    """The network over serving weights."""
+    return blueprint(lambda rngs: SmolVlaModel(config, rngs=rngs)).assemble(weights)
+
+
+def make_noise(config: SmolVlaConfig, observation: Observation) -> Float[Array, "b t a"]:
+    """What a chunk is made of: what is given, or the policy's own, the same for each member."""
+    if observation.noise is not None:
+        return observation.noise
+    own = jax.random.normal(jax.random.key(config.noise_seed), config.noise, jnp.float32)
+    return jnp.broadcast_to(own, (observation.state.shape[0], *config.noise))
+
+
+def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
     """What the action expert looks at: once per chunk."""
     if model.config.adapt_to_pi_aloha:
         observation = observation._replace(state=read_aloha_state(observation.state))
-    return model.encode(observation)
+    return model.encode(observation, images)
 
 
 def denoise(
@@ -50,6 +62,31 @@ def denoise(
     """The velocity of a noisy chunk at one step."""
     del t  # is in step
     return model.denoise(encoded, x, step)
+
+
+def _look(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: None) -> list[Tokens]:
+    return assemble(config, weights).embed_images(observation)
+
+
+def _read(
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Sequence[Tokens]
+) -> Encoded:
+    return encode(assemble(config, weights), observation, given)
+
+
+def _denoise(
+    config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation, given: Encoded
+) -> Float[Array, "b t a"]:
+    model = assemble(config, weights)
+    step = model.prepare_steps(config.schedule.euler_rows(config.num_steps).sigma[:1])[0]
+    return denoise(model, given, make_noise(config, observation), None, step)
+
+
+STAGES = (
+    Stage("vision", _look),
+    Stage("prefix", _read),
+    Stage("denoise", _denoise, count=lambda config: config.num_steps),
+)
 
 
 # ALOHA's joints, as LeRobot's policy sees them (`adapt_to_pi_aloha`): some are turned round, and grippers are angles

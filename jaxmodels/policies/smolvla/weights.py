@@ -29,7 +29,7 @@ _LINEARS = {
 def tensors(names: Iterable[str]) -> tuple[Tensor, ...]:
     """The table for the weights of one config, given our names of them."""
     names = tuple(names)
-    last = sum(name.startswith("vlm.layers.") and name.endswith("attention.key.kernel") for name in names)
+    last = sum(name.startswith("vlm.layers.") and name.endswith("attention.key.weight") for name in names)
     return tuple(_tensor(name, last) for name in names)
 
 

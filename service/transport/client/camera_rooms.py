@@ -314,7 +314,7 @@ class CameraSender:
         return {
             "peers": {consumer: peer.state for consumer, (peer, _) in self._peers.items()},
             "sent": {consumer: track.sent for consumer, (_, track) in self._peers.items()},
-            "shown": self.camera.shown,
+            "shown": self.camera.show_count,
             "offers": self._offers,
             "signals_dropped": self._dropped,
             "last_error": self._last_error,

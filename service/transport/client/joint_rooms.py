@@ -68,7 +68,7 @@ class JointOutputListener(SessionRoomListener):
             super().on_message(message, seen_at)
 
     async def on_presence(self, presence: Presence) -> None:
-        """Announce a latched stop to whoever is new in the room."""
+        """Announce a latched stop to a new participant of the room."""
         if presence.consumers - self._known_consumers:
             self._is_stop_sent = self._latch is None
         self._known_consumers = presence.consumers
@@ -125,7 +125,7 @@ class JointInputListener(SessionRoomListener):
 
     async def on_presence(self, presence: Presence) -> None:
         """When a robot is new in the room, fetch its joints: the server forwards changes only, so one that stands
-        where the room's state already is would never be heard of. Nobody tells of one that leaves, either."""
+        where the room's state already is would never arrive. Its leaving is not announced, either."""
         if self._producer not in (None, presence.producer):
             self._producer = None
             self._received_names.clear()

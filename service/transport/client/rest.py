@@ -17,8 +17,8 @@ from service.transport.protocol import MAX_VALUES, is_finite
 MAX_RESPONSE_BYTES = 1 << 20
 
 
-def _keep_text(found: Any) -> Any:
-    return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else found
+def _keep_text(content: Any) -> Any:
+    return [entry for entry in content if isinstance(entry, str)] if isinstance(content, list) else content
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ class RoomsApi:
                 f"{self.address.base} is probably a web page, its API is often under /api"
             ) from error
         if not isinstance(answer, expected_type):
-            wanted = "an object" if expected_type is dict else "an array"
-            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where {wanted} was wanted")
+            expected = "an object" if expected_type is dict else "an array"
+            raise TransportError(f"{what}: answered a JSON {type(answer).__name__} where {expected} was wanted")
         return answer
 
 

@@ -213,7 +213,7 @@ class Robot:
         return {"rooms": joints | cameras, "commands": self.commands, "refused": self.refused, "latch": self.latch}
 
     def unlatch(self) -> None:
-        """Obey commands again after an emergency stop: for whoever is at the robot, and has seen that it is safe."""
+        """Obey commands again after an emergency stop: for a person at the robot who has seen that it is safe."""
         if self.latch is not None:
             log.warning("the emergency stop is reset; commands are obeyed again (%d were refused)", self.refused)
         self.latch = None
@@ -298,22 +298,22 @@ class Robot:
 
     async def _poll_latch_to_end(self) -> None:
         """Poll the latch, and let a request under way be answered when the robot leaves meanwhile."""
-        looking = asyncio.create_task(self._poll_latch())
+        poll = asyncio.create_task(self._poll_latch())
         try:
-            await asyncio.shield(looking)
+            await asyncio.shield(poll)
         finally:
-            await asyncio.wait({looking}, timeout=self._leave_timeout)
-            looking.cancel()
+            await asyncio.wait({poll}, timeout=self._leave_timeout)
+            poll.cancel()
 
     async def _poll_latch(self) -> None:
-        """Follow the session's server where it says something; else everything stays as it is."""
+        """Take over the latch that the session's server reports; without an answer everything stays as it is."""
         before = self.latch
-        found = await self._session_latch.fetch()
-        if found is None or self.latch != before:
+        state = await self._session_latch.fetch()
+        if state is None or self.latch != before:
             return
-        if found.reason is not None:
+        if state.reason is not None:
             if self.latch is None:
-                self._on_stop(StopMessage(found.reason, self._session_latch.session_id))
+                self._on_stop(StopMessage(state.reason, self._session_latch.session_id))
             self._is_confirmed = True
         elif self.latch is not None and self._is_confirmed:
             self.unlatch()
@@ -354,13 +354,13 @@ class SessionLatch:
             return None
         with contextlib.suppress(TransportError):
             try:
-                found = await self._api.request_json("GET", self.url)
+                status = await self._api.request_json("GET", self.url)
             except RedirectRefused:
                 # It is on another server that shares the database, which this one lists; no key goes elsewhere.
                 listed = await self._api.request_json("GET", self._list, expected_type=list)
                 mine = (one for one in listed if isinstance(one, dict) and one.get("session_id") == self.session_id)
-                found = next(mine, {})
-            stats = found.get("stats")
+                status = next(mine, {})
+            stats = status.get("stats")
             if isinstance(stats, dict) and "emergency_stop" in stats:
                 reason = stats["emergency_stop"]
                 return LatchState(None if reason is None else str(reason))
@@ -393,9 +393,9 @@ class JointRoomListener:
 
     def send_stop(self, reason: str) -> bool:
         """Send an emergency stop, now or at the next join."""
-        taken = self.connection is not None and self.connection.send(StopMessage(reason=reason))
-        self._pending_stop = None if taken else reason
-        return taken
+        is_sent = self.connection is not None and self.connection.send(StopMessage(reason=reason))
+        self._pending_stop = None if is_sent else reason
+        return is_sent
 
     def on_joined(self, participant_id: str) -> None:
         """Send the stop that is still to be sent."""

@@ -112,11 +112,11 @@ def _parse(content: bytes) -> Mapping[str, str]:
     except UnicodeDecodeError:
         raise FileUnusable("is no text; wanted lines of URL and key") from None
     for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        parts = line.split()
+        if not parts or parts[0].startswith("#"):
             continue
         try:
-            url, key = words
+            url, key = parts
             auth_headers(key)
             keys[_origin(urlsplit(Address.parse(url).base))] = key
         except (ValueError, InvalidRequest):

@@ -243,18 +243,18 @@ class RoomsLink:
         """Leave every room and remove those that this link created; the log names what cannot be removed."""
         await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         # Those that were given to another server meanwhile are not ours any more.
-        made = [
+        created = [
             (room, kind)
             for room, kind in self._rooms_to_remove.items()
             if self._created_rooms is None or room in self._created_rooms
         ]
         try:
             async with asyncio.timeout(self._timeouts.leave):
-                asked = (self._api.delete_room(kind, self.rooms.workspace_id, room) for room, kind in made)
-                gone = await asyncio.gather(*asked, return_exceptions=True)
+                deletions = (self._api.delete_room(kind, self.rooms.workspace_id, room) for room, kind in created)
+                gone = await asyncio.gather(*deletions, return_exceptions=True)
         except TimeoutError:
-            gone = [TransportError("no answer in time")] * len(made)
-        for (room, _), outcome in zip(made, gone, strict=True):
+            gone = [TransportError("no answer in time")] * len(created)
+        for (room, _), outcome in zip(created, gone, strict=True):
             if isinstance(outcome, BaseException):
                 log.warning("room %s/%s could not be removed: %s", self.rooms.workspace_id, room, outcome)
 

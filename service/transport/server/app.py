@@ -58,7 +58,7 @@ class TransportSettings:
     idle: float = 3600.0
     cleanup_interval: float = 900.0
 
-    def table(self, authority: Authority = lambda place, owner: None) -> RoomTable:
+    def table(self, authority: Authority = lambda path, owner: None) -> RoomTable:
         """Create an empty room table with these settings; ``authority`` as of `RoomTable`."""
         return RoomTable(self.limits, self.is_odd, authority)
 

@@ -167,12 +167,12 @@ def read_optional_body(model: type[Body], raw: bytes) -> Body | None:
     if not raw:
         return None
     try:
-        found = protocol.decode(raw)
+        content = protocol.decode(raw)
     except protocol.WireError as error:
         raise Unprocessable(
             [{"type": "json_invalid", "loc": ["body", error.position], "msg": "JSON decode error"}]
         ) from error
-    return None if found is None else _validate(TypeAdapter(model), found, "body")
+    return None if content is None else _validate(TypeAdapter(model), content, "body")
 
 
 def read_workspace(value: str) -> str:
@@ -184,9 +184,9 @@ def read_workspace(value: str) -> str:
     return _validate(_WORKSPACE, value, "path", "workspace_id")
 
 
-def _validate(adapter: TypeAdapter[Any], found: object, *where: str) -> Any:
+def _validate(adapter: TypeAdapter[Any], content: object, *where: str) -> Any:
     try:
-        return adapter.validate_python(found)
+        return adapter.validate_python(content)
     except ValidationError as error:
         # pydantic would echo the input, secrets included; only where and what is wrong goes out.
         entries = error.errors(include_url=False, include_input=False, include_context=False)

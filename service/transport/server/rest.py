@@ -64,9 +64,9 @@ def create_route_handler(handler: Handler, queue: WriteQueue) -> Callable[..., C
 
     async def route(request: Request, **parts: str) -> HTTPResponse:
         try:
-            found = handler(request, **{name: unquote(part) for name, part in parts.items()})
+            answer = handler(request, **{name: unquote(part) for name, part in parts.items()})
             await queue.wait_written()  # a call that is followed by a message to many is answered when they have it
-            return json_response(found)
+            return json_response(answer)
         except Unprocessable as error:
             return json_response({"detail": error.detail}, 422)
         except UnknownRoom:
@@ -117,8 +117,8 @@ class RoomEndpoints:
     def index(self, request: Request, workspace: str) -> JsonObject:
         """List the rooms of a workspace that the caller may see; none of a workspace that nobody knows."""
         caller = caller_of(request)
-        found = [room for room in self._list_rooms() if room.path.workspace == workspace and caller.sees(room.owner)]
-        return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in found], "total": len(found)}
+        rooms = [room for room in self._list_rooms() if room.path.workspace == workspace and caller.sees(room.owner)]
+        return {**_workspace_head(workspace), "rooms": [_summarize_room(room) for room in rooms], "total": len(rooms)}
 
     def create(self, request: Request, workspace: str) -> JsonObject:
         """Create a room, with an id of the caller's or of ours, or return the one there is."""
@@ -143,27 +143,27 @@ class RoomEndpoints:
 
     def get(self, request: Request, workspace: str, room: str) -> JsonObject:
         """Describe one room."""
-        found = self._find_room(request, workspace, room)
-        body = {**_summarize_room(found), **_describe_presence(found)}
+        target = self._find_room(request, workspace, room)
+        body = {**_summarize_room(target), **_describe_presence(target)}
         if self.kind is Kind.VIDEO:
-            body["config"] = _describe_config(found)
+            body["config"] = _describe_config(target)
         return {**self._head(workspace), "room": body}
 
     def delete(self, request: Request, workspace: str, room: str) -> JsonObject:
         """Delete a room."""
-        found = self._find_room(request, workspace, room)
-        perform_effects(self.table.delete(found.path, claim_of(request)))
+        target = self._find_room(request, workspace, room)
+        perform_effects(self.table.delete(target.path, claim_of(request)))
         return {**self._head(workspace), "message": f"Room {room} deleted successfully from workspace {workspace}"}
 
     def state(self, request: Request, workspace: str, room: str) -> JsonObject:
         """Describe one room and what passed through it; no frame ever passes a relay, so video has none to show."""
-        found = self._find_room(request, workspace, room)
+        target = self._find_room(request, workspace, room)
         body: JsonObject = {"room_id": room, "workspace_id": workspace}
         if self.kind is Kind.ROBOTICS:
-            body |= {"joints": found.joints, "participants": _describe_participants(found)}
+            body |= {"joints": target.joints, "participants": _describe_participants(target)}
         else:
-            body |= {"participants": _describe_participants(found), "frame_count": 0, "last_frame_time": None}
-            body |= {"current_config": _describe_config(found)}
+            body |= {"participants": _describe_participants(target), "frame_count": 0, "last_frame_time": None}
+            body |= {"current_config": _describe_config(target)}
         return {**self._head(workspace), "state": {**body, "timestamp": timestamp()}}
 
     def status(self, request: Request) -> JsonObject:
@@ -281,18 +281,18 @@ class RoomEndpoints:
             raise Forbidden(f"participant {client_id} came with another key")
 
     def _list_rooms(self) -> list[Room]:
-        return [room for place, room in self.table.rooms.items() if place.kind is self.kind]
+        return [room for path, room in self.table.rooms.items() if path.kind is self.kind]
 
     def _find_room(self, request: Request, workspace: str, room: str) -> Room:
         """Return a room that the caller may see.
 
         Raises:
-            UnknownRoom: there is none, or it is somebody else's: which of the two is not told.
+            UnknownRoom: there is none, or it is somebody else's: the answer is the same.
         """
-        found = self.table.get(RoomPath(self.kind, workspace, room))
-        if not caller_of(request).sees(found.owner):
+        target = self.table.get(RoomPath(self.kind, workspace, room))
+        if not caller_of(request).sees(target.owner):
             raise UnknownRoom(f"no {self.kind} room {room!r} in workspace {workspace!r}")
-        return found
+        return target
 
     def _head(self, workspace: str) -> JsonObject:
         # Only the video service repeats the workspace beside a room.

@@ -53,7 +53,7 @@ class Commander(Protocol):
 
     @property
     def latch(self) -> str | None:
-        """The text of an emergency stop that nobody has reset, or None."""
+        """Reason of a latched emergency stop, or None."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class RoomLimits:
 
 @dataclass(frozen=True)
 class Participant:
-    """One participant of a room: its connection, and what it said in its join.
+    """One participant of a room: its connection, and the fields of its join.
 
     Attributes:
         key_name: name of the key that it came with; None where there are no keys.
@@ -193,9 +193,9 @@ class RoomTable:
         self,
         limits: RoomLimits | None = None,
         is_odd: bool = False,
-        authority: Authority = lambda place, owner: None,
+        authority: Authority = lambda path, owner: None,
     ):
-        """``authority`` knows which session of this server a room belongs to, by its place and its owner."""
+        """``authority`` knows which session of this server a room belongs to, by its path and its owner."""
         self.limits = limits or RoomLimits()
         self.is_odd = is_odd
         self._authority = authority
@@ -271,12 +271,12 @@ class RoomTable:
         """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
         occupied = {participant.path for participant in self._by_id.values()}
         gone = [
-            place
-            for place, room in self.rooms.items()
-            if kind in (None, place.kind) and now - room.touched_at > idle and place not in occupied
+            path
+            for path, room in self.rooms.items()
+            if kind in (None, path.kind) and now - room.touched_at > idle and path not in occupied
         ]
-        for place in gone:
-            del self.rooms[place]
+        for path in gone:
+            del self.rooms[path]
         return gone
 
     def is_occupied(self, path: RoomPath) -> bool:
@@ -296,10 +296,10 @@ class RoomTable:
         """
         if room.path.kind is not Kind.ROBOTICS:
             return None
-        found = None if room.has_foreign_producer else self._authority(room.path, room.owner)
-        if found is None and room.claim is not None and time.monotonic() < room.claimed_until:
+        commander = None if room.has_foreign_producer else self._authority(room.path, room.owner)
+        if commander is None and room.claim is not None and time.monotonic() < room.claimed_until:
             return RemoteCommander(room.claim)
-        return found
+        return commander
 
     def check_commander(self, room: Room, claim: str | None) -> None:
         """Refuse everybody but the session of this room.
@@ -316,8 +316,8 @@ class RoomTable:
         participant = self._participants.get(connection)
         if participant is None or participant.role is not Role.PRODUCER or not is_output_room(participant.path):
             return False
-        found = self._authority(participant.path, self.rooms[participant.path].owner)
-        return found is not None and found.is_own(participant.claim)
+        commander = self._authority(participant.path, self.rooms[participant.path].owner)
+        return commander is not None and commander.is_own(participant.claim)
 
     # Participants.
 
@@ -409,7 +409,7 @@ class RoomTable:
         return self._participants.get(connection)
 
     def find_sender(self, path: RoomPath, participant_id: str) -> Participant | None:
-        """Return the participant that a REST caller speaks for: the producer or a consumer of this room, or None."""
+        """Return the participant whose id a REST caller sent: the producer or a consumer of this room, or None."""
         room = self.rooms.get(path)
         if room is None:
             return None
@@ -434,7 +434,7 @@ class RoomTable:
         if len(self._participants) >= self.limits.participants:
             return False
         if room.owner is not None:
-            rooms = (self.rooms.get(there.path) for there in self._participants.values())
+            rooms = (self.rooms.get(each.path) for each in self._participants.values())
             if sum(one is not None and one.owner == room.owner for one in rooms) >= self.limits.per_owner:
                 return False
         if participant.role is Role.PRODUCER:
@@ -470,8 +470,8 @@ class RoomTable:
         """Return the consumers of a room, in the order they came; none without a room."""
         if room is None:
             return []
-        found = (self.find(room.path, Role.CONSUMER, name) for name in room.consumers)
-        return [participant for participant in found if participant is not None]
+        consumers = (self.find(room.path, Role.CONSUMER, name) for name in room.consumers)
+        return [participant for participant in consumers if participant is not None]
 
     def participants(self, room: Room | None) -> list[Participant]:
         """Return the producer, then the consumers."""

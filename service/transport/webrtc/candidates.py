@@ -27,9 +27,9 @@ class EarlyCandidates:
 
     def keep(self, sender: str, candidate: Mapping[str, Any]) -> None:
         """Keep a candidate; the oldest go when there are too many."""
-        kept = self._by_sender.pop(sender, None) or deque(maxlen=self._per_sender)
-        kept.append(candidate)
-        self._by_sender[sender] = kept
+        candidates = self._by_sender.pop(sender, None) or deque(maxlen=self._per_sender)
+        candidates.append(candidate)
+        self._by_sender[sender] = candidates
         while len(self._by_sender) > self._max_senders:
             del self._by_sender[next(iter(self._by_sender))]
 
@@ -49,9 +49,11 @@ class EarlyCandidates:
 
 def trim_candidate(candidate: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a candidate without superfluous fields; None for one that is too long to be one."""
-    kept = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
+    fields = {name: value for name in _FIELDS if isinstance(value := candidate.get(name), str | int)}
     return (
-        kept if sum(len(value) for value in kept.values() if isinstance(value, str)) <= MAX_CANDIDATE_LENGTH else None
+        fields
+        if sum(len(value) for value in fields.values() if isinstance(value, str)) <= MAX_CANDIDATE_LENGTH
+        else None
     )
 
 
@@ -88,33 +90,33 @@ def split_candidates(sdp: str) -> tuple[str, list[Mapping[str, Any]]]:
     aiortc resolves the ``.local`` ones inside a description before it goes on, a second each, and fails on the whole
     description when the mDNS port cannot be had. Of those that are not refused ``MAX_CANDIDATES`` stay in each section.
     """
-    kept: list[str] = []
+    lines: list[str] = []
     named: list[Mapping[str, Any]] = []
     refused: list[str] = []
-    taken = 0
+    used = 0
     index = -1
     for line in sdp.splitlines():
         if line.startswith("m="):
-            index, taken = index + 1, 0
-        words = line.split() if line.startswith("a=candidate:") else []
-        if len(words) > 5:
-            host, port = words[4], int(words[5]) if words[5].isdecimal() else 0
+            index, used = index + 1, 0
+        parts = line.split() if line.startswith("a=candidate:") else []
+        if len(parts) > 5:
+            host, port = parts[4], int(parts[5]) if parts[5].isdecimal() else 0
             why = (
                 explain_refused_address(host, port)
-                if taken < MAX_CANDIDATES
+                if used < MAX_CANDIDATES
                 else f"{MAX_CANDIDATES} others come before it"
             )
-            taken += why is None
+            used += why is None
             if why is not None:
                 refused.append(f"{line!r}: {why}")
             elif host.endswith(".local"):
                 named.append({"candidate": line, "sdpMLineIndex": max(index, 0)})
             else:
-                kept.append(line)
+                lines.append(line)
         else:
-            kept.append(line)
+            lines.append(line)
     if refused:
         log.info("%d candidates not used, of them %s", len(refused), refused[0])
     if named:  # they come after it: who has heard the end listens to no more
-        kept = [line for line in kept if line != "a=end-of-candidates"]
-    return "\r\n".join(kept) + "\r\n", named
+        lines = [line for line in lines if line != "a=end-of-candidates"]
+    return "\r\n".join(lines) + "\r\n", named

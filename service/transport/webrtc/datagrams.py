@@ -178,7 +178,7 @@ def pace_datagrams(original: Callable[[], Awaitable[bytes]], ice: Any) -> Callab
 
 def transports_of(connection: RTCPeerConnection) -> set[Any]:
     """Return the DTLS transports of a connection, that of a data channel too."""
-    found: set[Any] = {each.receiver.transport for each in connection.getTransceivers()}
+    transports: set[Any] = {each.receiver.transport for each in connection.getTransceivers()}
     if connection.sctp is not None:
-        found.add(connection.sctp.transport)
-    return found
+        transports.add(connection.sctp.transport)
+    return transports

@@ -37,14 +37,14 @@ class Camera:
 
     Attributes:
         rate: the most pictures a second that are sent.
-        shown: pictures given to ``show``.
+        show_count: pictures given to ``show``.
     """
 
     def __init__(self, rate: float):
         self.rate = rate
-        self.shown = 0
+        self.show_count = 0
         self.image: np.ndarray | None = None
-        self.shown_at = float("-inf")
+        self.newest_at = float("-inf")
         self.tracks: set[CameraTrack] = set()
 
     def show(self, image: np.ndarray) -> None:
@@ -56,8 +56,8 @@ class Camera:
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ValueError(f"a picture is uint8 (h, w, 3), got {image.dtype} {image.shape}")
         self.image = np.array(image, order="C")
-        self.shown_at = time.monotonic()
-        self.shown += 1
+        self.newest_at = time.monotonic()
+        self.show_count += 1
         for track in self.tracks:
             track.wake()
 
@@ -96,15 +96,15 @@ class CameraTrack(MediaStreamTrack):
             if self.readyState != "live":
                 raise MediaStreamError
             camera = self.camera
-            if camera.image is not None and camera.shown != self._sent_number:
-                self._sent_number = camera.shown
-                if time.monotonic() < camera.shown_at + MAX_IMAGE_AGE:
+            if camera.image is not None and camera.show_count != self._sent_number:
+                self._sent_number = camera.show_count
+                if time.monotonic() < camera.newest_at + MAX_IMAGE_AGE:
                     break
             await self._wake_event.wait()
         self._sent_at = time.monotonic()
         self.sent += 1
         frame = av.VideoFrame.from_ndarray(camera.image, format="rgb24")
-        frame.pts = int((camera.shown_at - self._started_at) * VIDEO_CLOCK_RATE)
+        frame.pts = int((camera.newest_at - self._started_at) * VIDEO_CLOCK_RATE)
         frame.time_base = TIME_BASE
         return frame
 
@@ -153,8 +153,8 @@ class CameraEncoder(Vp8Encoder):
 
     def _context_for(self, frame: av.VideoFrame) -> VideoCodecContext:
         if self._context is None or (self._context.width, self._context.height) != (frame.width, frame.height):
-            wanted = int(frame.width * frame.height * self._rate * BITS_PER_PIXEL)
-            self._context = self._create_context(frame, max(MIN_BITRATE, min(wanted, MAX_BITRATE)))
+            bitrate = int(frame.width * frame.height * self._rate * BITS_PER_PIXEL)
+            self._context = self._create_context(frame, max(MIN_BITRATE, min(bitrate, MAX_BITRATE)))
         return self._context
 
     @staticmethod
@@ -209,8 +209,8 @@ def limit_retransmissions(sender: RTCRtpSender) -> None:
 
     async def handle(packet: AnyRtcpPacket) -> None:
         if isinstance(packet, RtcpRtpfbPacket):
-            wanted = dict.fromkeys(packet.lost)
-            packet.lost = [number for number in islice(wanted, RETRANSMIT_RATE[1]) if bucket.take()]
+            lost = dict.fromkeys(packet.lost)
+            packet.lost = [number for number in islice(lost, RETRANSMIT_RATE[1]) if bucket.take()]
         await original(packet)
 
     sender._handle_rtcp_packet = handle  # type: ignore[method-assign]

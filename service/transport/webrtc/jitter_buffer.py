@@ -44,10 +44,10 @@ def h264_pixels(data: bytes) -> int:
     """
     if data.count(_START_CODE) > MAX_UNITS:
         return UNREADABLE_SIZE
-    found = [match.end() for match in islice(_DESCRIPTION.finditer(data), MAX_DESCRIPTIONS + 1)]
-    if len(found) > MAX_DESCRIPTIONS:
+    starts = [match.end() for match in islice(_DESCRIPTION.finditer(data), MAX_DESCRIPTIONS + 1)]
+    if len(starts) > MAX_DESCRIPTIONS:
         return UNREADABLE_SIZE
-    return max((_parse_pixels(data[at : at + 1023].split(_START_CODE, 1)[0]) for at in found), default=0)
+    return max((_parse_pixels(data[at : at + 1023].split(_START_CODE, 1)[0]) for at in starts), default=0)
 
 
 def has_idr_slice(data: bytes) -> bool:

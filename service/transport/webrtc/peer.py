@@ -270,22 +270,22 @@ def check_description(sdp: str) -> None:
 
 def keep_known_codecs(sdp: str) -> str:
     """Return a description whose video has no codecs but ours: aiortc copies and compares each that it is offered."""
-    kept: list[str] = []
+    lines: list[str] = []
     section: list[str] = []
     for line in [*sdp.splitlines(), "m="]:
         if line.startswith("m="):
-            kept += _limit_codecs(section) if section and section[0].startswith("m=video") else section
+            lines += _limit_codecs(section) if section and section[0].startswith("m=video") else section
             section = []
         section.append(line)
-    return "\r\n".join(kept) + "\r\n"
+    return "\r\n".join(lines) + "\r\n"
 
 
 def _limit_codecs(section: list[str]) -> list[str]:
-    found = (_CODEC.match(line) for line in section)
-    ours = list(dict.fromkeys(match[1] for match in found if match))[:MAX_CODECS]
+    matches = (_CODEC.match(line) for line in section)
+    ours = list(dict.fromkeys(match[1] for match in matches if match))[:MAX_CODECS]
     left = {("a=rtcp-fb", codec): MAX_FEEDBACK for codec in (*ours, "*")}
     left |= {(kind, codec): 1 for codec in ours for kind in ("a=rtpmap", "a=fmtp")}
-    kept = []
+    lines = []
     for line in section:
         kind, _, value = line.partition(":")
         if kind in ("a=rtpmap", "a=fmtp", "a=rtcp-fb"):
@@ -293,8 +293,8 @@ def _limit_codecs(section: list[str]) -> list[str]:
             if left.get(of, 0) == 0 or (kind == "a=rtpmap" and not _CODEC.match(line)):
                 continue
             left[of] -= 1
-        kept.append(line)
-    return kept
+        lines.append(line)
+    return lines
 
 
 def forbid_renegotiation(connection: RTCPeerConnection) -> None:
@@ -331,9 +331,9 @@ def _limit_gathering(connection: RTCPeerConnection, datagram_filter: DatagramFil
         async def gather(
             component: int, addresses: list[str], timeout: int = 5, ice: Any = ice, plain=ice.get_component_candidates
         ) -> list[Any]:
-            found = await plain(component, addresses or ["127.0.0.1"], timeout)
+            candidates = await plain(component, addresses or ["127.0.0.1"], timeout)
             datagram_filter.guard_sockets(ice)
-            return found
+            return candidates
 
         def add(remote_candidate: Any, network_host: str, ice: Any = ice, plain=ice._add_remote_candidate) -> None:
             why = explain_refused_address(network_host, remote_candidate.port)

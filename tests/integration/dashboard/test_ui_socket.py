@@ -121,7 +121,7 @@ async def test_a_picture_is_a_jpeg_and_is_made_only_while_somebody_looks(server)
     arm.is_seeing, made = True, live.pictures.encoded
     await asyncio.sleep(0.3)
     assert live.pictures.encoded == made
-    assert not server.app.ctx.sessions.get("arm")._observers, "nobody observes it any more"
+    assert not server.app.ctx.sessions.get("arm")._observers.attached, "nobody observes it any more"
 
 
 async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeypatch):
@@ -140,7 +140,7 @@ async def test_all_pictures_together_take_a_small_part_of_a_core(server, monkeyp
 
 async def test_a_page_that_does_not_keep_up_gets_nothing_more_and_is_cut_off(server):
     live = server.app.ctx.live
-    live.settings = LiveSettings(patience=2.0)
+    live.settings = LiveSettings(view_timeout=2.0)
     async with opened(server) as slow, opened(server) as quick:
         keeping_up = asyncio.create_task(quick.until(lambda message: message["number"] == 12))
         assert [(await slow.next(is_seen=False))["number"] for _ in range(2)] == [1, 2]

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient
-from service.distributed.peers import NAME
+from service.distributed.peers import FRONT_NAME_HEADER
 from tests.testing.rig import started
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "proxy"
@@ -61,7 +61,7 @@ class Proxied:
     async def server_of(self, path: str) -> str:
         """Which server the proxy asks."""
         async with aiohttp.ClientSession() as http, http.get(self.url + path, allow_redirects=False) as answer:
-            return answer.headers[NAME]
+            return answer.headers[FRONT_NAME_HEADER]
 
 
 @pytest.fixture(params=["nginx", "caddy"])

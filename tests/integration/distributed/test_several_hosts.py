@@ -23,7 +23,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from service.distributed.host_group import QUIET
+from service.distributed.host_group import QUIET_TIMEOUT
 from tests.integration.distributed.robot import slow_robot
 from tests.testing.compiling import FLAGS
 from tests.testing.pauses import Pauses
@@ -60,7 +60,7 @@ follower = subprocess.Popen([sys.executable, "-m", "robojax.cli", "follow", f"12
 lost = []
 try:
     front = Front(HostOptions(2, "127.0.0.1", port, f"127.0.0.1:{coordinator}", secret, 60.0), lambda folder: None)
-    front.told = lost.append
+    front.on_lost = lost.append
     assert front.begin() == "hosts"
 
     seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
@@ -84,7 +84,7 @@ try:
     policy = front.load(str(folder / "0"))
     assert not policy.is_compiled()
     policy.compile()
-    assert policy.is_compiled() and policy.device == "hosts" and policy.rehearse() > 0
+    assert policy.is_compiled() and policy.device == "hosts" and policy.profile() > 0
     print("difference", check(policy, 0))
     held = sum(part.data.nbytes for weight in policy.local._weights for part in weight.addressable_shards)
     print("held", held / sum(weight.nbytes for weight in policy.local._weights))
@@ -97,10 +97,10 @@ try:
     acting = threading.Thread(target=act)
     acting.start()
     # Its folder is not there on the other host.
-    ask = front._crew.ask
-    front._crew.ask = lambda words: ask(words | ({"folder": "/nowhere"} if words["do"] == "load" else {}))
+    ask = front._group.request_build
+    front._group.request_build = lambda words: ask(words | ({"folder": "/nowhere"} if words["do"] == "load" else {}))
     other = front.load(str(folder / "1"), like=policy)
-    front._crew.ask = ask
+    front._group.request_build = ask
     assert any((jaxmodels.user_cache() / "robojax" / "hosts").glob("*/model.safetensors"))
     assert other.local._programs is policy.local._programs and other.is_compiled()
     print("difference", check(other, 1))
@@ -300,9 +300,9 @@ async def test_a_server_of_two_hosts_holds_robots_when_one_stops_and_when_it_is_
         assert (await ask(hosts, "/health", within=5))[0] == 200
         ended, stage = await robot.stage(stopped, lambda stage: stage.status == "error")
         # Of what it was heard of last, by the server's own clock: that may have been a beat before it stopped.
-        silence = re.search(r"host 1 \(127\.0\.0\.1\) has said nothing for (\d+) s", stage.reason or "")
+        silence = re.search(r"host 1 \(127\.0\.0\.1\) has been silent for (\d+) s", stage.reason or "")
         assert silence is not None, stage
-        assert int(silence[1]) >= QUIET
+        assert int(silence[1]) >= QUIET_TIMEOUT
         assert pauses.running(stopped, ended) < 9
         assert [at for at, _ in robot.motions(stopped) if at > held] == []
         assert any(is_hold for at, _, is_hold in robot.targets if at > stopped), "it was not told to hold"

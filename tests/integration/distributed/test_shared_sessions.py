@@ -18,7 +18,7 @@ from service.api.redirects import ADDRESS_HEADER, CODE
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.distributed import peers, session_table
-from service.distributed.peers import NAME, PASSED, PeerSessions
+from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions
 from service.distributed.postgres import DatabaseUnusable, Postgres
 from service.errors import FrontNameTaken, NoDatabase
 from service.sessions.request import DIRECT
@@ -112,8 +112,8 @@ def where(name: str) -> str:
 
 @pytest.fixture
 async def bare(database: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Servers]:
-    monkeypatch.setattr(peers, "PERIOD", 3600.0)  # they speak when the test says so
-    for module, name in ((peers, "ANSWER"), (peers, "STOPPING"), (peers, "PATIENCE")):
+    monkeypatch.setattr(peers, "BEAT_PERIOD", 3600.0)  # they speak when the test says so
+    for module, name in ((peers, "QUERY_TIMEOUT"), (peers, "STOP_TIMEOUT"), (peers, "PROBE_TIMEOUT")):
         monkeypatch.setattr(module, name, 30.0)  # all of them are there; a busy machine only takes longer to answer
     async with AsyncExitStack() as stack:
         yield Servers(stack, database, tmp_path)
@@ -145,7 +145,7 @@ async def test_whoever_asks_the_other_server_is_sent_on_with_all_that_was_asked(
         async with servers.b.http.request(method, path, data=b"x" * 70_000, allow_redirects=False) as found:
             told = await found.json()
             assert (found.status, found.headers["location"]) == (307, f"{servers.a.url}{path}")
-            assert (found.headers[PASSED], found.headers[NAME]) == ("a", "b")
+            assert (found.headers[FORWARDED_HEADER], found.headers[FRONT_NAME_HEADER]) == ("a", "b")
             assert f"http://{found.headers[ADDRESS_HEADER]}" == servers.a.url
         assert told["code"] == CODE
     observation = {"state": [0.0] * 6, "want": "action", "images": {}}
@@ -206,7 +206,7 @@ async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: S
 
 
 async def test_an_id_of_a_server_that_died_before_it_told_of_it_is_no_session(servers: Servers) -> None:
-    await servers.a.front._ask(session_table.claim, "a", servers.a.front._process, "arm", None)
+    await servers.a.front._run_change(session_table.claim, "a", servers.a.front._process, "arm", None)
     await servers.lose(servers.a)
     assert (await servers.b.call("GET", "/sessions/arm"))[0] == 404
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
@@ -238,7 +238,7 @@ async def test_a_stop_reaches_all_servers(servers: Servers) -> None:
     status, told = await servers.a.call("GET", "/sessions/arm")
     assert "a hand" in json.dumps(told)
     assert told["status"] == "stopped"
-    status, told = await servers.b.call("POST", "/debug/emergency_stop", headers={PASSED: "a"})
+    status, told = await servers.b.call("POST", "/debug/emergency_stop", headers={FORWARDED_HEADER: "a"})
     assert (status, told["count"]) == (200, 1)
     assert "fronts_not_reached" not in told, "it is not passed on twice"
 
@@ -322,7 +322,7 @@ async def test_a_server_whose_session_was_adopted_gives_it_up_when_it_comes_back
     assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 200
     assert (await servers.b.call("POST", "/sessions/arm/adopt", json={"force": True}))[0] == 409
     await servers.a.front._beat()
-    await asyncio.gather(*servers.a.front._leaving)
+    await asyncio.gather(*servers.a.front._hand_overs)
     assert servers.a.own() == {"leg": "ready"}
     await servers.beat()
     assert await servers.a.listed() == await servers.b.listed() == {"arm": "interrupted", "leg": "ready"}
@@ -335,8 +335,10 @@ async def test_a_server_whose_session_was_adopted_gives_it_up_when_it_comes_back
 async def test_an_adoption_whose_answer_is_lost_is_made_good(servers: Servers) -> None:
     await servers.a.create("arm")
     await servers.lose(servers.a)
-    owning = await servers.b.front._ask(session_table.front, "a")
-    await servers.b.front._ask(session_table.adopt, "b", servers.b.front._process, "arm", owning)  # and no answer
+    owning = await servers.b.front._run_change(session_table.find_front, "a")
+    await servers.b.front._run_change(
+        session_table.adopt, "b", servers.b.front._process, "arm", owning
+    )  # and no answer
     assert (await servers.b.call("POST", "/sessions/arm/adopt"))[0] == 200
     assert await servers.b.listed() == {"arm": "interrupted"}
 
@@ -399,7 +401,7 @@ async def test_a_record_that_cannot_be_read_keeps_no_server_from_starting(server
 async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     await servers.a.create("arm")
     monkeypatch.setattr(peers, "LEASE", 0.0)
-    monkeypatch.setattr(peers, "PERIOD", 0.01)
+    monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     for url in (servers.b.url, servers.a.front.url):  # another address: a is asked; the same one: its heartbeat tells
         await servers.a.front._beat()
         twin = servers.another("a", url, servers.b)
@@ -417,7 +419,7 @@ async def test_a_second_server_of_one_name_does_not_start(servers: Servers, monk
 async def test_a_server_that_is_started_again_waits_for_its_name(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "PERIOD", 0.01)
+    monkeypatch.setattr(peers, "BEAT_PERIOD", 0.01)
     monkeypatch.setattr(peers, "LEASE", 60.0)  # for as long it waits
     again = servers.another("a", servers.a.front.url, servers.b)  # as after a kill: nothing was said
     await servers.a.front._beat()
@@ -438,7 +440,7 @@ async def test_a_server_whose_name_was_taken_gives_up_what_it_had(
     await twin.open()
     assert servers.b.own() == {"arm": "interrupted"}
     await servers.a.front.publish()
-    await asyncio.gather(*servers.a.front._leaving)
+    await asyncio.gather(*servers.a.front._hand_overs)
     assert servers.a.own() == {}
     assert "gives up its sessions" in caplog.text
     assert "has the name a" in str(servers.a.front.facts()["trouble"])
@@ -469,7 +471,7 @@ async def test_an_emergency_stop_follows_a_deleted_id_to_another_server(servers:
     assert (await servers.a.call("POST", "/sessions/leg/adopt", json={"force": True}))[0] == 200
     assert not servers.a.app.ctx.sessions.get("leg").is_latched
     await servers.b.front._beat()
-    await asyncio.gather(*servers.b.front._leaving)
+    await asyncio.gather(*servers.b.front._hand_overs)
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
     assert (await servers.a.create("arm"))[0] == 200
     assert not servers.a.app.ctx.sessions.get("arm").is_latched
@@ -496,7 +498,7 @@ async def test_without_the_database_own_sessions_go_on_and_it_hears_of_all_after
         assert "other servers do not know" in told["warning"]
         assert (await servers.a.call("POST", "/debug/sessions/old/reset"))[0] == 200
         assert (await servers.a.call("DELETE", "/sessions/older"))[0] == 200
-        assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.AWAY
+        assert (await servers.a.call("GET", "/cluster"))[1]["front"]["trouble"] == peers.NO_DATABASE
     finally:
         servers.database.start()
     await servers.beat()

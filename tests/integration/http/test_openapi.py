@@ -100,6 +100,7 @@ def test_the_full_document_is_a_superset():
         "action_steps",
         "degrade",
         "record",
+        "rename",
     }
     assert more["required"] == request["required"]
 

@@ -138,12 +138,12 @@ async def test_what_a_session_was_promised_follows_its_policy(rig: Rig, monkeypa
     """Else there is no more room for others when a policy comes that is twice as fast."""
     learn = LatencyModel.record
 
-    def learn_from_rehearsals(costs: LatencyModel, size: int, seconds: float) -> None:
+    def learn_from_profiling(costs: LatencyModel, size: int, seconds: float) -> None:
         """What robots ask for takes longer on a busy machine, and is learnt at any moment."""
         if not threading.current_thread().name.startswith("device"):
             learn(costs, size, seconds)
 
-    monkeypatch.setattr(LatencyModel, "record", learn_from_rehearsals)
+    monkeypatch.setattr(LatencyModel, "record", learn_from_profiling)
     await rig.running()
     engine, per_second = rig.sessions.engine, rig.sessions.engine.get_stats()["promised_per_second"]
     assert (await rig.prepare(ScriptedPolicy(latency=0.01))).reason is None
@@ -219,18 +219,18 @@ async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_th
 
 async def test_a_host_that_is_silent_for_a_while_says_nothing_against_the_policy(rig: Rig) -> None:
     session = await rig.running()
-    silent = HostSilent("host 2 has said nothing for 4 s")
+    silent = HostSilent("host 2 has been silent for 4 s")
     verdict = await rig.prepare(ScriptedPolicy(failures=[silent]))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     verdict = await rig.prepare(ScriptedPolicy(compile_failure=silent))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     assert session.policies.staged is None
     later = ScriptedPolicy()
     assert (await rig.prepare(later)).reason is None
     assert (await rig.rollout.swap("s", NEXT)).reason is None
     later.failures.append(silent)
     verdict = await rig.rollout.probation("s", NEXT)
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has said nothing for 4 s")
+    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
     assert session.policies.running is not None
     assert session.policies.running.commit != NEXT, "it went back before the session failed"
 

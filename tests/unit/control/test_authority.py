@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from jaxmodels import Requirements
 from service.control.lease import Leases, find_robot
 from service.control.observers import Tick
-from service.errors import RobotTaken
+from service.errors import PolicyError, RobotTaken
 from service.sessions.request import NewSession
 from service.sessions.session import Session
 from service.stage import Stage
@@ -110,6 +110,33 @@ async def test_a_shadow_computes_on_what_the_first_one_saw_and_moves_nothing(rig
     assert rig.policies["policy"].threads == {"device"}
     assert max(one.values["Rotation"] for one in rig.link.sent) < 1 + 20 * 0.15, "only the first policy moved it"
     assert asdict(session.status())["policy_path"] == "policy"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+async def test_a_shadow_that_looks_at_fewer_observations_gets_the_newest_of_the_first_ones(rig, steps: int) -> None:
+    rig.policies["policy"] = ScriptedPolicy(requirements(observation_steps=3))
+    rig.policies["shadow"] = ScriptedPolicy(requirements(observation_steps=steps), step=0.3)
+    await rig.running(shadow_policy_path="shadow")
+    await until(lambda: rig.stats["shadow"]["compared"] >= 2)
+    shadow = rig.stats["shadow"]
+    assert (shadow["errors"], shadow["last_error"]) == (0, None)
+    # 0.2 per action apart, so both began at the same pose: the newest.
+    assert shadow["difference"]["Jaw"]["mean"] == pytest.approx(2.1, abs=0.01)
+
+
+async def test_a_session_s_cameras_have_the_robot_s_names_whatever_the_policy_calls_them(rig) -> None:
+    own = replace(SO100_REQUIREMENTS, cameras={"camera1": SO100_REQUIREMENTS.cameras["front"]})
+    rig.policies |= {"policy": ScriptedPolicy(requirements=own), "shadow": ScriptedPolicy(requirements=own)}
+    await rig.running(shadow_policy_path="shadow", rename={"camera1": "front"})
+    await until(lambda: rig.stats["shadow"]["compared"] >= 2)
+    assert rig.stats["shadow"]["errors"] == rig.stats["errors"] == 0
+    assert set(rig.stats["camera_fps"]) == {"front"}
+    for rename, text in (
+        ({"camera2": "front"}, "camera2=front names no camera of the policy, which has camera1"),
+        (None, r"lacks \['camera1'\] .* or rename {\"camera1\": \.\.\.}"),
+    ):
+        with pytest.raises(PolicyError, match=text):
+            await rig.sessions.create(NewSession("other", "policy", "memory://", rename=rename))
 
 
 async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) -> None:

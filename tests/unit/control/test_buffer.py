@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -123,22 +125,29 @@ def test_a_snapshot_does_not_change_when_joints_do() -> None:
     assert snapshot.joints[2] == 2
 
 
+def observe(seen: ObservationBuffer, now: float) -> Snapshot:
+    """The snapshot of a tick with its past."""
+    snapshot = seen.snapshot(now)
+    assert isinstance(snapshot, Snapshot)
+    seen.history.add(now, snapshot)
+    return replace(snapshot, past=seen.history.before(now, snapshot))
+
+
 def look_back(steps: int, period: float, rate: float, until: float, gap: tuple[float, float] = (9, 9)) -> Snapshot:
     """What a policy of so many observations is asked with, after ticks at this rate; joint 0 and the picture tell when.
 
     Nothing came in during the gap.
     """
     seen = ObservationBuffer(("front",), JointTable(SO100), history=ObservationHistory(steps, period))
-    now = 0.0
+    snapshot = None
     for tick in range(round(until * rate) + 1):
         now = tick / rate
         if gap[0] <= now < gap[1]:
             continue
         seen.put_frame("front", np.full((4, 4, 3), round(now * 100), np.uint8), now)
         seen.put_joints(POSE | {"Rotation": now * 100}, now)
-        seen.remember(now)
-    snapshot = seen.snapshot(now)
-    assert isinstance(snapshot, Snapshot)
+        snapshot = observe(seen, now)
+    assert snapshot is not None
     return snapshot
 
 
@@ -173,14 +182,10 @@ def test_a_picture_of_another_size_is_no_past_and_neither_is_anything_from_befor
     for now, size in ((0.0, 4), (0.1, 8)):
         seen.put_frame("front", np.zeros((size, size, 3), np.uint8), now)
         seen.put_joints(POSE | {"Rotation": now}, now)
-        seen.remember(now)
-    found = seen.snapshot(0.1)
-    assert isinstance(found, Snapshot)
+        found = observe(seen, now)
     assert found.observation()["observation.images.front"].shape == (1, 2, 8, 8, 3)
     assert [joints[0] for _, joints in found.past] == [np.float32(0.1)]
     seen.history.clear()
     seen.put_frame("front", np.ones((8, 8, 3), np.uint8), 0.2)
-    seen.remember(0.2)
-    found = seen.snapshot(0.2)
-    assert isinstance(found, Snapshot)
+    found = observe(seen, 0.2)
     assert found.observation()["observation.images.front"][0, 0].min() == 1

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.control.aggregation import EnsembleAggregation
-from service.control.chunk_scheduler import PolicyRequest
+from service.control.chunk_scheduler import PolicyAnswer, PolicyRequest
 from service.control.config import ControlConfig, ControlSettings, SafetySettings
-from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
+from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import SO100, JointTable
 from service.control.limits import create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
@@ -71,7 +71,7 @@ class World:
         end = self.now + seconds
         while True:
             idle = self.control.is_idle
-            wake = float("inf") if idle else max(self.control.next_deadline(self.now) + late, self.now)
+            wake = float("inf") if idle else max(self.control.clock.next_deadline(self.now) + late, self.now)
             if self.answers and self.answers[0][0] <= min(wake, end):
                 self.now, request = self.answers.pop()
                 self.answer(request)
@@ -158,7 +158,7 @@ def test_a_slower_policy_than_its_chunk_never_moves_and_says_so() -> None:
 def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way() -> None:
     world = World(latency=0.03).begin().run(1.0)
     while not world.answers:
-        world.run(world.control.next_deadline(world.now) - world.now)
+        world.run(world.control.clock.next_deadline(world.now) - world.now)
     before, sent = world.control.holds.by_reason(), len(world.sent)
     world.now += 2.0
     world.sees = False
@@ -322,7 +322,7 @@ def test_a_late_wake_up_skips_missed_ticks_and_keeps_the_phase() -> None:
     world.do(world.control.tick(world.now))
     assert world.control.missed_ticks == 8
     assert len(world.sent) == sent + 1
-    assert world.control.next_deadline(world.now) == pytest.approx(before + 0.5)
+    assert world.control.clock.next_deadline(world.now) == pytest.approx(before + 0.5)
     assert world.control.lateness.newest_ms == pytest.approx(420)
 
 
@@ -473,7 +473,7 @@ def test_whatever_happens_only_finite_commands_go_out_and_never_two_in_one_tick(
         world.run(data.draw(st.floats(0, 0.5)))
         assert all(np.isfinite(command).all() for _, command in world.sent)
         times = [at for at, _ in world.sent[since:]]
-        slots = np.floor((np.array(times) - world.control._clock._anchor) / world.control.period + 1e-6)
+        slots = np.floor((np.array(times) - world.control.clock._anchor) / world.control.period + 1e-6)
         assert (np.diff(slots) >= 1).all(), times
     if not world.control.is_running:
         world.run(1.0)

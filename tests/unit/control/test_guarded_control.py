@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from service.control.aggregation import EnsembleAggregation
+from service.control.chunk_scheduler import PolicyAnswer
 from service.control.config import ControlConfig, SafetySettings
-from service.control.controller import ControlEvent, Controller, PolicyAnswer, TickResult
-from service.control.hold import Ramp
+from service.control.controller import ControlEvent, Controller, TickResult
+from service.control.guard import Ramp
 from service.control.joints import SO100, JointTable
 from service.control.limits import FileLimits, LimitsFile, MotionLimits, create_motion_limits
 from service.control.observation_buffer import ObservationBuffer, Snapshot
@@ -66,7 +67,7 @@ class Arm:
             if self.sees:
                 self.buffer.put_frame("front", FRAME, self.now)
             self.do(self.control.tick(self.now), follows)
-            self.now = self.control.next_deadline(self.now + 1e-4)
+            self.now = self.control.clock.next_deadline(self.now + 1e-4)
         return self
 
     def do(self, step: TickResult, follows: bool = True) -> None:

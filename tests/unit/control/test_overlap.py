@@ -18,8 +18,7 @@ from service.control.aggregation import (
     WeightedAggregation,
     choose_aggregation,
 )
-from service.control.chunk_scheduler import plan_prefix
-from service.control.controller import PolicyAnswer
+from service.control.chunk_scheduler import PolicyAnswer, plan_prefix
 from service.control.observation_buffer import Snapshot
 from tests.unit.control.test_control import PACE, POSE, World, plan
 

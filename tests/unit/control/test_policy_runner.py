@@ -14,7 +14,8 @@ SIZE = (48, 64)
 
 
 def request() -> PolicyRequest:
-    return PolicyRequest(Snapshot({"front": np.zeros((*SIZE, 3), np.uint8)}, np.zeros(6, np.float32), 0.0), 0.0)
+    frames = {"front": np.zeros((*SIZE, 3), np.uint8)}
+    return PolicyRequest(Snapshot(frames, np.zeros(6, np.float32), 0.0, {"front": SIZE}), 0.0)
 
 
 def loaded(policy: ScriptedPolicy) -> LoadedPolicy:

@@ -95,18 +95,18 @@ def test_a_robot_of_two_ticks_a_second_does_not_pause_between_them() -> None:
 
 def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chunk_is_of_use() -> None:
     dog = watchdog(executed=0.4, covered=0.4)
-    assert walk(dog, 0.78, asked_at=0.0).holds == {}
-    assert list(walk(dog, 0.84, 0.8, asked_at=0.0).holds) == ["inference_slow"]
-    assert walk(dog, 0.86, 0.86, asked_at=None).holds == {}
+    assert walk(dog, 0.78, requested_at=0.0).holds == {}
+    assert list(walk(dog, 0.84, 0.8, requested_at=0.0).holds) == ["inference_slow"]
+    assert walk(dog, 0.86, 0.86, requested_at=None).holds == {}
     assert watchdog(executed=0.02, covered=2.0).slow_after == 2.0
     assert watchdog(executed=0.4, covered=0.5, slow_inference=3.0).slow_after == pytest.approx(1.2)
 
 
 def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> None:
-    assert walk(watchdog(), 60.0, chunk_seen_at=0.0).holds == {}
+    assert walk(watchdog(), 60.0, plan_seen_at=0.0).holds == {}
     dog = watchdog(action_age_limit=0.5)
-    assert walk(dog, 0.48, chunk_seen_at=0.0).holds == {}
-    assert list(walk(dog, 0.54, 0.5, chunk_seen_at=0.0).holds) == ["action_stale"]
+    assert walk(dog, 0.48, plan_seen_at=0.0).holds == {}
+    assert list(walk(dog, 0.54, 0.5, plan_seen_at=0.0).holds) == ["action_stale"]
 
 
 def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
@@ -158,13 +158,13 @@ def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
 
 def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
     dog = watchdog()
-    walk(dog, 1.0, seen_at={"front": 1.0}, asked_at=0.9)
+    walk(dog, 1.0, seen_at={"front": 1.0}, requested_at=0.9)
     # What the camera showed meanwhile comes bit by bit.
     for now, seen_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
-        assert dog.check(now, InputTimes({"front": seen_at}, asked_at=0.9)).holds.keys() == {"paused"}
-    walk(dog, 3.1, 3.06, seen_at={"front": 3.01}, asked_at=0.9)
-    assert dog.check(5.0, InputTimes({"front": 4.99}, asked_at=0.9)).holds.keys() == {"paused"}
-    assert dog.check(5.02, InputTimes({"front": 5.0}, asked_at=0.9)).holds == {}
+        assert dog.check(now, InputTimes({"front": seen_at}, requested_at=0.9)).holds.keys() == {"paused"}
+    walk(dog, 3.1, 3.06, seen_at={"front": 3.01}, requested_at=0.9)
+    assert dog.check(5.0, InputTimes({"front": 4.99}, requested_at=0.9)).holds.keys() == {"paused"}
+    assert dog.check(5.02, InputTimes({"front": 5.0}, requested_at=0.9)).holds == {}
 
 
 def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:

@@ -23,10 +23,10 @@ from service.distributed import cluster as cluster_module
 from service.distributed import ray_connection, replication
 from service.distributed.artifacts import Listing as Files
 from service.distributed.artifacts import PolicyArtifact
-from service.distributed.cluster import REJOINING, Cluster
+from service.distributed.cluster import CLUSTER_LOST, Cluster
 from service.distributed.engine_actor import Begun, EngineFacts, EngineOptions, Loaded, Refusal
 from service.distributed.pool import Listed, Listing
-from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, ask
+from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor
 from service.distributed.remote_engine import RemoteLoader
 from service.distributed.scaling import Bounds
 from service.errors import PolicyError
@@ -154,16 +154,16 @@ class Resident:
     def __init__(self, house: House, name: str):
         self._house, self._name = house, name
 
-    def load(self, parcel: PolicyArtifact, like: str | None) -> Loaded | Refusal:
+    def load(self, artifact: PolicyArtifact, like: str | None) -> Loaded | Refusal:
         house = self._house
-        for piece in (piece for pieces in parcel.pieces.values() for piece in pieces):
+        for piece in (piece for pieces in artifact.pieces.values() for piece in pieces):
             assert piece in house.store, "it is another cluster's"
         house.enter(self._name)
         try:
             house.gate()
             if refusals := house.refusals.get(self._name):
                 return refusals.pop(0)
-            return Loaded(parcel.sha, SO100_REQUIREMENTS, "cpu:0", [dict(SO100_REQUIREMENTS.cameras)])
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [dict(SO100_REQUIREMENTS.cameras)])
         finally:
             house.leave(self._name)
 
@@ -175,7 +175,7 @@ class Resident:
             raise error
         return EngineFacts(load=self._house.load)
 
-    def rehearse(self, handle: str, sizes: Any) -> float:
+    def profile(self, handle: str, sizes: Any) -> float:
         return 0.001
 
     def act(self, handle: str, observation: Any, due: float | None) -> InferenceResult:
@@ -206,7 +206,7 @@ def where(served: LoadedPolicy) -> list[str]:
 
 @pytest.fixture
 async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[House], Awaitable[Front]]]:
-    monkeypatch.setattr(cluster_module, "PERIOD", 0.1)
+    monkeypatch.setattr(cluster_module, "POLL_PERIOD", 0.1)
     monkeypatch.setattr(ray_connection.ray, "shutdown", lambda: None)
     async with AsyncExitStack() as stack:
 
@@ -219,7 +219,7 @@ async def begin(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Hous
 
             monkeypatch.setattr(cluster._connection, "open", join)
             monkeypatch.setattr(cluster_module.ray, "put", house.put)
-            monkeypatch.setattr(cluster_module, "find_pool", lambda options, bounds: Actor(house))
+            monkeypatch.setattr(cluster_module, "get_or_create_pool", lambda options, bounds: Actor(house))
             engine = Engine(switch_interval=None, are_remote=True)
             await cluster.open(engine)
             stack.push_async_callback(engine.close)
@@ -286,7 +286,7 @@ async def test_a_copy_that_failed_is_tried_again_and_spoken_of_until_it_is_there
     front = await begin(house)
     served = await front.load(folder)
     assert where(served) == ["1", "3"]
-    await until(lambda: "2 goes without policy" in front.trouble)
+    await until(lambda: "2 is missing policy" in front.trouble)
     assert "which others have: out of memory (tried" in front.trouble
     assert (await front.engine.infer(served, OBSERVATION)).chunk.shape == (1, 20, 6)
     await until(lambda: where(served) == ["1", "2", "3"])
@@ -301,7 +301,7 @@ async def test_whichever_engine_cannot_have_it_the_others_do(begin: Any, folder:
     house.refusals[f"robojax-{name}"] = [Refusal("engine", "its disk is full")] * 1000
     front = await begin(house)
     assert where(await front.load(folder)) == sorted({"1", "2", "3"} - {name})
-    await until(lambda: f"{name} goes without policy" in front.trouble)
+    await until(lambda: f"{name} is missing policy" in front.trouble)
 
 
 async def test_what_no_engine_can_load_is_refused_with_its_reason_and_not_tried_again(
@@ -421,15 +421,15 @@ async def test_what_listens_and_refuses_may_want_another_token(monkeypatch: pyte
 async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_run(
     begin: Any, folder: Path, update: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cluster_module, "AGAIN", 0.05)
+    monkeypatch.setattr(cluster_module, "REJOIN_AFTER", 0.05)
     house = House(2)
     front = await begin(house)
     served = await front.load(folder)
     house.silence, house.is_there = RayError("the head is gone"), False
     house.unreached = {name: ActorUnavailableError("lost", None) for name in house.names}
     # Before and after that a machine that stands still has not lost its cluster.
-    monkeypatch.setattr(cluster_module, "GONE", 0.3)
-    await until(lambda: front.trouble == REJOINING)
+    monkeypatch.setattr(cluster_module, "LOSS_TIMEOUT", 0.3)
+    await until(lambda: front.trouble == CLUSTER_LOST)
     assert front.cluster.facts()["engines"] == []
     robot = asyncio.create_task(front.engine.infer(served, OBSERVATION))
     with pytest.raises(PolicyError, match="the cluster is lost; it is joined again as soon as its head answers"):
@@ -437,7 +437,7 @@ async def test_a_cluster_that_is_lost_is_joined_again_and_has_the_policies_that_
     await until(lambda: "cannot be joined again yet: nothing answers at head:6379" in caplog.text)
     assert not robot.done()
 
-    monkeypatch.setattr(cluster_module, "GONE", 60.0)
+    monkeypatch.setattr(cluster_module, "LOSS_TIMEOUT", 60.0)
     house.silence, house.is_there, house.unreached = None, True, {}
     house.store.clear()  # the new head's
     house.names = ["robojax-1", "robojax-3"]
@@ -453,22 +453,22 @@ async def test_engines_that_are_silent_are_not_waited_for_where_the_pool_is_sile
 ) -> None:
     now = 100.0
     monkeypatch.setattr(cluster_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(cluster_module, "ANSWER", 60.0)
+    monkeypatch.setattr(cluster_module, "ANSWER_TIMEOUT", 60.0)
     house = House(2)
     front = await begin(house)
     await front.load(folder)
     house.unreached = {"robojax-2": TimeoutError()}
-    now += 1.2 * cluster_module.SILENT
+    now += 1.2 * cluster_module.SILENCE_TIMEOUT
     looks = house.looks
     await until(lambda: house.looks > looks + 3)
     assert front.engine.failed_devices == (), "the pool answers, and says that it lives"
 
     def the_other_one_is_heard_of() -> None:
         nonlocal now
-        known = front.cluster._known["1"]
-        now += 1.2 * cluster_module.SILENT
+        known = front.cluster._members["1"]
+        now += 1.2 * cluster_module.SILENCE_TIMEOUT
         end = time.monotonic() + 30
-        while known.heard_at < now and time.monotonic() < end:
+        while known.last_reply_at < now and time.monotonic() < end:
             time.sleep(0.001)
 
     house.silence, house.meanwhile = TimeoutError(), the_other_one_is_heard_of
@@ -489,7 +489,7 @@ async def test_what_others_put_into_the_folder_meanwhile_is_not_run(
     (folder / "model.safetensors").write_bytes(b"other weights")
     front.cluster._connection.number += 1
     house.names.append("robojax-2")
-    await until(lambda: "2 goes without policy" in front.trouble)
+    await until(lambda: "2 is missing policy" in front.trouble)
     assert "the files there are others than those that run; restart the session" in front.trouble
     assert house.loads == ["1"]
 
@@ -501,9 +501,9 @@ async def test_whatever_ray_raises_where_nobody_answers_is_one_error(error: Exce
     house = House(1)
     house.silence = error
     with pytest.raises(NoAnswer):
-        await ask(Actor(house), 1.0, "listing", "front")
+        await call_actor(Actor(house), 1.0, "listing", "front")
     with pytest.raises(NoAnswer, match="not connected"):
-        await ask(None, 1.0, "listing", "front")
+        await call_actor(None, 1.0, "listing", "front")
 
 
 async def test_what_takes_too_long_is_no_answer(pauses: Pauses) -> None:
@@ -516,6 +516,6 @@ async def test_what_takes_too_long_is_no_answer(pauses: Pauses) -> None:
     until = threading.Event()
     began = time.monotonic()
     with pytest.raises(NoAnswer, match="TimeoutError"):
-        await ask(Silent(until), 0.01, "listing", "front")
+        await call_actor(Silent(until), 0.01, "listing", "front")
     assert pauses.running(began) < 5
     until.set()

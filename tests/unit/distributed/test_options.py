@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.distributed.host_coordinator import HostOptions, host_options, read_address
+from service.distributed.host_coordinator import HostOptions, read_address, read_host_options
 from service.setting_types import SettingsError
 from service.settings import Settings, load_settings
 
@@ -25,7 +25,7 @@ def settings(secret: Path, **more: Any) -> Settings:
 
 
 def options_of(settings: Settings) -> HostOptions | None:
-    return host_options(settings.hosts, settings.policies)
+    return read_host_options(settings.hosts, settings.policies)
 
 
 def test_one_host_needs_nothing() -> None:

@@ -13,7 +13,7 @@ from service.distributed import replication
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.engine_actor import Loaded, Refusal
 from service.distributed.remote_engine import RemoteLoader, RemotePolicy
-from service.distributed.replication import Copy, answered
+from service.distributed.replication import Copy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.testing import SO100_REQUIREMENTS
@@ -29,14 +29,14 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
-        self.parcels: list[PolicyArtifact] = []
-        self.kept: list[Copy] = []
+        self.artifacts: list[PolicyArtifact] = []
+        self.copies: list[Copy] = []
         self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.pieces: list[bytes] = []
         self.idle: Sequence[str] = ()
 
-    def pick(self) -> tuple[str, Sequence[str]]:
+    def pick_engines(self) -> tuple[str, Sequence[str]]:
         return "one", self.idle
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
@@ -55,16 +55,16 @@ class Engines:
                 raise self.answers[method]
             return self.answers[method]
         if method == "load":
-            parcel, like = arguments
-            self.parcels.append(parcel)
+            artifact, like = arguments
+            self.artifacts.append(artifact)
             self.likes.append(like)
-            return Loaded(parcel.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
-        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "rehearse": 0.125}.get(method)
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
+        return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
 
-    def keep(self, copy: Copy) -> None:
-        self.kept.append(copy)
+    def keep_copy(self, copy: Copy) -> None:
+        self.copies.append(copy)
 
-    def lacks(self, engine: str, handle: str, why: str) -> None:
+    def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
 
     def put(self, piece: bytes) -> Any:
@@ -84,9 +84,9 @@ def policy(engines: Engines, folder: Path) -> RemotePolicy:
 
 def test_its_files_go_where_it_is_loaded(engines: Engines, folder: Path) -> None:
     policy = RemoteLoader(engines)(str(folder))
-    assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.parcels[0].sha)
+    assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.artifacts[0].sha)
     assert sorted(engines.pieces) == [b"weights", b'{"type": "act"}']
-    assert [copy.engine for copy in engines.kept] == ["one"]
+    assert [copy.engine for copy in engines.copies] == ["one"]
 
 
 def test_another_one_may_be_like_one_that_is_there(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
@@ -106,9 +106,9 @@ def test_a_folder_that_is_none_is_refused_before_anything_is_sent(engines: Engin
 def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> None:
     other = policy.on("two")
     assert (other.device, other.handle) == ("two", policy.handle)
-    assert engines.parcels[0] is engines.parcels[1]
+    assert engines.artifacts[0] is engines.artifacts[1]
     assert engines.calls == [("one", "load"), ("two", "load")]
-    assert [copy.engine for copy in engines.kept] == ["one", "two"]
+    assert [copy.engine for copy in engines.copies] == ["one", "two"]
 
 
 def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_to_each_in_its_turn(
@@ -175,7 +175,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
 def test_it_is_said_what_the_slowest_engine_does(
     engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "LOOK", 0.001)
+    monkeypatch.setattr(replication, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
@@ -184,7 +184,7 @@ def test_it_is_said_what_the_slowest_engine_does(
 
     def ask_slowly(engine: str, method: str, *arguments: Any) -> "Future[Any]":
         if method == "load":
-            engines.parcels.append(arguments[0])
+            engines.artifacts.append(arguments[0])
             return slow[engine]
         if engine == "one":  # the first that is asked, each time
             now["one"], now["two"] = next(stages)
@@ -195,7 +195,7 @@ def test_it_is_said_what_the_slowest_engine_does(
         told.append(word)
         if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
             for one in slow.values():
-                one.set_result(Loaded(engines.parcels[0].sha, SO100_REQUIREMENTS, "cpu:0", [SIZES]))
+                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, "cpu:0", [SIZES]))
 
     monkeypatch.setattr(engines, "ask", ask_slowly)
     RemoteLoader(engines)(str(folder), on_progress=tell)
@@ -205,7 +205,7 @@ def test_it_is_said_what_the_slowest_engine_does(
 def test_it_acts_and_says_what_that_took(engines: Engines, policy: RemotePolicy) -> None:
     assert policy.act({}).shape == (1, 20, 6)
     assert policy.timings == {"to_device": 0.0, "compute": 0.25, "to_host": 0.0}
-    assert policy.rehearse() == 0.125
+    assert policy.profile() == 0.125
     policy.prepare_task("lift it")
     assert engines.calls[-1] == ("one", "prepare_task")
 
@@ -245,6 +245,6 @@ def test_one_that_could_not_be_compiled_is_not(engines: Engines, policy: RemoteP
 )
 def test_each_refusal_is_the_error_that_it_is(kind: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="why"):
-        answered(Refusal(kind, "why"))
-    assert answered(3) == 3
-    assert answered(None) is None
+        check_answer(Refusal(kind, "why"))
+    assert check_answer(3) == 3
+    assert check_answer(None) is None

@@ -53,7 +53,7 @@ def chunk() -> np.ndarray:
     return found
 
 
-def answered(**seconds: float) -> InferenceResult:
+def check_answer(**seconds: float) -> InferenceResult:
     told = {"queue": 0.01, "to_device": 0.02, "compute": 0.03, "to_host": 0.04, "total": 0.1} | seconds
     return InferenceResult(chunk(), batch=4, **told)  # type: ignore[arg-type]
 
@@ -88,28 +88,28 @@ async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
     await engine.until_asked()
     assert worker.pending == 1
     await asyncio.sleep(0.12)
-    engine.done[0](answered())
+    engine.done[0](check_answer())
     found = await asking
     assert found.queue + found.to_device + found.compute + found.to_host == pytest.approx(found.total)
     assert (found.to_device, found.compute, found.to_host, found.batch) == (0.02, 0.03, 0.04, 4)
     assert found.total > 0.12
     assert worker.pending == 0
     assert replica.latency_model(replica.trained_frames).is_measured is False
-    assert replica.latency_model(frozenset()).median(4) == 0.03
+    assert replica.latency_model(frozenset()).measured(4).median == 0.03
 
 
 async def test_what_an_answer_took_counts_for_pictures_of_its_size(
     engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
     for height, seconds in ((48, 0.001), (480, 0.004)):
-        engine.answers = [answered(compute=seconds)]
+        engine.answers = [check_answer(compute=seconds)]
         await worker.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
-    assert replica.latency_model(replica.trained_frames).median(4) == 0.001
-    assert replica.latency_model(frozenset({("front", (480, 64))})).median(4) == 0.004
+    assert replica.latency_model(replica.trained_frames).measured(4).median == 0.001
+    assert replica.latency_model(frozenset({("front", (480, 64))})).measured(4).median == 0.004
 
 
 async def test_a_chunk_may_be_written_to(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:
-    engine.answers = [answered()]
+    engine.answers = [check_answer()]
     found = await worker.submit(replica, OBSERVATION, None)
     found.chunk[0, 0] = 7.0
 
@@ -117,7 +117,7 @@ async def test_a_chunk_may_be_written_to(engine: Engine, worker: RemoteWorker, r
 async def test_what_is_due_is_told_as_seconds_from_now_by_a_thread_of_its_own(
     engine: Engine, worker: RemoteWorker, replica: Replica
 ) -> None:
-    engine.answers = [answered(), answered()]
+    engine.answers = [check_answer(), check_answer()]
     await worker.submit(replica, OBSERVATION, None)
     await worker.submit(replica, OBSERVATION, worker.last_used_at + 3600)
     (method, (handle, observation, none)), (_, (_, _, due)) = engine.asked
@@ -158,25 +158,25 @@ async def test_an_error_on_the_way_is_raised(engine: Engine, worker: RemoteWorke
 async def test_where_another_engine_may_be_asked_it_soon_is(
     engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
     with pytest.raises(Overdue, match=r"one has not answered for 0.02 s"):
         await worker.submit(replica, OBSERVATION, None, may_move=True)
     assert worker.pending == 1, "it owes an answer"
     await engine.until_asked()
-    engine.done[0](answered())
+    engine.done[0](check_answer())
     await until(lambda: worker.pending == 0)
 
 
 async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_first_until_then(
     engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
     assert not worker.is_late
     with pytest.raises(Overdue) as late:
         await worker.submit(replica, OBSERVATION, None, may_move=True)
     assert worker.is_late
     await engine.until_asked()
-    engine.done[0](answered())
+    engine.done[0](check_answer())
     assert late.value.answer is not None
     found = await late.value.answer
     assert found.total > 0.02
@@ -186,7 +186,7 @@ async def test_a_late_answer_can_be_heard_all_the_same_and_others_are_asked_firs
 async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
     engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_engine, "UNKNOWN", 0.02)
+    monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 0.02)
     worker._stuck_after = 0.3
     with pytest.raises(Overdue) as late:
         await worker.submit(replica, OBSERVATION, None, may_move=True)
@@ -199,9 +199,9 @@ async def test_a_late_answer_that_never_comes_is_not_waited_for_longer_than_any(
 async def test_what_it_usually_takes_says_what_is_late(
     engine: Engine, worker: RemoteWorker, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_engine, "OVERDUE", 0.02)
-    monkeypatch.setattr(remote_engine, "UNKNOWN", 60.0)
-    engine.answers = [answered() for _ in range(8)]
+    monkeypatch.setattr(remote_engine, "MIN_OVERDUE", 0.02)
+    monkeypatch.setattr(remote_engine, "DEFAULT_OVERDUE", 60.0)
+    engine.answers = [check_answer() for _ in range(8)]
     for _ in range(8):
         await worker.submit(replica, OBSERVATION, None)
     with pytest.raises(Overdue):
@@ -226,7 +226,7 @@ async def test_of_an_engine_that_is_gone_whoever_waits_is_told_at_once(
     with pytest.raises(DeviceGone, match="it ended"):
         await worker.submit(replica, OBSERVATION, None)
     assert len(engine.asked) == 3
-    engine.done[0](answered())  # too late
+    engine.done[0](check_answer())  # too late
 
 
 async def test_whoever_waits_is_told_that_the_server_ends(

@@ -68,7 +68,7 @@ LARGE = {"front": (480, 640)}
 class Sized(ScriptedPolicy):
     """As told, and four times as long with pictures of 480x640."""
 
-    def rehearse(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         return self.latency * (4 if cameras == LARGE else 1)
 
 

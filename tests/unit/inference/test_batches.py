@@ -188,7 +188,7 @@ async def test_batches_are_compiled_only_while_no_robot_runs() -> None:
     # One whose programs are there already, because it took over from another, need not wait.
     policy.batches = [(size, dict(policy.requirements.cameras)) for size in (2, 4)]
     async with engine.open_policy(ScriptedLoader(lambda: policy), "other", None, ignore) as served:
-        await until(lambda: len(served.replicas[0].batch_sizes(frozenset(policy.requirements.cameras.items()))) == 3)
+        await until(lambda: served.replicas[0].batch_sizes[frozenset(policy.requirements.cameras.items())] == (1, 2, 4))
     await engine.close()
 
 
@@ -220,27 +220,27 @@ async def test_what_is_being_compiled_can_be_waited_for_and_a_trial_keeps_nobody
 
     policy = Slow()
     engine = Engine(switch_interval=None, batch_sizes=(1, 2, 4))
-    assert engine.is_batch_compiler_idle
+    assert engine.batch_compiler.idle.is_set()
     async with engine.open_policy(ScriptedLoader(lambda: policy), "p", None, ignore):
-        await until(lambda: not engine.is_batch_compiler_idle)
+        await until(lambda: not engine.batch_compiler.idle.is_set())
         engine.has_running_robot = lambda: True  # the second size has to wait for that one to stop
         compiled.set()
-        await asyncio.wait_for(engine.wait_for_batch_compiler(), 30)
+        await asyncio.wait_for(engine.batch_compiler.idle.wait(), 30)
         assert [size for size, _ in policy.batches] == [2]
         assert engine.get_stats()["batch_sizes_to_compile"] == 1
     slow = ScriptedPolicy(latency=0.1, batches=[(size, dict(policy.requirements.cameras)) for size in (2, 4)])
     seen_at_rest: list[bool] = []
 
-    def rehearse(batch: int = 1, cameras: object = None) -> float:
+    def profile(batch: int = 1, cameras: object = None) -> float:
         end = time.monotonic() + 30
         while batch > 1 and len(seen_at_rest) < 6 and time.monotonic() < end:
             time.sleep(0.001)
         return 0.1
 
-    slow.rehearse = rehearse  # type: ignore[method-assign]
+    slow.profile = profile  # type: ignore[method-assign]
     async with engine.open_policy(ScriptedLoader(lambda: slow), "other", None, ignore):
         while engine.get_stats()["batch_sizes_to_compile"]:
-            seen_at_rest.append(engine.is_batch_compiler_idle)
+            seen_at_rest.append(engine.batch_compiler.idle.is_set())
             await asyncio.sleep(0.01)
         assert all(seen_at_rest)
         assert len(seen_at_rest) > 5
@@ -258,17 +258,17 @@ async def test_a_batch_that_cannot_be_compiled_only_costs_larger_ones() -> None:
     policy = Small()
     async with running(policy) as (engine, served):
         assert {batch for batch, _ in policy.batches} == {2}
-        assert served.replicas[0].batch_sizes(frozenset({("front", (4, 6))})) == (1, 2)
+        assert served.replicas[0].batch_sizes[frozenset({("front", (4, 6))})] == (1, 2)
         assert await engine.infer(served, seen() | {"observation.images.front": np.zeros((1, 4, 6, 3), np.uint8)})
 
 
 async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_quickly_beside_one() -> None:
     @dataclass
     class Rehearsed(ScriptedPolicy):
-        rehearsed: list[int] = field(default_factory=list)
+        profiled: list[int] = field(default_factory=list)
 
-        def rehearse(self, batch: int = 1, cameras: object = None) -> float:
-            self.rehearsed.append(batch)
+        def profile(self, batch: int = 1, cameras: object = None) -> float:
+            self.profiled.append(batch)
             return {2: 0.001, 4: 0.1}[batch] if batch > 1 else 0.01
 
     compiled = [(size, dict(Rehearsed().requirements.cameras)) for size in (2, 4)]
@@ -278,7 +278,7 @@ async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_q
         engine.has_running_robot = [lambda: False, lambda: True][is_beside]
         async with engine.open_policy(ScriptedLoader(lambda policy=policy: policy), "p", None, ignore):
             await until(lambda engine=engine: not engine.get_stats()["batch_sizes_to_compile"])
-            assert [policy.rehearsed.count(size) for size in (1, 2, 4)] == counts
+            assert [policy.profiled.count(size) for size in (1, 2, 4)] == counts
         await engine.close()
 
 

@@ -159,7 +159,7 @@ def test_a_size_that_was_slow_long_ago_is_tried_again_and_believed_again() -> No
     found = chosen(line(*[1.0] * 8, known=known))
     assert found.size == 8
     known.record(8, 0.020)
-    assert known.median(8) == known.p90(8) == 0.020, "what it took in the bad moment counts no more"
+    assert known.measured(8).median == known.measured(8).p90 == 0.020, "what it took in the bad moment counts no more"
     assert chosen(line(*[1.0] * 8, known=known)).size == 8, "400 answers a second; batches of 2 give 167"
 
 
@@ -240,7 +240,7 @@ def test_everybody_is_served_once_and_nobody_is_made_late_while_there_is_time_fo
         served += found.members
         assert found.size in SIZES
         assert len(found.members) <= found.size
-        end, at_best = now + known[str(found.key)].p90(found.size), now + known[str(found.key)].p90(1)
+        end, at_best = now + known[str(found.key)].measured(found.size).p90, now + known[str(found.key)].measured(1).p90
         made_late = [member for member in found.members if at_best <= member.due < end]
         assert not made_late or not one_at_a_time(now, waiting, known)
         now, waiting = end, [each for each in waiting if each[1] not in found.members]
@@ -252,24 +252,24 @@ def one_at_a_time(now: float, waiting: list[tuple[str, Asked]], known: dict[str,
     """Whether all who are not late already are in time that way, with half of the largest batch to spare."""
     end = now
     for key, request in sorted(waiting, key=lambda each: each[1].due):
-        end += known[key].p90(1)
-        if request.due >= now + known[key].p90(1) and request.due < end + known[key].p90(8) / 2:
+        end += known[key].measured(1).p90
+        if request.due >= now + known[key].measured(1).p90 and request.due < end + known[key].measured(8).p90 / 2:
             return False
     return True
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(1, 0.01), (4, 0.03), (8, 0.06), (2, 0.02), (3, 0.03)])
 def test_a_size_that_nobody_measured_is_guessed_from_the_nearest_with_care(size: int, seconds: float) -> None:
-    assert costs(b1=0.01, b4=0.03).median(size) == pytest.approx(seconds)
+    assert costs(b1=0.01, b4=0.03).measured(size).median == pytest.approx(seconds)
 
 
 def test_what_batches_take_is_their_median_and_what_nine_of_ten_do_not_exceed() -> None:
     made = LatencyModel()
     assert not made.is_measured
-    assert made.median(4) == made.p90(4) == 0
+    assert made.measured(4).median == made.measured(4).p90 == 0
     for milliseconds in range(1, 12):
         made.record(1, milliseconds / 1e3)
     assert made.get_stats() == {"1": {"p50": 6.0, "p90": 10.0}}
     for _ in range(32):
         made.record(1, 0.5)
-    assert made.median(1) == 0.5, "what is long over counts no more"
+    assert made.measured(1).median == 0.5, "what is long over counts no more"

@@ -2,9 +2,9 @@
 
 import sys
 import threading
+from bisect import insort
 from collections.abc import Iterator
 from random import Random
-from statistics import median
 
 import pytest
 
@@ -25,7 +25,9 @@ def test_what_is_taken_over_is_fed_on_its_own_from_then_on() -> None:
     assert after.get_stats() == {"8": {"p50": 25.0, "p90": 30.0}}
     for _ in range(WINDOW):
         after.record(8, 0.1)
-    assert (after.median(8), before.median(8)) == (0.1, 0.025), "as many samples as ever, and none of another's"
+    assert (after.measured(8).median, before.measured(8).median) == (0.1, 0.025), (
+        "as many samples as ever, and none of another's"
+    )
 
 
 def test_what_never_ran_elsewhere_takes_nothing_away_from_what_is_known_here() -> None:
@@ -52,7 +54,7 @@ def test_what_the_next_batch_should_take_follows_the_newest_of_any_size() -> Non
     for _ in range(PACE_WINDOW):
         known.record(1, 0.030)
     assert known.predict(8) == (pytest.approx(0.060), pytest.approx(0.060)), "8 did not run since, and it is as slow"
-    assert known.median(8) == known.p90(8) == 0.020, "what was measured is told as it was"
+    assert known.measured(8).median == known.measured(8).p90 == 0.020, "what was measured is told as it was"
 
 
 def test_of_two_sizes_that_take_turns_the_one_that_got_slower_is_found_out() -> None:
@@ -77,7 +79,7 @@ def test_what_is_remembered_does_not_wander_off_from_what_was_measured() -> None
         size = random.choice([1, 1, 1, 4, 8])
         known.record(size, true[size] * (1 + max(random.gauss(0, 0.5), 0)))
     for size, seconds in true.items():
-        assert seconds / 3 < known._normalized[size].median < 3 * seconds
+        assert seconds / 3 < known._now[0][size].normalized.median < 3 * seconds
         assert seconds / 2 < known.predict(size).median < 2 * seconds
 
 
@@ -88,14 +90,14 @@ def test_what_took_no_time_is_no_measure_of_the_pace() -> None:
     assert known.predict(8).median == 0.020
 
 
-def test_rehearsals_make_nothing_old() -> None:
+def test_profiling_makes_nothing_old() -> None:
     known = costs(b1=0.010)
     for _ in range(STALE_AFTER):
         known.record(8, 0.020)
     assert known.is_stale(1)
     known.mark_fresh()
     assert not known.is_stale(1)
-    assert known.median(1) == 0.010
+    assert known.measured(1).median == 0.010
 
 
 def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
@@ -109,18 +111,18 @@ def test_what_is_taken_over_is_expected_at_the_pace_of_now() -> None:
 def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest.MonkeyPatch) -> None:
     known, is_in_the_middle, other_is_through = LatencyModel(), threading.Event(), threading.Event()
 
-    def interrupted(samples: list[float]) -> float:
-        if samples == [0.001]:
+    def interrupted(ordered: list[float], number: float) -> None:
+        if number == 0.001:
             is_in_the_middle.set()
             other_is_through.wait(0.3)  # it is not, unless it may come in between
-        return median(samples)
+        insort(ordered, number)
 
     def learn_another() -> None:
         is_in_the_middle.wait(30)
         known.record(2, 0.002)
         other_is_through.set()
 
-    monkeypatch.setattr("service.inference.latency_model.median_of_sorted", interrupted)
+    monkeypatch.setattr("service.inference.latency_model.insort", interrupted)
     other = threading.Thread(target=learn_another)
     other.start()
     known.record(1, 0.001)
@@ -148,7 +150,7 @@ def test_figures_are_whole_while_several_threads_learn() -> None:
             while not ended.is_set():
                 for one in known:
                     one.get_stats()
-                    one.median(1000)
+                    one.measured(1000)
                     one.upper_bound(1000)
         except BaseException as error:
             failed.append(error)

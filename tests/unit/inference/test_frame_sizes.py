@@ -39,7 +39,7 @@ SMALL_SEEN, LARGE_SEEN = seen(48, 64), seen(480, 640)
 class Sized(ScriptedPolicy):
     """A batch takes 1 ms, one of large pictures 200 ms, and twice as long for 4 members; so it says."""
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+    def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
         return (0.2 if cameras == LARGE else 0.001) * (2 if batch == 4 else 1)
 
 
@@ -58,7 +58,7 @@ async def asked_with_both(policy: ScriptedPolicy, batch_sizes: tuple[int, ...] =
 
 
 @pytest.fixture
-def rehearsed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def profiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What robots ask for is not learnt: a busy machine makes of it what it likes."""
     learn = LatencyModel.record
 
@@ -82,10 +82,10 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
         }, "of what it was trained with"
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
-        assert served.latency_model.median(1) == 0.001
+        assert served.latency_model.measured(1).median == 0.001
         large = served.replicas[0].latency_model(LARGE_FRAMES)
-        assert large.median(4) == 0.4
-        assert large.median(1) < 0.2, "it took no time at all, as the robots saw"
+        assert large.measured(4).median == 0.4
+        assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
 
 
 async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_policy_was_trained_with() -> None:
@@ -105,7 +105,7 @@ async def test_the_devices_say_of_which_pictures_where_they_are_others_than_the_
     await engine.close()
 
 
-@pytest.mark.usefixtures("rehearsed_only")
+@pytest.mark.usefixtures("profiled_only")
 @pytest.mark.parametrize(
     ("observation", "soon", "overdue"), [(SMALL_SEEN, 0.002, 0.1), (LARGE_SEEN, 0.4, 0.6)], ids=["small", "large"]
 )
@@ -130,7 +130,7 @@ async def test_when_an_answer_is_due_and_overdue_depends_on_the_pictures(
         await asking
 
 
-@pytest.mark.usefixtures("rehearsed_only")
+@pytest.mark.usefixtures("profiled_only")
 async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_first() -> None:
     """It takes longer; and each is answered in the line of its own size."""
     gate, policy = threading.Event(), Sized()
@@ -157,12 +157,12 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
 
 async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        counted = served.replicas[0].latency_model(LARGE_FRAMES)._samples[1].seconds
+        counted = served.replicas[0].latency_model(LARGE_FRAMES)._windows[1][0].numbers
         before = len(counted)
         (worker,) = engine._devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
-        assert served.latency_model.median(1) == 0.001
+        assert served.latency_model.measured(1).median == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:

@@ -69,6 +69,14 @@ def spoil_infinity(folder):
     write(folder / "model.safetensors", {"sick": np.array([np.inf], np.float16)})
 
 
+def spoil_shard(folder):
+    (folder / "model.safetensors").unlink()
+    for number, value in ((1, 1.0), (2, np.nan)):
+        write(folder / f"model-0000{number}-of-00002.safetensors", {f"t{number}": np.array([value], np.float32)})
+    names = {f"t{number}": f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 def spoil_end(folder):
     raw = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(raw[:-3])
@@ -106,6 +114,7 @@ def spoil_permission(folder):
     [
         (spoil_nan, "a NaN or an infinity in sick"),
         (spoil_infinity, "a NaN or an infinity in sick"),
+        (spoil_shard, "model-00002-of-00002.safetensors: a NaN or an infinity in t2"),
         (spoil_end, "not a readable safetensors file"),
         (spoil_length, "claims 4611686018427387904 bytes"),
         (spoil_count, "10001 tensors; wanted at most 10000"),

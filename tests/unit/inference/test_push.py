@@ -35,11 +35,11 @@ class Shipped(ScriptedPolicy):
     """Says what was asked of it. Cameras that it does not have are an error, as they are for a compiled one.
 
     Attributes:
-        tried, rehearsed: programs that it ran once, and for the time they take.
+        tried, profiled: programs that it ran once, and for the time they take.
     """
 
     tried: list[tuple[int, Sizes]] = field(default_factory=list)
-    rehearsed: list[tuple[int, Sizes]] = field(default_factory=list)
+    profiled: list[tuple[int, Sizes]] = field(default_factory=list)
 
     def compile(self, batch: int = 1, cameras: Sizes | None = None) -> None:
         super().compile(batch, cameras)
@@ -50,18 +50,18 @@ class Shipped(ScriptedPolicy):
             raise ObservationError(f"cameras {sorted(cameras)}, wanted {sorted(self.requirements.cameras)}")
         return super().is_compiled(batch, cameras)
 
-    def rehearse(self, batch: int = 1, cameras: Sizes | None = None) -> float:
-        self.rehearsed.append((batch, dict(cameras or self.requirements.cameras)))
-        return super().rehearse(batch, cameras)
+    def profile(self, batch: int = 1, cameras: Sizes | None = None) -> float:
+        self.profiled.append((batch, dict(cameras or self.requirements.cameras)))
+        return super().profile(batch, cameras)
 
     def on(self, device: str) -> "Shipped":
         """On its own device one that runs the same programs."""
-        other = replace(self, device=device, tried=[], rehearsed=[])
+        other = replace(self, device=device, tried=[], profiled=[])
         return other if device == self.device else replace(other, compiled=[], batches=[])
 
     def pushed(self, **changes: Any) -> "Shipped":
         """Other weights in the same programs."""
-        return replace(self, tried=[], rehearsed=[], **changes)
+        return replace(self, tried=[], profiled=[], **changes)
 
 
 def ignore(stage: str) -> None:
@@ -107,20 +107,21 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(rig: Rig) -> None:
     later = rig.policy.pushed(latency=9.9)
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert later.rehearsed == []
+        assert later.profiled == []
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
-        assert served.latency_model.median(1) == 0.001
-        assert [replica.latency_model(LARGE_FRAMES).median(2) for replica in served.replicas] == [0.004, 1.004], (
-            "each its worker's"
-        )
+        assert served.latency_model.measured(1).median == 0.001
+        assert [replica.latency_model(LARGE_FRAMES).measured(2).median for replica in served.replicas] == [
+            0.004,
+            1.004,
+        ], "each its worker's"
         for replica in served.replicas:
             policy = replica.policy
             assert isinstance(policy, Shipped)
             assert sorted(policy.tried, key=PROGRAMS.index) == PROGRAMS
-            assert policy.rehearsed == []
-            assert (replica.batch_sizes(TRAINED_FRAMES), replica.batch_sizes(LARGE_FRAMES)) == ((1, 2), (1, 2)), (
+            assert policy.profiled == []
+            assert (replica.batch_sizes[TRAINED_FRAMES], replica.batch_sizes[LARGE_FRAMES]) == ((1, 2), (1, 2)), (
                 "for robots at once"
             )
         before = costs_of(rig.served.replicas[0])
@@ -141,7 +142,7 @@ async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> No
         for replica in served.replicas:
             assert replica.latency_model(TRAINED_FRAMES).get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
             assert isinstance(replica.policy, Shipped)
-            assert replica.policy.rehearsed == [(1, TRAINED)] * 3
+            assert replica.policy.profiled == [(1, TRAINED)] * 3
             assert replica.compiled_frames == (TRAINED_FRAMES,)
             assert not replica.latency_model(LARGE_FRAMES).is_measured
 
@@ -151,15 +152,15 @@ async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> N
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
-        assert later.rehearsed == [(1, small)] * 3
-        assert served.replicas[0].latency_model(frozenset(small.items())).median(1) == 0.5
+        assert later.profiled == [(1, small)] * 3
+        assert served.replicas[0].latency_model(frozenset(small.items())).measured(1).median == 0.5
 
 
 async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(rig: Rig) -> None:
     for like in (None, rig.policy.pushed()):
         later = rig.policy.pushed(latency=0.5)
         async with rig.engine.open_policy(giving(later), "q", None, ignore, like=like) as served:
-            assert served.latency_model.median(1) == 0.5
+            assert served.latency_model.measured(1).median == 0.5
 
 
 @pytest.mark.parametrize("cameras", [{"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}])
@@ -167,8 +168,8 @@ async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(camera
     """That it does not fit is said by whoever staged it."""
     later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert served.latency_model.median(1) == 0.5
-        assert later.rehearsed == [(1, cameras)] * 3
+        assert served.latency_model.measured(1).median == 0.5
+        assert later.profiled == [(1, cameras)] * 3
 
 
 async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() -> None:
@@ -177,7 +178,10 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
     async with engine.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with engine.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert [replica.latency_model(TRAINED_FRAMES).median(1) for replica in served.replicas] == [0.010, 0.5]
+            assert [replica.latency_model(TRAINED_FRAMES).measured(1).median for replica in served.replicas] == [
+                0.010,
+                0.5,
+            ]
     await engine.close()
 
 
@@ -187,7 +191,7 @@ async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere
     async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with store.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert served.latency_model.median(1) == 0.5
+            assert served.latency_model.measured(1).median == 0.5
 
 
 async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:

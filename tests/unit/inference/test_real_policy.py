@@ -144,14 +144,14 @@ async def test_a_compiled_policy_drives_the_robot_with_the_actions_it_gives_in_p
 async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compiled_policy_took(
     policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rehearsed: list[jaxmodels.Policy] = []
-    rehearse = jaxmodels.Policy.rehearse
+    profiled: list[jaxmodels.Policy] = []
+    profile = jaxmodels.Policy.profile
 
     def noted(policy: jaxmodels.Policy, *arguments: Any) -> float:
-        rehearsed.append(policy)
-        return rehearse(policy, *arguments)
+        profiled.append(policy)
+        return profile(policy, *arguments)
 
-    monkeypatch.setattr(jaxmodels.Policy, "rehearse", noted)
+    monkeypatch.setattr(jaxmodels.Policy, "profile", noted)
     load: Any = jaxmodels.load_policy
     engine = Engine(switch_interval=None, batch_sizes=(1, 2))
     large = frozenset({("front", (48, 64))})
@@ -159,7 +159,7 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
         await engine.compile(first, dict(large))
         await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
         engine.has_running_robot = lambda: True
-        before, after = first.replicas[0], len(rehearsed)
+        before, after = first.replicas[0], len(profiled)
         folder = str(policy_folder)
         async with engine.open_policy(
             load, folder, "1" * 40, lambda word: None, folder=folder, like=first.policy
@@ -167,9 +167,9 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
             await until(lambda: not engine.get_stats()["batch_sizes_to_compile"])
             (replica,) = second.replicas
             assert replica.policy is not before.policy
-            assert len(rehearsed) == after
+            assert len(profiled) == after
             for frames in (before.trained_frames, large):
-                assert replica.batch_sizes(frames) == (1, 2)
+                assert replica.batch_sizes[frames] == (1, 2)
                 known = replica.latency_model(frames).get_stats()
                 assert set(known) == {"1", "2"}
                 assert known == before.latency_model(frames).get_stats()

@@ -184,6 +184,14 @@ def test_it_takes_the_place_of_a_policys_backbone(resnet18: Tensors, file_of, sm
     for name, array in filled.items():
         wanted = found.weights[name.removeprefix("backbone.")] if name.startswith("backbone.") else drawn[name]
         assert array is wanted
+    of_cameras = {f"encoders.{camera}.{name}": array for camera in range(2) for name, array in drawn.items()}
+    both = replace_backbone(found, of_cameras)
+    assert all(
+        both[f"encoders.{camera}.{name}"] is filled[name]
+        for camera in range(2)
+        for name in filled
+        if "backbone" in name
+    )
     with pytest.raises(WeightsMismatch, match="0 ResNets called backbone"):
         replace_backbone(found, {name: array for name, array in drawn.items() if not name.startswith("backbone.")})
     with pytest.raises(WeightsMismatch, match="missing"):

@@ -131,7 +131,8 @@ def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
         (PRE, 3, {"features": {"a": 3}}, "type and shape"),
         (PRE, 3, {"normalize_observation_keys": "all"}, "normalize_observation_keys"),
         (PRE, 0, {"rename_map": {"a": 3}}, "rename_map"),
-        (PRE, 0, {"rename_map": {"a": "c", "b": "c"}}, "one name twice"),
+        (PRE, 0, {"rename_map": {"a": "c", "b": "c"}}, "one name twice: 'a' and 'b' are both 'c'"),
+        (PRE, 0, {"rename_map": {"a": "c"}}, "calls 'a' 'c', which the policy does not read"),
         (PRE, 2, {"float_dtype": "float16"}, "device_processor"),
     ],
 )

@@ -29,6 +29,7 @@ def stub(policies, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real Hub
     monkeypatch.delenv("HF_TOKEN", raising=False)
     others = {"pytorch_model.bin": b"cos\nsystem\n", "README.md": b"# hello", "train_config.json": b"{}"}
+    others |= {"owner/vlm/tokenizer.json": b"{}", ".git/config.json": b"{}", "a/b/c/d/config.json": b"{}"}
     with StubHub() as stub:
         first = stub.push("someone/arm", {**policies[0], **others}, tag="v1")
         stub.push("someone/arm", {**policies[1], **dict.fromkeys(others)})
@@ -74,9 +75,10 @@ def test_a_repo_is_fetched_at_the_commit_its_branch_points_to(
 
 
 def test_only_files_of_a_policy_are_fetched(fetch, stub: StubHub, commits) -> None:
-    names = {path.name for path in fetch().iterdir()}
-    assert names == {path.name for path in fetch(revision=commits[1]).iterdir()}
-    assert "robojax.json" in names
+    first, second = ({path.name for path in fetch(revision=commit).iterdir()} for commit in commits)
+    assert first == {*second, "owner"}
+    assert (fetch() / "owner" / "vlm" / "tokenizer.json").is_file()
+    assert "robojax.json" in second
     assert not [path for path in asked(stub) if "pytorch_model" in path or "README" in path or "train_" in path]
 
 

@@ -1,6 +1,7 @@
 """Policies built on a language model (SmolVLA, pi0, pi0.5), by golden checkpoints: folders, prompts and cameras."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxmodels
+from jaxmodels.devices import find_dtype
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
+from jaxmodels.normalization import Affine
+from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -82,6 +86,56 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_of_another_model(folder) -> None:
         jaxmodels.load_policy(policy)
 
 
+INDEX, SHARDS = "model.safetensors.index.json", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def split_weights(folder: Path) -> None:
+    """As transformers saves a model that is larger than one file may be."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: SHARDS[number % 2] for number, name in enumerate(tensors)}
+    for shard in SHARDS:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, folder / shard)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_weights_may_be_in_shards(folder, golden_folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    whole = lerobot_folder.read_checkpoint(golden_folder(SMOLVLA)).weights
+    shards = lerobot_folder.read_checkpoint(policy)
+    assert whole.keys() == shards.weights.keys()
+    assert all(np.array_equal(whole[name], shards.weights[name]) for name in whole)
+    assert integrity.verify_files(policy) == integrity.verify_files(golden_folder(SMOLVLA))
+    lerobot_folder.write_checkpoint(policy, shards)
+    assert not [path.name for path in policy.iterdir() if path.name in (INDEX, *SHARDS)]
+
+
+def move_tensor(policy: Path) -> None:
+    edit(policy / INDEX, lambda values: values["weight_map"].update({min(values["weight_map"]): SHARDS[1]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda policy: (policy / SHARDS[1]).unlink(), f"{SHARDS[1]}: cannot be read"),
+        (lambda policy: (policy / INDEX).unlink(), f"{SHARDS[0]}, {SHARDS[1]} without {INDEX}"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / "model.safetensors"), "in shards .*keep one of them"),
+        (lambda policy: shutil.copy(policy / SHARDS[0], policy / SHARDS[0].replace("1", "3")), "names no tensor"),
+        (move_tensor, f"is in {SHARDS[0]}, not in {SHARDS[1]}"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a="../x.safetensors")), "wanted plain"),
+        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
+    ],
+    ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown"],
+)  # fmt: skip
+def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folder) -> None:
+    policy = folder(SMOLVLA)
+    split_weights(policy)
+    change(policy)
+    with pytest.raises(CheckpointError, match=text):
+        lerobot_folder.read_checkpoint(policy)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
@@ -103,14 +157,41 @@ def test_steps_that_mean_something_else_are_refused(name: str, change, text: str
         jaxmodels.load_policy(policy)
 
 
-def test_statistics_by_dataset_are_refused_and_named(folder) -> None:
+def scales_of(checkpoint: lerobot_folder.Checkpoint) -> tuple[Affine, Affine]:
+    """Of actions and state."""
+    config: Any = checkpoint.config
+    normalization = checkpoint.normalization
+    return normalization.outputs.get_backward(config.action), normalization.inputs.get_forward(config.state)
+
+
+def test_statistics_by_dataset_are_refused_until_somebody_says_whose(folder, golden_folder) -> None:
     """As the base model of SmolVLA ships them; LeRobot moves the arm by numbers around 0 then."""
     policy = folder(SMOLVLA)
     for path in policy.glob("policy_*normalizer_processor.safetensors"):
         statistics = {f"so100.buffer.{name}": value for name, value in load_file(path).items()}
         save_file(statistics, path)
-    with pytest.raises(CheckpointError, match=r"no statistics for observation.state.*found those of so100.buffer"):
-        jaxmodels.load_policy(policy)
+    with pytest.raises(CheckpointError, match=r"no statistics for observation.state.*found those of so100.buffer") as e:
+        lerobot_folder.read_checkpoint(policy)
+    assert "stats.json" in str(e.value)
+    expected = lerobot_folder.read_checkpoint(golden_folder(SMOLVLA))
+    (policy / "robojax.json").write_text('{"statistics": "so100.buffer"}')
+    named = lerobot_folder.read_checkpoint(policy)
+    (policy / "robojax.json").write_text('{"statistics": "so101"}')
+    with pytest.raises(CheckpointError, match=r"'so101', of which there are none for observation.state"):
+        lerobot_folder.read_checkpoint(policy)
+    (policy / "robojax.json").unlink()
+    outputs = expected.normalization.outputs.stats | expected.normalization.inputs.stats
+    dataset = {name: {key: value.tolist() for key, value in part.items()} for name, part in outputs.items()}
+    (policy / "stats.json").write_text(json.dumps(dataset | {"index": {"count": [3]}}))
+    given = lerobot_folder.read_checkpoint(policy)
+    wanted = scales_of(expected)
+    assert not np.array_equal(wanted[0].scale, np.ones_like(wanted[0].scale))
+    for found in (scales_of(named), scales_of(given)):
+        assert all(np.array_equal(one.scale, other.scale) for one, other in zip(found, wanted, strict=True))
+        assert all(np.array_equal(one.offset, other.offset) for one, other in zip(found, wanted, strict=True))
+    (policy / "stats.json").write_text('{"action": {"mean": "a lot"}}')
+    with pytest.raises(CheckpointError, match=r"stats.json: action.mean is 'a lot'; wanted numbers"):
+        lerobot_folder.read_checkpoint(policy)
 
 
 def test_a_policy_of_a_language_model_says_what_it_needs(policies) -> None:
@@ -132,10 +213,42 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
     wrong = left_out | {"observation.images.wirst": seen["observation.images.wrist"]}
     with pytest.raises(ObservationError, match=r"images\.wirst is no camera .*images\.wrist missing"):
         policy.act(wrong, noise=noise)
+    with pytest.raises(ObservationError, match=r"images\.side is no camera of this policy; it has .*images\.front"):
+        policy.act(seen | {"observation.images.side": seen["observation.images.wrist"]}, noise=noise)
     with pytest.raises(ObservationError, match="no image at all"):
         policy.act({name: value for name, value in seen.items() if "images" not in name}, noise=noise)
     with pytest.raises(ObservationError, match=r"padding_mask is float64\[2\]; wanted bool\[2\]"):
         policy.act(seen | {"observation.images.wrist_padding_mask": np.ones(2)}, noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        ({"front": "top", "wrist": "front"}, None),
+        ({"frnt": "top"}, "rename frnt=top names no camera of the policy, which has front, wrist"),
+        ({"top": "front"}, "the policy's name comes first, as front=top"),
+        ({"front": "wrist"}, "two cameras of the policy one name, front and wrist"),
+        ({"front": "top", "wrist": "top"}, "two cameras of the policy one name, front and wrist"),
+    ],
+    ids=["other names", "unknown", "turned", "taken", "one for two"],
+)
+def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_folder, tmp_path: Path) -> None:
+    if text is not None:
+        with pytest.raises(ConfigError, match=text):
+            jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename)
+        return
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    renamed = jaxmodels.load_policy(golden_folder(SMOLVLA), rename=rename, like=policy)
+    assert renamed.requirements.cameras == {"top": (48, 72), "front": (60, 44)}
+    named = {name: value for name, value in seen.items() if "images" not in name}
+    named |= {f"observation.images.{rename[camera]}": seen[f"observation.images.{camera}"] for camera in rename}
+    np.testing.assert_array_equal(renamed.act(named, noise=noise), policy.act(seen, noise=noise))
+    # The policy's own front is left out now; it is not the robot's of that name.
+    alone = {name: value for name, value in named.items() if not name.endswith("top")}
+    without = {name: value for name, value in seen.items() if not name.endswith("front")}
+    np.testing.assert_array_equal(renamed.act(alone, noise=noise), policy.act(without, noise=noise))
+    lerobot_folder.write_checkpoint(tmp_path / "saved", renamed.checkpoint)
+    assert jaxmodels.read_requirements(tmp_path / "saved").cameras == renamed.requirements.cameras
 
 
 def test_other_instructions_run_in_the_same_program(policies, golden_folder) -> None:
@@ -152,6 +265,10 @@ def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pyt
     words = " ".join(["cube"] * 60)
     policy.act(seen | {"task": [words, f"{words} and what is behind is not read"]}, noise=noise)
     assert "the policy reads 48; its end is cut off" in caplog.text
+    assert policy.prepare_task("push") == 0
+    # A token of the end belongs to all of a prompt, and one begins it.
+    assert policy.prepare_task(words) == int(re.findall(r"has (\d+) tokens", caplog.text)[0]) - 48 > 0
+    assert policies(PI05).prepare_task("push") < policies(PI05).prepare_task(words)
     with pytest.raises(ObservationError, match="blank"):
         policy.act(seen | {"task": ["push", "  "]}, noise=noise)
 
@@ -179,9 +296,43 @@ def test_which_lerobot_is_meant_is_said_in_the_sidecar(folder, golden_folder) ->
     # It pads the state in the prompt, so that the policy is told something else.
     texts, state = seen["task"], seen["observation.state"]
     assert not np.array_equal(now(texts, state).tokens, before(texts, state).tokens)
+    assert jaxmodels.load_policy(policy).lerobot == "0.4"
+    assert jaxmodels.load_policy(policy, lerobot="0.6").lerobot == "0.6"
     (policy / "robojax.json").write_text('{"lerobot": "1.0"}')
     with pytest.raises(ConfigError, match=r"lerobot is '1.0'; wanted one of 0.4, 0.6"):
         jaxmodels.load_policy(policy)
+
+
+@pytest.mark.parametrize("name", [SMOLVLA, PI05, "diffusion_env_state_ddim"])
+def test_parts_of_a_policy_are_counted_and_timed_apart(name: str, policies) -> None:
+    policy = policies(name)
+    counts, times = policy.count_parameters(), policy.profile_stages(runs=1)
+    assert sum(counts.values()) == policy.sizes.parameters
+    if name == "diffusion_env_state_ddim":
+        assert [part.name for part in times] == ["encode", "denoise"]
+        assert (list(counts), policy.sizes.prefix) == (["denoiser"], 0)
+    else:
+        assert [part.name for part in times] == ["vision", "prefix", "denoise"]
+        assert set(counts) == {"vision", "language", "expert"}
+        assert policy.sizes.prefix > policy.checkpoint.config.prompt_length
+    assert times[-1].count == (8 if "diffusion" in name else 4)
+    assert all(part.seconds > 0 for part in times)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "platform", "expected"),
+    [
+        ("smolvla", None, "gpu", "bfloat16"),
+        ("pi05", None, "tpu", "bfloat16"),
+        ("pi0", None, "cpu", "float32"),
+        ("pi0", "float32", "gpu", "float32"),
+        ("pi0", "bfloat16", "cpu", "bfloat16"),
+        ("act", None, "gpu", "float32"),
+        ("diffusion", None, "gpu", "float32"),
+    ],
+)
+def test_language_models_are_in_bfloat16_on_accelerators(kind: str, asked, platform: str, expected: str) -> None:
+    assert find_dtype(asked, platform, get_policy_type(kind).accelerator_dtype).name == expected
 
 
 def test_a_model_that_nobody_knows_the_sizes_of_is_refused(folder) -> None:

@@ -14,7 +14,7 @@ from jaxmodels.errors import WeightsMismatch
 from jaxmodels.layers import feed_forward, vision
 from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, LEROBOT_ACTIVATIONS, FeedForward, dropout
-from jaxmodels.layers.norm import FrozenBatchNorm, GroupNorm, LayerNorm
+from jaxmodels.layers.norm import BatchNorm, FrozenBatchNorm, GroupNorm, LayerNorm
 from jaxmodels.layers.vision import max_pool
 from jaxmodels.weights import blueprint, check_fit, flatten
 
@@ -75,6 +75,21 @@ def test_frozen_batch_norm_uses_what_it_was_given() -> None:
         getattr(layer, name)[...] = jnp.full(3, value)
     x = numbers(1, 2, 2, 3)
     np.testing.assert_allclose(layer(x), (x - 1.0) / np.sqrt(4.0 + 1e-5) * 2.0 + 0.5, atol=1e-6)
+
+
+def test_batch_norm_learns_statistics_from_each_batch_and_uses_them_when_it_serves() -> None:
+    """As torch.nn.BatchNorm2d: normalised by the biased variance, a tenth of the unbiased one is remembered."""
+    layer, x = BatchNorm(3), numbers(4, 2, 5, 3) * 3 + 1
+    layer.scale[...] = jnp.full(3, 2.0)
+    layer.train()
+    mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    np.testing.assert_allclose(layer(x), 2 * (x - mean) / np.sqrt(variance + 1e-5), atol=1e-5)
+    np.testing.assert_allclose(layer.mean[...], 0.1 * mean, rtol=1e-5)
+    np.testing.assert_allclose(layer.variance[...], 0.9 + 0.1 * variance * 40 / 39, rtol=1e-5)
+    layer.eval()
+    np.testing.assert_allclose(
+        layer(x), 2 * (x - layer.mean[...]) / np.sqrt(layer.variance[...] + 1e-5), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_border_never_wins_a_max_pool() -> None:

@@ -13,11 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmodels.checkpoints.tensor_layouts import their_shapes
-from jaxmodels.errors import CheckpointError, ConfigError, ObservationError, WeightsMismatch
+from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.pi0 import Pi0Config
 from jaxmodels.policies.pi0.model import fit_into_square
-from jaxmodels.policies.pi0.openpi import CAMERAS, read_openpi
 from jaxmodels.policies.pi05 import Pi05Config
 from jaxmodels.types import Language, Observation, Prefix
 from jaxmodels.weights import blueprint
@@ -179,8 +178,15 @@ def test_actions_cannot_be_relative_to_a_state_that_is_shorter() -> None:
 
 
 @lru_cache
-def tiny(kind: str) -> Any:
+def tiny(kind: str, **more: Any) -> Any:
     """`act` of a policy that compiles quickly."""
+    config, policy, weights = tiny_parts(kind, **more)
+    return jax.jit(lambda observation: policy.act(config, weights, observation))
+
+
+@lru_cache
+def tiny_parts(kind: str, **more: Any) -> Any:
+    """Config, type and weights of a policy that compiles quickly."""
     changes = {
         "architecture": TINY,
         "image_resolution": [28, 28],
@@ -189,6 +195,7 @@ def tiny(kind: str) -> Any:
         "num_inference_steps": 2,
         "tokenizer_max_length": 5,
         "max_action_dim": 8,
+        **more,
     }
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
     shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
@@ -197,7 +204,8 @@ def tiny(kind: str) -> Any:
         name: jnp.asarray(random.normal(size=entry.shape, scale=0.4).astype(np.float32))
         for name, entry in shapes.items()
     }
-    return jax.jit(lambda observation: policy.act(config, weights, observation))
+    weights["action_out.kernel"] /= 8  # a flow that two steps can follow
+    return config, policy, weights
 
 
 def observe(**changes: Any) -> Observation:
@@ -264,123 +272,36 @@ def test_a_plan_is_continued_and_padding_of_actions_is_not_pulled(kind: str) -> 
     assert np.abs(continued[1, 2:] - plan.actions[1, 2:]).mean() < np.abs(plain[1, 2:] - plan.actions[1, 2:]).mean()
 
 
-def write_openpi(folder: Path, kind: str, weights: dict[str, np.ndarray], config: Any, *, value: bool) -> None:
-    """A checkpoint as openpi writes it: layers on one axis, heads on axes of their own."""
-    from orbax.checkpoint import PyTreeCheckpointer
+def test_a_pi05_that_was_trained_with_delays_begins_with_the_plan_as_lerobots_loop_does() -> None:
+    act = tiny("pi05", rtc_training_max_delay=2)
+    config, policy, weights = tiny_parts("pi05", rtc_training_max_delay=2)
+    seen = observe()
+    plan = seen.prefix
+    assert plan is not None
+    delay, length = np.array([3, 1], np.int32), np.array([4, 4], np.int32)
+    chunk = np.asarray(act(seen._replace(prefix=plan._replace(delay=delay, length=length))))
 
-    layers = range(TINY_GEMMA["depth"])
-    tree: dict[str, np.ndarray] = {}
+    def lerobot(observation: Observation) -> jax.Array:
+        """The prefix is put in before and behind every step, and each action has a time (PR 4056)."""
+        model = blueprint(lambda rngs: policy.model(config, rngs=rngs)).assemble(weights)
+        cache = model.encode(observation)
+        noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
+        clean = jnp.pad(plan.actions, ((0, 0), (0, 0), (0, 2)))
+        is_clean = (jnp.arange(4) < jnp.minimum(delay, 2)[:, None])[..., None]
+        x = jnp.where(is_clean, clean, jnp.broadcast_to(noise, (2, 4, 8)))
+        for time in (1.0, 0.5):
+            # A row of times per member: those of its actions.
+            rows = [model.prepare_steps(np.where(np.asarray(row)[:, 0], 0, time)) for row in is_clean]
+            x = x - model.denoise(cache, None, x, jax.tree.map(lambda *each: jnp.stack(each), *rows)) / 2
+            x = jnp.where(is_clean, clean, x)
+        return x[..., :6]
 
-    def stack(names: Any) -> np.ndarray:
-        return np.stack([weights[name] for name in names])
-
-    for ours, end, sizes in (("paligemma", "", config.vlm), ("expert", "_1", config.expert)):
-        width, heads, head = sizes.width, sizes.num_heads, sizes.head_dim
-
-        def of(part: str, ours: str = ours) -> np.ndarray:
-            return stack(f"{ours}.layers.{i}.{part}" for i in layers)
-
-        place = "PaliGemma/llm/layers"
-        query = of("attention.query.kernel").reshape(-1, width, heads, head)
-        keys = np.stack([of(f"attention.{which}.kernel") for which in ("key", "value")], axis=1)
-        tree[f"{place}/attn/q_einsum{end}/w"] = query.swapaxes(1, 2)
-        tree[f"{place}/attn/kv_einsum{end}/w"] = keys[:, :, None]
-        tree[f"{place}/attn/attn_vec_einsum{end}/w"] = of("attention.out.kernel").reshape(-1, heads, head, width)
-        gates = [of(f"feed_forward.{which}.kernel") for which in ("gate", "up")]
-        tree[f"{place}/mlp{end}/gating_einsum"] = np.stack(gates, axis=1)
-        tree[f"{place}/mlp{end}/linear"] = of("feed_forward.down.kernel")
-        for norm, name in (("attention_norm", "pre_attention_norm"), ("feed_forward_norm", "pre_ffw_norm")):
-            if kind == "pi05" and end:
-                tree[f"{place}/{name}_1/Dense_0/kernel"] = of(f"{norm}.dense.kernel")
-                tree[f"{place}/{name}_1/Dense_0/bias"] = of(f"{norm}.dense.bias")
-            else:
-                tree[f"{place}/{name}{end}/scale"] = of(f"{norm}.scale")
-    for leaf in ("Dense_0/kernel", "Dense_0/bias") if kind == "pi05" else ("scale",):
-        tree[f"PaliGemma/llm/final_norm_1/{leaf}"] = weights[f"expert.norm.{leaf.replace('Dense_0/', 'dense.')}"]
-    tree["PaliGemma/llm/final_norm/scale"] = np.zeros(config.vlm.width, np.float32)
-    tree["PaliGemma/llm/embedder/input_embedding"] = weights["paligemma.embedding"]
-    vision, image = "paligemma.vision", "PaliGemma/img"
-    for leaf in ("kernel", "bias"):
-        tree[f"{image}/embedding/{leaf}"] = weights[f"{vision}.{leaf}"]
-        tree[f"{image}/head/{leaf}"] = weights[f"paligemma.projector.{leaf}"]
-        for number, part in enumerate(("up", "down")):
-            tree[f"{image}/Transformer/encoderblock/MlpBlock_0/Dense_{number}/{leaf}"] = stack(
-                [f"{vision}.layers.0.feed_forward.{part}.{leaf}"]
-            )
-        for part in ("query", "key", "value", "out"):
-            array = stack([f"{vision}.layers.0.attention.{part}.{leaf}"])
-            shapes = {"kernel": (1, 2, 4, 8) if part == "out" else (1, 8, 2, 4), "bias": (1, 2, 4)}
-            is_flat = part == "out" and leaf == "bias"
-            tree[f"{image}/Transformer/encoderblock/MultiHeadDotProductAttention_0/{part}/{leaf}"] = (
-                array if is_flat else array.reshape(shapes[leaf])
-            )
-    for leaf in ("scale", "bias"):
-        tree[f"{image}/Transformer/encoder_norm/{leaf}"] = weights[f"{vision}.norm.{leaf}"]
-        for number, part in enumerate(("attention_norm", "feed_forward_norm")):
-            tree[f"{image}/Transformer/encoderblock/LayerNorm_{number}/{leaf}"] = stack(
-                [f"{vision}.layers.0.{part}.{leaf}"]
-            )
-    tree[f"{image}/pos_embedding"] = weights[f"{vision}.positions"][None]
-    time = "time_mlp" if kind == "pi05" else "action_time_mlp"
-    places = {"action_in": "action_in_proj", "action_out": "action_out_proj", "state_in": "state_proj"}
-    for ours, theirs in {**places, "time_in": f"{time}_in", "time_out": f"{time}_out"}.items():
-        tree |= {
-            f"{theirs}/{leaf}": weights[f"{ours}.{leaf}"] for leaf in ("kernel", "bias") if f"{ours}.{leaf}" in weights
-        }
-    nested: dict[str, Any] = {}
-    for path, array in tree.items():
-        *above, last = ["params", *path.split("/"), *(["value"] if value else [])]
-        branch = nested
-        for name in above:
-            branch = branch.setdefault(name, {})
-        branch[last] = array
-    with PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve() / "params", nested)
-    random = np.random.default_rng(5)
-    statistics = {}
-    for name, width in (("state", 6), ("actions", 7)):
-        mean, std = random.normal(size=width), random.random(width)
-        values = {"mean": mean, "std": std, "q01": mean - 2 * std, "q99": mean + 2 * std}
-        statistics[name] = {key: array.tolist() for key, array in values.items()}
-    (folder / "assets" / "trossen").mkdir(parents=True)
-    (folder / "assets" / "trossen" / "norm_stats.json").write_text(json.dumps({"norm_stats": statistics}))
-
-
-@pytest.mark.parametrize(("kind", "value"), [("pi0", True), ("pi05", False)])
-def test_a_checkpoint_of_openpi_is_read_onto_the_same_network(kind: str, value: bool, tmp_path: Path) -> None:
-    changes = {"architecture": TINY, "image_resolution": [28, 28], "max_action_dim": 8, "max_state_dim": 8}
-    config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
-    shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
-    random = np.random.default_rng(0)
-    weights = {name: random.normal(size=entry.shape).astype(np.float32) for name, entry in shapes.items()}
-    write_openpi(tmp_path, kind, weights, config, value=value)
-    found, arrays, normalization = read_openpi(tmp_path, chunk_size=15)
-    assert (found.type, found.sizes, found.noise) == (kind, config.sizes, (15, 8))
-    assert [camera.name for camera in found.cameras] == [f"observation.images.{name}" for name in CAMERAS]
-    assert arrays.keys() == weights.keys()
-    assert all(np.array_equal(arrays[name], weights[name]) for name in weights)
-    read_back = json.loads((tmp_path / "assets" / "trossen" / "norm_stats.json").read_text())["norm_stats"]["state"]
-    affine = normalization.inputs.get_forward(found.state)
-    state, stats = random.normal(size=6), {key: np.array(numbers) for key, numbers in read_back.items()}
-    if kind == "pi05":
-        expected = (state - stats["q01"]) / (stats["q99"] - stats["q01"] + 1e-6) * 2 - 1
-    else:
-        expected = (state - stats["mean"]) / (stats["std"] + 1e-6)
-    np.testing.assert_allclose(affine.normalize(state), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(CheckpointError, match=r"norm_stats.json of trossen; wanted asset 'droid'"):
-        read_openpi(tmp_path, asset="droid")
-
-
-def test_a_tree_that_is_no_policy_of_openpi_is_refused(tmp_path: Path) -> None:
-    from orbax.checkpoint import PyTreeCheckpointer
-
-    (tmp_path / "assets" / "a").mkdir(parents=True)
-    numbers = {"mean": [0.0], "std": [1.0]}
-    statistics = {"norm_stats": {"state": numbers, "actions": numbers}}
-    (tmp_path / "assets" / "a" / "norm_stats.json").write_text(json.dumps(statistics))
-    with pytest.raises(CheckpointError, match="params: no Orbax checkpoint there"):
-        read_openpi(tmp_path)
-    with PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path.resolve() / "params", {"params": {"x": np.ones(3, np.float32)}})
-    with pytest.raises(CheckpointError, match="PaliGemma/img/embedding/kernel is missing; wanted an array of 4 axes"):
-        read_openpi(tmp_path)
+    with jax.ensure_compile_time_eval():
+        expected = np.array(lerobot(jax.tree.map(jnp.asarray, seen)))
+    expected[0, 2] = plan.actions[0, 2]  # has been done as well, though the policy was not trained to be told
+    np.testing.assert_allclose(chunk, expected, atol=2e-5)
+    unplanned = act(seen._replace(prefix=plan._replace(length=np.zeros(2, np.int32))))
+    np.testing.assert_allclose(unplanned, tiny("pi05")(seen._replace(prefix=None)), atol=2e-5)
+    with pytest.raises(ConfigError, match="rtc_training_max_delay is 4; wanted less than chunk_size 4"):
+        tiny_parts("pi05", rtc_training_max_delay=4)
+    assert "rtc_training_max_delay" not in read("pi05_two_cameras").to_json()

@@ -116,7 +116,7 @@ def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None
         lambda *arguments: pytest.fail("something was compiled while a robot waits"),
     )
     policy.act(seen("never seen before"))
-    assert policy.rehearse() > 0
+    assert policy.profile() > 0
 
 
 @pytest.mark.parametrize(

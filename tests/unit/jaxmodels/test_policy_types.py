@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxmodels
 from jaxmodels.errors import ConfigError
-from jaxmodels.policies import get_policy_type, lerobot_folder, trained_types
+from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS
 from jaxmodels.weights import blueprint, flatten
@@ -36,7 +36,7 @@ from tests.unit.jaxmodels.small_policies import (
 
 # The default generator takes XLA longer to compile than a policy.
 key_of = partial(jax.random.key, impl="unsafe_rbg")
-every_type = pytest.mark.parametrize("kind", trained_types(), scope="module")
+every_type = pytest.mark.parametrize("kind", tuple(CONFIGS), scope="module")
 with_prefix = pytest.mark.parametrize("kind", WITH_PREFIX, scope="module")
 with_text = pytest.mark.parametrize("kind", WITH_TEXT)
 

@@ -336,7 +336,7 @@ def test_a_small_policy_is_loaded_whatever_is_said_of_memory(folder: Path, free:
 def test_frames_are_looked_at_before_a_program_is_made_for_them(folder: Path, free: Any) -> None:
     policy = jaxmodels.load_policy(folder)
     free(GB)
-    for ask in (policy.compile, policy.build, policy.rehearse):
+    for ask in (policy.compile, policy.build, policy.profile):
         with pytest.raises(ObservationError, match=r"a batch of 4 with frames of 8000x8000 need about \d\.\d GB"):
             ask(4, {"front": (8000, 8000)})
     assert not policy.is_compiled(4, {"front": (8000, 8000)})

@@ -87,7 +87,7 @@ def test_root_mean_square_norms_are_plain_shifted_by_one_or_modulated() -> None:
 
 def test_a_gated_feed_forward_layer_multiplies_what_the_gate_lets_through() -> None:
     layer, x = GatedFeedForward(4, 6, jax.nn.silu, rngs=nnx.Rngs(0)), normal(2, 3, 4)
-    gate, up, down = (np.asarray(part.kernel[...]) for part in (layer.gate, layer.up, layer.down))
+    gate, up, down = (np.asarray(part.weight[...]).T for part in (layer.gate, layer.up, layer.down))
     expected = (x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)) @ down
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, atol=1e-5)
 

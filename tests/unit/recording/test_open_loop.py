@@ -52,7 +52,7 @@ def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
     policy = ScriptedPolicy(replace(NEEDS, language=True))
     replay_recording(open_source(record(episodes=1)), policy)
     assert set(policy.told) == {("pick up the cube",)}
-    with pytest.raises(PolicyMismatch, match="the recording does not say what that was"):
+    with pytest.raises(PolicyMismatch, match="it reads an instruction, and the recording has none"):
         replay_recording(open_source(record("silent", subject(task=""), episodes=1)), policy)
 
 

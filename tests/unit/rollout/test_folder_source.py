@@ -68,6 +68,33 @@ async def test_what_is_fetched_is_a_copy_that_writers_do_not_reach(folder: Path,
     assert await source.fetch(str(folder), sha, ignore) == copy
 
 
+async def test_shards_and_files_of_a_model_are_of_the_policy(
+    folder: Path, source: FolderSource, tmp_path: Path
+) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"second")
+    (folder / "owner" / "vlm").mkdir(parents=True)
+    (folder / "owner" / "vlm" / "tokenizer.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.json").write_text("secret")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match=r"model-00001-of-00002\.safetensors missing"):
+        await source.fetch(str(folder), await source.head(str(folder), None), ignore)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"first")
+    sha = await source.head(str(folder), None)
+    copy = await source.fetch(str(folder), sha, ignore)
+    assert {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()} == {
+        "config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "owner/vlm/tokenizer.json",
+    }
+    (folder / "owner" / "vlm" / "tokenizer.json").write_text("{ }")
+    assert await source.head(str(folder), None) != sha
+
+
 async def test_a_torn_copy_is_refused_and_leaves_nothing(folder: Path, source: FolderSource, tmp_path: Path) -> None:
     sha = await source.head(str(folder), None)
     (folder / "model.safetensors").write_bytes(b"weig")

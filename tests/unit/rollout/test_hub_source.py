@@ -70,10 +70,12 @@ async def test_a_hub_that_is_not_there_is_unreachable(hub: StubHub, hub_source: 
 
 
 async def test_only_a_policy_s_files_are_fetched_and_never_a_pickle(hub: StubHub, hub_source: HubSource) -> None:
-    sha = hub.push(REPO, {**policy(1), "pytorch_model.bin": b"cos\nsystem\n", "deep/config.json": "{}"})
+    others = {"pytorch_model.bin": b"cos\nsystem\n", "vlm/notes.json": "{}", "a/b/c/d/config.json": "{}"}
+    sha = hub.push(REPO, {**policy(1), **others, "vlm/config.json": "{}"})
     told: list[str] = []
     folder = await hub_source.fetch(REPO, sha, told.append)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "policy_preprocessor.json"}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert names == {"config.json", "model.safetensors", "policy_preprocessor.json", "vlm/config.json"}
     assert told == ["listing", "downloading", "verifying"]
 
 

@@ -11,7 +11,7 @@ from service.api.schemas import AdjustRequest, NewSessionRequest
 from service.errors import InvalidRequest
 from service.inference.engine import Engine
 from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, select_features, task_input
-from service.testing import ScriptedLoader, ScriptedPolicy
+from service.testing import MAX_WORDS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
 
@@ -38,7 +38,11 @@ async def test_the_instruction_is_in_every_observation_and_another_one_from_the_
         assert session.new.language_instruction == BLUE
         stats = session.status().stats
         assert (stats["language_instruction"], stats["reads_language"]) == (BLUE, True)
-        assert stats["starvations"] == 0
+        assert stats["starvations"] == stats["instruction_tokens_cut"] == 0
+        await rig.sessions.adjust("s", {"language_instruction": "go " * (MAX_WORDS + 3)})
+        assert session.status().stats["instruction_tokens_cut"] == 3
+        await rig.sessions.adjust("s", {"action_steps": 3})
+        assert session.status().stats["instruction_tokens_cut"] == 3
 
 
 @pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])

@@ -27,7 +27,6 @@ from service.errors import (
     UnknownSession,
 )
 from service.http.config import LimitSettings
-from service.sessions.compatibility import find_mismatches
 from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
@@ -243,14 +242,6 @@ async def test_a_policy_that_does_not_fit_is_refused_before_any_room_is_made(
     assert session.stage is Stage.ERROR
     assert session.status().error_message is not None
     assert rig.sessions.engine.get_stats()["policies_loaded"] == 0
-
-
-def test_a_client_without_rooms_sends_no_history() -> None:
-    looks_back = replace(SO100_REQUIREMENTS, observation_steps=2)
-    assert find_mismatches(looks_back, NEW) == []
-    assert "looks at 2 observations at once" in " ".join(
-        find_mismatches(looks_back, replace(NEW, transport_server_url="direct"))
-    )
 
 
 async def test_a_failed_create_is_listed_as_error_and_may_be_replaced(rig: Rig) -> None:

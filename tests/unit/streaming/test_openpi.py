@@ -8,12 +8,14 @@ import sys
 import time
 import urllib.request
 from contextlib import AsyncExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import websockets
 
+from jaxmodels import Requirements
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
 from service.api.websockets import create_openpi_app
 from service.auth.caller import Role
@@ -21,10 +23,12 @@ from service.auth.keys import KeyFile
 from service.control.joints import Joint, JointTable
 from service.errors import InvalidRequest
 from service.http.server import listen, serve_app
+from service.sessions.compatibility import find_mismatches
 from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import ObservationSpec
 from service.streaming.openpi import ObservationReader, OpenpiKeys
+from service.testing import ScriptedPolicy
 from tests.testing.rig import started
 from tests.testing.waiting import until
 
@@ -60,6 +64,88 @@ async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(
         assert set(again["server_timing"]) == {"infer_ms", "prev_total_ms"}
         assert again["policy_timing"]["infer_ms"] >= 0
     assert server.app.ctx.sessions.get("arm").new.language_instruction == "lift"
+
+
+WIDE, TALL = np.full((48, 64, 3), 9, np.uint8), np.full((3, 64, 64), 8, np.uint8)
+JOINTS = np.linspace(0.1, 0.7, 7)
+# Cameras of the policy, widths of its state and actions, whether these are targets of joints, what openpi's examples
+# send, and the state that this is.
+ROBOTS = {
+    "droid": (
+        ("exterior_image_1_left", "wrist_image_left"),
+        (8, 8, False),
+        {
+            "observation/exterior_image_1_left": WIDE,
+            "observation/wrist_image_left": WIDE,
+            "observation/joint_position": JOINTS,
+            "observation/gripper_position": np.array([0.25]),
+        },
+        [*JOINTS, 0.25],
+    ),
+    "aloha": (
+        ("cam_high", "cam_left_wrist"),
+        (14, 14, True),
+        {"images": {"cam_high": TALL, "cam_left_wrist": TALL, "cam_low": TALL}, "state": np.arange(14.0)},
+        [*range(14)],
+    ),
+    "libero": (
+        ("image", "wrist_image"),
+        (8, 7, False),
+        {"observation/image": WIDE, "observation/wrist_image": WIDE, "observation/state": np.arange(8.0)},
+        [*range(7)],
+    ),
+    "droid by openpi's own names": (
+        ("base_0_rgb", "left_wrist_0_rgb"),
+        (8, 8, True),
+        {
+            "observation/exterior_image_1_left": WIDE,
+            "observation/wrist_image_left": WIDE,
+            "observation/joint_position": JOINTS,
+            "observation/gripper_position": np.float64(0.25),
+        },
+        [*JOINTS, 0.25],
+    ),
+}
+
+
+@pytest.mark.parametrize("robot", ROBOTS)
+async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serve):
+    cameras, (state, action, controls_joints), sent, seen = ROBOTS[robot]
+    requirements = Requirements(
+        "pi05",
+        cameras=dict.fromkeys(cameras, (48, 64)),
+        state=state,
+        action=action,
+        chunk=5,
+        action_steps=5,
+        language=True,
+        controls_joints=controls_joints,
+        metadata={"reset_pose": [0.5]},
+    )
+    async with serve(policy=ScriptedPolicy(requirements)) as server:
+        await server.create(policy_type="pi05", camera_names=list(cameras), language_instruction="wait")
+        async with server.stream("/sessions/arm/openpi") as socket:
+            assert codec.unpack(await socket.recv())["reset_pose"] == [0.5]
+            answer = await infer(socket, prompt="fold the towel", **sent)
+            np.testing.assert_allclose(answer["actions"], np.array(seen) + 0.1 * np.arange(1, 6)[:, None], rtol=1e-5)
+            assert answer["clamped"] == []
+        assert server.policy.told[-1] == ("fold the towel",)
+        for missing in (name for name in sent if name != "images"):
+            async with server.stream("/sessions/arm/openpi") as socket:
+                await socket.recv()
+                text = await infer(socket, **{name: value for name, value in sent.items() if name != missing})
+                assert isinstance(text, str)
+                assert missing in text
+        status, _ = await server.call("POST", "/sessions/arm/start")
+        assert status == (200 if controls_joints else 409)
+
+
+def test_actions_that_are_no_targets_of_joints_are_for_clients_without_rooms():
+    requirements = Requirements("act", {"front": (48, 64)}, 8, None, 7, 5, 5, controls_joints=False)
+    new = NewSession("arm", "policies/act", "http://localhost", ("front",), "act")
+    (text,) = find_mismatches(requirements, new)
+    assert "no targets of joints" in text
+    assert find_mismatches(requirements, replace(new, transport_server_url=DIRECT)) == []
 
 
 REFUSED = [

@@ -102,7 +102,7 @@ async def test_each_picture_is_sent_once_and_the_newest_wins():
 async def test_a_picture_that_is_not_fresh_is_not_sent_to_a_new_peer():
     camera = Camera(rate=1000)
     camera.show(np.zeros((4, 4, 3), np.uint8))
-    camera.shown_at -= MAX_IMAGE_AGE
+    camera.newest_at -= MAX_IMAGE_AGE
     track = CameraTrack(camera)
     waiting = asyncio.ensure_future(track.recv())
     await asyncio.sleep(0.02)

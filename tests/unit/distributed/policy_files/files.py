@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
-FILES = {"config.json": b'{"type": "act"}', "model.safetensors": bytes(range(256)) * 8}
+FILES = {
+    "config.json": b'{"type": "act"}',
+    "model.safetensors": bytes(range(256)) * 8,
+    "owner/vlm/tokenizer.json": b"{}",
+}
 
 
 def write(folder: Path) -> Path:
     """`FILES` in a new folder."""
-    folder.mkdir()
     for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
 
 
 def read(folder: Path) -> dict[str, bytes]:
     """What a folder has, to compare with `FILES`."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.distributed import artifacts
-from service.distributed.artifacts import Listing, find_kept, listing_of
+from service.distributed.artifacts import Listing, fetch_to_cache, make_listing
 from tests.unit.distributed.policy_files.files import FILES, read
 
 
@@ -20,19 +20,19 @@ def fetch(name: str) -> Iterator[bytes]:
 
 def find(folder: Path, cache: Path) -> Path:
     """What a front's folder becomes."""
-    return find_kept(cache, listing_of(folder), lambda name: iter([(folder / name).read_bytes()]))
+    return fetch_to_cache(cache, make_listing(folder), lambda name: iter([(folder / name).read_bytes()]))
 
 
 def test_what_was_damaged_on_the_disk_is_fetched_again(folder: Path, tmp_path: Path) -> None:
-    listing, cache = listing_of(folder), tmp_path / "cache"
-    kept = find_kept(cache, listing, fetch)
+    listing, cache = make_listing(folder), tmp_path / "cache"
+    kept = fetch_to_cache(cache, listing, fetch)
     (kept / "config.json").write_bytes(b'{"type": "ACT"}')
-    assert find_kept(cache, listing, fetch) == kept
+    assert fetch_to_cache(cache, listing, fetch) == kept
     assert read(kept) == FILES
 
 
 def test_it_is_for_this_user_alone(folder: Path, tmp_path: Path) -> None:
-    kept = find_kept(tmp_path / "cache", listing_of(folder), fetch)
+    kept = fetch_to_cache(tmp_path / "cache", make_listing(folder), fetch)
     assert kept.parent.stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o700
 
 
@@ -43,14 +43,14 @@ def _find_in_process(listing: Listing, cache: Path, counts: "multiprocessing.Sim
         fetched.append(name)
         return fetch(name)
 
-    assert read(find_kept(cache, listing, counted)) == FILES
+    assert read(fetch_to_cache(cache, listing, counted)) == FILES
     counts.put(len(fetched))
 
 
 def test_of_two_processes_at_once_one_fetches_it(folder: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     counts = context.SimpleQueue()
-    listing = listing_of(folder)
+    listing = make_listing(folder)
     both = [
         context.Process(target=_find_in_process, args=(listing, tmp_path / "cache", counts), daemon=True)
         for _ in range(2)
@@ -73,7 +73,7 @@ def kept(cache: Path, name: str, size: int, age: float) -> Path:
 
 
 def test_those_longest_unused_make_room(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifacts, "KEPT", 1000)
+    monkeypatch.setattr(artifacts, "CACHE_BYTES", 1000)
     cache = tmp_path / "cache"
     oldest, older, old = (kept(cache, f"{age}" * 64, 450, age * 1000.0) for age in (3, 2, 1))
     find(folder, cache)
@@ -83,7 +83,7 @@ def test_those_longest_unused_make_room(folder: Path, tmp_path: Path, monkeypatc
 def test_what_another_process_may_be_writing_or_reading_stays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "KEPT", 0)
+    monkeypatch.setattr(artifacts, "CACHE_BYTES", 0)
     cache = tmp_path / "cache"
     writing, reading = kept(cache, ".part-1", 10, 5.0), kept(cache, "1" * 64, 10, 300.0)
     died = kept(cache, ".part-2", 10, 86400.0)

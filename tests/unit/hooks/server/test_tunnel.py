@@ -74,7 +74,7 @@ def test_without_a_program_share_fails_and_says_what_to_install(make, monkeypatc
     ("text", "within", "message"),
     [
         ("#!/bin/sh\necho no such account; exit 3\n", 60, r"ended with 3; it said:\n +no such account"),
-        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "told no address within 0.5 s; it said: nothing"),
+        ("#!/bin/sh\nexec /bin/sleep 60\n", 0.5, "printed no address within 0.5 s; it said: nothing"),
     ],
 )
 async def test_a_program_without_an_address_is_an_error_with_its_words(install, text, within, message):

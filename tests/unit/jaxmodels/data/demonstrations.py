@@ -131,12 +131,22 @@ def rewrite(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def policy(*, size: tuple[int, int] = SIZE, chunk: int = 4, width: int = 2, camera: str = FRONT) -> Any:
+def policy(
+    *,
+    size: tuple[int, int] = SIZE,
+    chunk: int = 4,
+    width: int = 2,
+    camera: str = FRONT,
+    looks: int = 1,
+    dropped: int = 0,
+) -> Any:
     """What of a config shapes batches."""
     return SimpleNamespace(
         cameras=(Feature(camera, "VISUAL", (3, *size)),),
         state=Feature("observation.state", "STATE", (2,)),
         environment_state=None,
         action=Feature("action", "ACTION", (width,)),
-        chunk_size=chunk,
+        observation_steps=looks,
+        action_delta_indices=range(1 - looks, 1 - looks + chunk),
+        drop_n_last_frames=dropped,
     )

@@ -44,6 +44,23 @@ def test_a_batch_holds_what_was_seen_and_the_actions_that_followed(dataset):
     assert batch.environment_state is None
 
 
+def test_of_a_policy_of_several_observations_a_batch_holds_those_before_and_the_actions_since_the_oldest(dataset):
+    """LeRobot's delta timestamps: observations -2 to 0, actions -2 to 2, repeated beyond an episode's ends."""
+    batch = loader(dataset, batch_size=64, sees={"looks": 3, "chunk": 5, "dropped": 2}).at(0)
+    rows = batch.state[:, -1, 0].astype(int)
+    (starts, ends) = (np.repeat(at, dataset.lengths)[rows][:, None] for at in (dataset.starts, dataset.ends))
+    assert (rows[:, None] < ends - 2).all(), "the last two of each episode are left out"
+    seen, wanted = rows[:, None] + np.arange(-2, 1), rows[:, None] + np.arange(-2, 3)
+    np.testing.assert_array_equal(batch.state, STATE[np.maximum(seen, starts)])
+    np.testing.assert_array_equal(batch.actions, ACTION[np.clip(wanted, starts, ends - 1)])
+    np.testing.assert_array_equal(batch.is_pad, (wanted < starts) | (wanted >= ends))
+    assert batch.is_pad.any()
+    levels = [[level(row) for row in window] for window in np.maximum(seen, starts)]
+    assert np.abs(batch.images[0][:, :, 0, 0, 0].astype(int) - levels).max() <= 3
+    with pytest.raises(DatasetError, match=r"and the last 99 of each are left out; set --policy.drop_n_last_frames"):
+        loader(dataset, sees={"dropped": 99})
+
+
 def test_batches_depend_on_the_seed_and_the_step_alone(dataset):
     one, again = loader(dataset), loader(dataset)
     for step in (9, 2, 0):  # in any order

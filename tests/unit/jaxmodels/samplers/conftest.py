@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxmodels.transformer2d import Transformer2DModel
 from jaxmodels.weights import Blueprint, blueprint, flatten
+from tests.testing.compiling import compiling_quickly
 
 
 class Trained(NamedTuple):
@@ -30,7 +31,9 @@ Loss = Callable[[Transformer2DModel, jax.Array], jax.Array]
 
 def train(build: Callable[[nnx.Rngs], Transformer2DModel], loss: Loss, *, steps: int, rate: float = 3e-3) -> Trained:
     """Adam with a cosine decay, all steps in one program; `loss` makes its own batch from a key."""
-    plan, weights = blueprint(build), jax.jit(lambda: flatten(build(nnx.Rngs(0))))()  # one program instead of dozens
+    plan = blueprint(build)
+    with compiling_quickly():  # it runs once
+        weights = jax.jit(lambda: flatten(build(nnx.Rngs(0))))()  # one program instead of dozens
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(rate, steps)))
 
     def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:

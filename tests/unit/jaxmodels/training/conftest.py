@@ -22,6 +22,8 @@ TINY_ACT: dict[str, Any] = {
     "latent_dim": 4,
     "n_vae_encoder_layers": 1,
 }
+# Without pictures and chance: a third of the operations to trace and to compile.
+TINY_STATES: dict[str, Any] = {**TINY_ACT, "use_vae": False, "dropout": 0.0}
 TINY_2D: dict[str, Any] = {
     "chunk_size": 4,
     "n_action_steps": 2,
@@ -33,6 +35,18 @@ TINY_2D: dict[str, Any] = {
 }
 TINY: dict[str, dict[str, Any]] = {
     "act": TINY_ACT,
+    "diffusion": {
+        "horizon": 8,
+        "n_action_steps": 4,
+        "drop_n_last_frames": 3,
+        "pretrained_backbone_weights": None,
+        "down_dims": (16, 32),
+        "n_groups": 4,
+        "kernel_size": 3,
+        "diffusion_step_embed_dim": 16,
+        "noise_scheduler_type": "DDIM",
+        "num_inference_steps": 10,
+    },
     "diffusion2d": TINY_2D,
     "tokens2d": {**TINY_2D, "bins": 16, "neighbours": 2},
 }
@@ -59,11 +73,22 @@ def frame_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path_factory.getbasetemp() / "frames"))
 
 
-def write_demos(folder: Path, *, size: int = 16, tasks: tuple[str, ...] = ("go there",), camera: bool = True) -> Path:
-    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way."""
+def write_demos(
+    folder: Path,
+    *,
+    size: int = 16,
+    tasks: tuple[str, ...] = ("go there",),
+    camera: bool = True,
+    environment: bool = False,
+) -> Path:
+    """Actions that can be read off the picture: its brightness says where to go; the second task goes the other way.
+
+    The environment's state says the same as the picture.
+    """
     random = np.random.default_rng(0)
     cameras = ("front",) if camera else ()
-    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), cameras=cameras) as writer:
+    seen = {"environment_state": ("goal",)} if environment else {}
+    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), cameras=cameras, **seen) as writer:
         for episode in range(6):
             goal = random.uniform(0.2, 0.8)
             way = 1 - 2 * (episode % len(tasks))
@@ -71,6 +96,7 @@ def write_demos(folder: Path, *, size: int = 16, tasks: tuple[str, ...] = ("go t
             for share in np.linspace(0, goal, 8, dtype=np.float32):
                 action = np.array([100 * share * way, -100 * share * way], np.float32)
                 step = {"observation.state": action * np.float32(0.9), "action": action}
+                step |= {"observation.environment_state": np.array([goal], np.float32)} if environment else {}
                 writer.add({**step, "observation.images.front": frame} if camera else step)
             writer.end_episode(tasks[episode % len(tasks)])
     return folder
@@ -82,8 +108,30 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Demonstrations without a camera: where things are is a vector."""
+    folder = tmp_path_factory.mktemp("data") / "states"
+    random = np.random.default_rng(0)
+    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), environment_state=("a", "b", "c")) as writer:
+        for _ in range(4):
+            there = random.uniform(-1, 1, 3).astype(np.float32)
+            for share in np.linspace(0, 1, 8, dtype=np.float32):
+                action = share * there[:2]
+                seen = {"observation.state": 0.9 * action, "observation.environment_state": there}
+                writer.add({**seen, "action": action})
+            writer.end_episode("go there")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def dataset(demos: Path) -> Dataset:
     return open_dataset(demos)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The demonstrations without pictures."""
+    return open_dataset(write_demos(tmp_path_factory.mktemp("data") / "places", camera=False, environment=True))
 
 
 @pytest.fixture(scope="session")

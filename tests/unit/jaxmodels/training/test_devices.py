@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmodels.data import DatasetWriter
 from jaxmodels.devices import find_layout
 from jaxmodels.errors import ConfigError
 from jaxmodels.policies import lerobot_folder
@@ -51,22 +50,6 @@ MESHES = {
     "fsdp": {"fsdp": None},
     "both": {"data": 2, "fsdp": 4, "gradient_accumulation_steps": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Demonstrations without a camera: where things are is a vector."""
-    folder = tmp_path_factory.mktemp("data") / "states"
-    random = np.random.default_rng(0)
-    with DatasetWriter(folder, fps=10, joint_names=("x", "y"), environment_state=("a", "b", "c")) as writer:
-        for _ in range(4):
-            there = random.uniform(-1, 1, 3).astype(np.float32)
-            for share in np.linspace(0, 1, 8, dtype=np.float32):
-                action = share * there[:2]
-                seen = {"observation.state": 0.9 * action, "observation.environment_state": there}
-                writer.add({**seen, "action": action})
-            writer.end_episode("go there")
-    return folder
 
 
 def script(states: Path, output: Path, meshes: dict[str, Any], address: str = "") -> str:

@@ -15,18 +15,19 @@ import pytest
 from PIL import Image
 
 import jaxmodels
-from jaxmodels.data import Dataset
+from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, loop, new_policy, train, trained_policy
 from tests.testing.compiling import process_environment
-from tests.unit.jaxmodels.training.conftest import CONFIG, TINY
+from tests.unit.jaxmodels.training.conftest import CONFIG, TINY_STATES
 
 KILLED = """
 import os, signal
 from pathlib import Path
 from jaxmodels.data import open_dataset
 from jaxmodels.training import new_policy, train
+from tests.testing.compiling import compiling_quickly
 from tests.unit.jaxmodels.training.conftest import CONFIG, TINY
 
 def kill(progress):
@@ -34,7 +35,8 @@ def kill(progress):
         os.kill(os.getpid(), signal.SIGKILL)
 
 dataset = open_dataset(Path({demos!r}))
-train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
+with compiling_quickly():  # the same way: it finds the programs that the whole run compiled
+    train(dataset, new_policy(dataset, "act", values=TINY["act"]), CONFIG, Path({output!r}), on_progress=kill)
 """
 
 
@@ -52,6 +54,32 @@ def finished(
 ) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
     train(dataset, tiny(), CONFIG, output, on_progress=told.append)
+    return output
+
+
+class Enough(Exception):
+    """A run has gone as far as a test wants."""
+
+
+def stop(progress: Progress) -> None:
+    raise Enough
+
+
+@pytest.fixture(scope="module")
+def few(states: Path) -> tuple[Dataset, Start]:
+    """Demonstrations without a camera, and a policy whose program is small."""
+    dataset = open_dataset(states)
+    return dataset, new_policy(dataset, "act", values={**TINY_STATES, "pretrained_backbone_weights": None})
+
+
+@pytest.fixture(scope="module")
+def begun(
+    few: tuple[Dataset, Start], config: Callable[..., TrainingConfig], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Its first four steps, with a checkpoint of each."""
+    output = tmp_path_factory.mktemp("runs") / "begun"
+    with pytest.raises(Enough):
+        train(*few, config(save_freq=1), output, on_progress=stop)
     return output
 
 
@@ -117,7 +145,7 @@ def test_a_killed_run_goes_on_to_the_weights_it_would_have_had_bit_for_bit(
     script = KILLED.format(step=12, demos=str(demos), output=str(output))
     killed = subprocess.run(
         [sys.executable, "-c", script],
-        env=process_environment(quick=True),  # as the whole run was compiled: bits are compared
+        env=process_environment(),
         capture_output=True,
         text=True,
         timeout=500,
@@ -155,15 +183,12 @@ def test_a_full_disk_is_said_with_what_to_do_and_the_run_goes_on_when_there_is_r
 ) -> None:
     output = tmp_path / "full"
 
-    class Enough(Exception):
-        pass
-
-    def stop(progress: Progress) -> None:
+    def stop_at_12(progress: Progress) -> None:
         if progress.step == 12:
             raise Enough
 
     with pytest.raises(Enough):
-        train(dataset, tiny(), CONFIG, output, on_progress=stop)
+        train(dataset, tiny(), CONFIG, output, on_progress=stop_at_12)
     whole = sorted(path.relative_to(output) for path in (output / "checkpoints").rglob("*"))
     if what == "the policy":
         limit = (finished / "policy" / "model.safetensors").stat().st_size // 2
@@ -254,61 +279,51 @@ def test_a_trained_policy_is_gone_on_with(
 
 
 def test_a_loss_that_is_no_number_ends_the_training_and_says_where(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
     mad = config(optimizer=OptimizerConfig(lr=1e30, grad_clip_norm=0.0), scheduler=None, save_freq=2)
     with pytest.raises(TrainingError, match=r"the loss is (nan|inf) within the \d steps before step \d.*learning rate"):
-        train(dataset, tiny(), mad, tmp_path / "mad")
+        train(*few, mad, tmp_path / "mad")
     assert not (tmp_path / "mad" / "policy").exists()
 
 
 def test_the_policy_is_the_moving_average_when_there_is_one(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+    few: tuple[Dataset, Start], begun: Path, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
-    class Enough(Exception):
-        pass
-
-    def stop(progress: Progress) -> None:
-        raise Enough
-
-    for run, decay in (("average", 0.5), ("plain", 0.0)):  # the latter is the program that all tests here share
-        with pytest.raises(Enough):
-            train(dataset, tiny(), config(save_freq=1, ema_decay=decay), tmp_path / run, on_progress=stop)
+    with pytest.raises(Enough):
+        train(*few, config(save_freq=1, ema_decay=0.5), tmp_path / "average", on_progress=stop)
     name = "action_out.kernel"
 
-    def weights(run: str, step: int) -> np.ndarray:
-        return lerobot_folder.read_checkpoint(
-            tmp_path / run / "checkpoints" / f"{step:06}" / "pretrained_model"
-        ).weights[name]
+    def weights(run: Path, step: int) -> np.ndarray:
+        return lerobot_folder.read_checkpoint(run / "checkpoints" / f"{step:06}" / "pretrained_model").weights[name]
 
-    plain = [weights("plain", step) for step in (1, 2, 3)]
-    found = [weights("average", step) for step in (1, 2, 3)]
+    plain = [weights(begun, step) for step in (1, 2, 3)]
+    found = [weights(tmp_path / "average", step) for step in (1, 2, 3)]
     for step in (1, 2):  # the decay of an early step is (1 + step) / (10 + step)
         decay = min(0.5, (1 + step) / (10 + step))
         np.testing.assert_allclose(found[step], decay * found[step - 1] + (1 - decay) * plain[step], rtol=1e-5)
 
 
 def test_parts_of_a_batch_come_to_the_same_as_the_whole(
-    dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
+    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
-    start = new_policy(dataset, "act", values={**TINY["act"], "use_vae": False, "dropout": 0.0})
     # A large epsilon makes steps as long as gradients: those of some weights are nothing but rounding.
     rule = OptimizerConfig(lr=1.0, eps=1.0, weight_decay=0.0)
     found = []
     for parts in (1, 4):
         output = tmp_path / str(parts)
-        train(dataset, start, config(steps=4, gradient_accumulation_steps=parts, optimizer=rule), output)
+        train(*few, config(steps=4, gradient_accumulation_steps=parts, optimizer=rule), output)
         found.append(lerobot_folder.read_checkpoint(output / "policy").weights)
     for name, array in found[0].items():
         np.testing.assert_allclose(found[1][name], array, atol=1e-5, err_msg=name)
 
 
 def test_bfloat16_computes_in_it_and_keeps_float32(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, finished: Path, config: Callable[..., TrainingConfig]
+    few: tuple[Dataset, Start], begun: Path, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
-    train(dataset, tiny(), config(dtype="bfloat16", steps=8), tmp_path / "low")
-    assert losses(tmp_path / "low")[0] == pytest.approx(losses(finished)[0], rel=0.05)
-    assert losses(tmp_path / "low")[0] != losses(finished)[0]
+    train(*few, config(dtype="bfloat16", steps=8), tmp_path / "low")
+    assert losses(tmp_path / "low")[0] == pytest.approx(losses(begun)[0], rel=0.05)
+    assert losses(tmp_path / "low")[0] != losses(begun)[0]
     state = lerobot_folder.read_checkpoint(tmp_path / "low" / "policy").weights["action_out.kernel"]
     assert state.dtype == np.float32
     assert (state != state.astype("bfloat16").astype(np.float32)).any()

@@ -22,6 +22,11 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
     assert found["requirements"]["joint_names"][0] == "Rotation"
     assert 0 < found["inference_ms"]["p50"] <= found["inference_ms"]["p99"]
     assert (found["rate"], found["verdict"]) == (25.0, "fits")
+    assert set(found["parameters_by_part"]) == {"vision", "transformer"}
+    assert sum(found["parameters_by_part"].values()) == found["parameters"]
+    assert found["weights_bytes"] == {"float32": 4 * found["parameters"], "bfloat16": 2 * found["parameters"]}
+    assert [(part["part"], part["times"]) for part in found["parts_ms"]] == [("chunk", 1)]
+    assert (found["dtype"], found["prefix_tokens"], found["lerobot_version"]) == ("float32", None, None)
     jaw = found["limits"]["Jaw"]
     assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
     assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"

@@ -143,7 +143,7 @@ async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_
         await asyncio.wait_for(asked.wait(), 60)
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
-    assert told == ["ended; the arm was told nothing"]
+    assert told == ["ended; the arm got no command"]
     assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 

@@ -23,11 +23,15 @@ def same(piece: bytes) -> bytes:
 
 def test_files_of_many_pieces_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(folder, same).sha
-    monkeypatch.setattr(artifacts, "PIECE", 100)
-    parcel = pack(folder, same)
-    assert {name: len(pieces) for name, pieces in parcel.pieces.items()} == {"config.json": 1, "model.safetensors": 21}
-    assert parcel.sha == whole
-    assert read(unpack(parcel, tmp_path / "cache", same)) == FILES
+    monkeypatch.setattr(artifacts, "PIECE_BYTES", 100)
+    artifact = pack(folder, same)
+    assert {name: len(pieces) for name, pieces in artifact.pieces.items()} == {
+        "config.json": 1,
+        "model.safetensors": 21,
+        "owner/vlm/tokenizer.json": 1,
+    }
+    assert artifact.sha == whole
+    assert read(unpack(artifact, tmp_path / "cache", same)) == FILES
 
 
 def test_its_name_is_of_what_is_in_it(folder: Path) -> None:
@@ -65,10 +69,10 @@ def test_a_folder_without_any_is_refused(tmp_path: Path) -> None:
     ["../config.json", "/tmp/config.json", "a/../../config.json", "..", "", "run.py", "a/model.safetensors", "\0.json"],
 )
 def test_no_file_is_written_that_is_none_of_a_policys(name: str, folder: Path, tmp_path: Path) -> None:
-    parcel = pack(folder, same)
+    artifact = pack(folder, same)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((CheckpointError, ValueError)):
-        unpack(PolicyArtifact(replace(parcel.listing, files=((name, 1),)), {name: (b"x",)}), tmp_path / "cache", same)
+        unpack(PolicyArtifact(replace(artifact.listing, files=((name, 1),)), {name: (b"x",)}), tmp_path / "cache", same)
     assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and path not in before] in (
         [],
         [path for path in sorted((tmp_path / "cache").glob(".*.lock"))],
@@ -77,42 +81,42 @@ def test_no_file_is_written_that_is_none_of_a_policys(name: str, folder: Path, t
 
 @pytest.mark.parametrize("sha", ["..", "../policy", "", "0" * 63, "0" * 64 + "\n", "/tmp"])
 def test_no_folder_is_made_but_one_of_its_name(sha: str, folder: Path, tmp_path: Path) -> None:
-    parcel = pack(folder, same)
+    artifact = pack(folder, same)
     with pytest.raises(CheckpointError):
-        unpack(replace(parcel, listing=replace(parcel.listing, sha=sha)), tmp_path / "cache", same)
+        unpack(replace(artifact, listing=replace(artifact.listing, sha=sha)), tmp_path / "cache", same)
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_is_not_what_was_sent_is_not_kept(folder: Path, tmp_path: Path) -> None:
-    parcel = pack(folder, same)
+    artifact = pack(folder, same)
     with pytest.raises(CheckpointError, match="changed while they were sent"):
-        unpack(parcel, tmp_path / "cache", lambda piece: piece[:-1])
+        unpack(artifact, tmp_path / "cache", lambda piece: piece[:-1])
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    assert read(unpack(parcel, tmp_path / "cache", same)) == FILES
+    assert read(unpack(artifact, tmp_path / "cache", same)) == FILES
 
 
 def test_it_is_fetched_once_on_a_machine(folder: Path, tmp_path: Path) -> None:
-    parcel, fetched = pack(folder, same), []
+    artifact, fetched = pack(folder, same), []
 
     def get(piece: bytes) -> bytes:
         fetched.append(piece)
         return piece
 
     for _ in range(3):
-        unpack(parcel, tmp_path / "cache", get)
+        unpack(artifact, tmp_path / "cache", get)
     assert len(fetched) == len(FILES)
 
 
 def test_a_fetch_that_fails_leaves_nothing_and_is_tried_again(folder: Path, tmp_path: Path) -> None:
-    parcel, cache = pack(folder, same), tmp_path / "cache"
+    artifact, cache = pack(folder, same), tmp_path / "cache"
 
     def fail(piece: bytes) -> bytes:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        unpack(parcel, cache, fail)
+        unpack(artifact, cache, fail)
     assert not [path for path in cache.iterdir() if path.is_dir()]
-    assert read(unpack(parcel, cache, same)) == FILES
+    assert read(unpack(artifact, cache, same)) == FILES
 
 
 def test_a_cache_that_cannot_be_made_says_so(folder: Path, tmp_path: Path) -> None:

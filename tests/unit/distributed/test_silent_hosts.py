@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from service.distributed import host_group
-from service.distributed.host_group import QUIET, HostSilent, wait_for
+from service.distributed.host_group import QUIET_TIMEOUT, HostSilent, wait_for_outcome
 
 pytestmark = pytest.mark.timed
 
 
-def channels(**heard_at: Callable[[], float]) -> Any:
+def channels(**last_beat_at: Callable[[], float]) -> Any:
     """As of hosts that were heard when these functions say."""
 
     class Heard(SimpleNamespace):
-        heard_at = property(lambda self: self.when())
+        last_beat_at = property(lambda self: self.when())
 
-    return {name: Heard(when=when) for name, when in heard_at.items()}
+    return {name: Heard(when=when) for name, when in last_beat_at.items()}
 
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.distributed.host_group.LOOK", 0.05)
+    monkeypatch.setattr("service.distributed.host_group.POLL_PERIOD", 0.05)
 
 
 def test_the_host_that_says_nothing_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +42,8 @@ def test_the_host_that_says_nothing_is_named_with_what_to_do(monkeypatch: pytest
 
     monkeypatch.setattr(host_group, "time", SimpleNamespace(monotonic=lambda: now))
     hosts = channels(one=lambda: now, two=lambda: began - 3.9, three=lambda: began - 1)
-    with pytest.raises(HostSilent, match=r"^two has said nothing for 4 s, .*After 10 s it is given up; if it is back"):
-        wait_for(Unanswered(), hosts, QUIET)
+    with pytest.raises(HostSilent, match=r"^two has been silent for 4 s, .*After 10 s it is given up; if it is back"):
+        wait_for_outcome(Unanswered(), hosts, QUIET_TIMEOUT)
     assert now - began < 0.2
 
 
@@ -51,14 +51,14 @@ def test_what_takes_long_is_waited_for_while_all_hosts_show_that_they_live() -> 
     outcome: Future[int] = Future()
     timer = threading.Timer(0.3, outcome.set_result, [7])
     timer.start()
-    assert wait_for(outcome, channels(one=time.monotonic), 0.2) == 7
+    assert wait_for_outcome(outcome, channels(one=time.monotonic), 0.2) == 7
 
 
 def test_whoever_is_in_no_hurry_waits_for_a_silent_host_too() -> None:
     outcome: Future[int] = Future()
     timer = threading.Timer(0.3, outcome.set_result, [7])
     timer.start()
-    assert wait_for(outcome, channels(one=lambda: 0.0)) == 7
+    assert wait_for_outcome(outcome, channels(one=lambda: 0.0)) == 7
 
 
 def test_nobody_is_called_silent_right_after_this_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +73,4 @@ def test_nobody_is_called_silent_right_after_this_process_stood_still(monkeypatc
             monkeypatch.setattr(time, "monotonic", lambda: began + 30)
             raise TimeoutError
 
-    assert wait_for(Paused(), channels(one=lambda: began), QUIET) == 7
+    assert wait_for_outcome(Paused(), channels(one=lambda: began), QUIET_TIMEOUT) == 7

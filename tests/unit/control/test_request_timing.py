@@ -149,7 +149,7 @@ def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(nam
     for _, request in world.answers:
         world.answer(request)
     for _ in range(200):
-        world.now = world.control.next_deadline(world.now)
+        world.now = world.control.clock.next_deadline(world.now)
         world.buffer.put_frame("front", FRAME, world.now)
         began = time.thread_time()
         step = world.control.tick(world.now)

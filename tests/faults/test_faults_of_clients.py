@@ -12,7 +12,7 @@ Which test covers what else of the facts' table, and where the real process is n
     F18  service/transport/test_transport_server.py (frames, floods, slow readers), service/auth (Origin, tokens)
     F19  service/transport/link (decoder, sizes)
     F20  service/test_records.py::test_the_wall_clock_orders_nothing_and_ends_nothing
-    F21  service/test_sessions_walk.py (every order of moves and faults)
+    F21  service/test_sessions_random_walk.py (every order of moves and faults)
     F23  jaxmodels/test_hub.py (a stub of the Hub: away, busy, half a file)
 """
 

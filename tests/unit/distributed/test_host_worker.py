@@ -14,8 +14,8 @@ pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
 
 from jaxmodels.errors import ObservationError
 from service.distributed import host_worker
-from service.distributed.artifacts import listing_of, pack
-from service.distributed.follow import follow_front
+from service.distributed.artifacts import make_listing, pack
+from service.distributed.follow import follow_server
 from service.distributed.host_worker import MISSING, HostActor
 from service.distributed.ray_node import Credentials, RayNode
 
@@ -91,7 +91,7 @@ def test_a_node_that_cannot_begin_says_why() -> None:
 def test_a_host_without_a_server_gives_up_after_its_patience() -> None:
     with socket.create_server((HERE, 0)) as listener:
         port = listener.getsockname()[1]
-    why = follow_front(HERE, port, SECRET, 0.1, lambda text: None)
+    why = follow_server(HERE, port, SECRET, 0.1, lambda text: None)
     assert why is not None
     assert why.startswith(f"the server at {HERE}:{port}: none that knows this secret for 0.1 s")
 
@@ -100,7 +100,7 @@ def test_a_host_without_a_server_gives_up_after_its_patience() -> None:
 def actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Without Ray, and without JAX."""
     made: Any = object.__new__(HostActor)
-    made._policies, made._early, made._next, made._place, made._cache = {}, {}, 1, "", tmp_path / "cache"
+    made._policies, made._early_runs, made._next_run, made._device, made._cache = {}, {}, 1, "", tmp_path / "cache"
     monkeypatch.setattr(host_worker.ray, "get", lambda piece: piece)
     return made
 
@@ -131,7 +131,7 @@ def test_files_are_sent_to_a_host_that_has_none_like_them(
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"weights")
-    listing = listing_of(folder)
+    listing = make_listing(folder)
     words = {"do": "load", "policy": 1, "like": 0, "dtype": None, "sha": listing.sha}
     words |= {"files": [list(file) for file in listing.files], "folder": str(folder)}
     assert actor.build(words) is None
@@ -141,7 +141,7 @@ def test_files_are_sent_to_a_host_that_has_none_like_them(
     assert actor.build(elsewhere) is None
     kept = tmp_path / "cache" / listing.sha
     assert loaded == [folder, kept, kept]
-    assert listing_of(kept) == listing
+    assert make_listing(kept) == listing
     why = actor.build(words | {"files": [["../config.json", 2]]})
     assert why is not None
     assert "is no file of a policy" in why

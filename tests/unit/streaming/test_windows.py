@@ -1,0 +1,198 @@
+"""Windows of observations, of clients without rooms, for policies that look at several at once."""
+
+import asyncio
+import threading
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from jaxmodels import Requirements
+from service.control.observation_buffer import Snapshot
+from service.recording.dataset import DatasetSource
+from service.recording.replay import replay_recording
+from service.streaming import codec
+from service.streaming.direct_inference import ObservationWindow
+from service.testing import ScriptedPolicy
+
+NEEDS = Requirements(
+    policy_type="act",
+    cameras={"front": (48, 64)},
+    state=6,
+    action=6,
+    chunk=8,
+    action_steps=4,
+    rate=10.0,
+    observation_steps=3,
+)
+
+
+class Looking(ScriptedPolicy):
+    """Notes what it is shown: of each moment the picture's brightness, and the first joint."""
+
+    def __init__(self) -> None:
+        super().__init__(NEEDS)
+        self.shown: list[list[tuple[int, int]]] = []
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        pictures, joints = observation["observation.images.front"], observation["observation.state"]
+        assert (pictures.shape, joints.shape) == ((1, 3, 48, 64, 3), (1, 3, 6))
+        self.shown.append(
+            list(zip(pictures[0, :, 0, 0, 0].tolist(), joints[0, :, 0].astype(int).tolist(), strict=True))
+        )
+        return super().act(observation)
+
+
+def both(*moments: int) -> list[tuple[int, int]]:
+    return [(moment, moment) for moment in moments]
+
+
+def seen(moment: int, **more: object) -> dict[str, object]:
+    picture, joints = np.full((48, 64, 3), moment, np.uint8), np.array([moment, 0, 0, 0, 0, 0], np.float32)
+    return {"images": {"front": picture}, "state": joints} | more
+
+
+def window(*moments: int, **more: object) -> dict[str, object]:
+    return {
+        "images": {"front": np.stack([np.full((48, 64, 3), moment, np.uint8) for moment in moments])},
+        "state": np.array([[moment, 0, 0, 0, 0, 0] for moment in moments], np.float32),
+    } | more
+
+
+@pytest.fixture
+async def looking(serve):
+    async with serve(policy=Looking()) as server:
+        await server.create()
+        yield server
+
+
+@pytest.mark.parametrize("want", ["chunk", "action"])
+async def test_single_moments_become_a_window_at_the_policys_own_rate(looking, want) -> None:
+    # Twenty a second for a policy of ten: every other one counts.
+    for moment in range(9):
+        assert (await looking.act(seen(moment, want=want, timestamp=7 + 0.05 * moment)))[0] == 200
+    asked = range(9) if want == "chunk" else (0, 4, 8)
+    assert looking.policy.shown[0] == both(0, 0, 0), "there is none before, and the first one stands in for it"
+    for at, shown in zip(asked, looking.policy.shown, strict=True):
+        assert at < 4 or shown == both(at - 4, at - 2, at)
+
+
+async def test_a_reset_another_instruction_and_another_client_begin_anew(looking) -> None:
+    async def act(moment: int, at: float, **more: object) -> list[tuple[int, int]]:
+        assert (await looking.act(seen(moment, timestamp=at, **more)))[0] == 200
+        return looking.policy.shown[-1]
+
+    assert await act(1, 0.0) == both(1, 1, 1)
+    assert await act(2, 0.1) == both(1, 1, 2)
+    async with looking.stream() as socket:
+        await socket.send(codec.pack({"kind": "act"} | seen(9, timestamp=0.1)))
+        while codec.unpack(await socket.recv())["kind"] != "chunk":
+            pass
+        assert looking.policy.shown[-1] == both(9, 9, 9), "another client's past is none of this one's"
+    assert await act(3, 0.2) == both(1, 2, 3)
+    assert await act(4, 0.3, prompt="fold the towel") == both(4, 4, 4)
+    assert await act(5, 0.4) == both(4, 4, 5)
+    assert await act(6, 0.5, reset=True) == both(6, 6, 6)
+    status, told = await looking.act(seen(7, timestamp=0.4))
+    assert status == 422
+    assert "timestamp is 0.4, and that of the observation before was 0.5" in told["detail"][0]["msg"]
+    assert await act(8, 9.0) == both(8, 8, 8), "what was seen long ago is no past"
+
+
+async def test_a_client_may_send_the_whole_window(looking) -> None:
+    assert (await looking.act(window(1, 2, 3, timestamp=0.2)))[0] == 200
+    assert (await looking.act(seen(4, timestamp=0.3)))[0] == 200
+    assert looking.policy.shown == [both(1, 2, 3), both(2, 3, 4)]
+    async with looking.stream("/sessions/arm/openpi") as socket:
+        await socket.recv()
+        pictures, joints = window(5, 6, 7)["images"]["front"], window(5, 6, 7)["state"]
+        await socket.send(codec.pack({"observation/image": pictures, "observation/state": joints}))
+        assert codec.unpack(await socket.recv())["actions"].shape == (8, 6)
+    assert looking.policy.shown[-1] == both(5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (window(1, 2), "camera 'front' has 2; state has 2; wanted 3 moments of every camera and of state"),
+        (window(1, 2, 3) | {"state": seen(3)["state"]}, "state has 1; wanted 3 moments"),
+        (seen(3) | {"state": window(1, 2, 3)["state"]}, "camera 'front' has 1; wanted 3 moments"),
+        (window(1, 2, 3) | {"state": np.zeros((3, 5), np.float32)}, "moment 1 of 3: state: float32 [5]; wanted 6"),
+        (window(1, 2, 3) | {"images": {}}, "cameras front are missing"),
+        (
+            window(1, 2, 3) | {"images": {"front": [np.zeros((48, 64 + at, 3), np.uint8) for at in range(3)]}},
+            "camera 'front' has [48, 64] before; wanted pictures of one size",
+        ),
+        (seen(1, timestamp="now"), "timestamp: wanted seconds"),
+    ],
+)
+async def test_a_window_of_another_shape_is_refused_and_the_text_says_what_is_wanted(looking, message, text) -> None:
+    status, told = await looking.act(message)
+    assert status == 422
+    assert text in told["detail"][0]["msg"]
+    assert looking.policy.acted == 0
+
+
+async def test_on_the_stream_what_is_not_asked_about_is_a_past_too(looking) -> None:
+    gate = threading.Event()
+    looking.policy.failures.append(gate)
+    async with looking.stream() as socket:
+
+        async def say(kind: str, moment: int) -> None:
+            at = 0.1 * moment
+            await socket.send(codec.pack({"kind": kind} | seen(moment, timestamp=at, number=moment)))
+
+        async def hear(kind: str) -> Mapping[str, object]:
+            async with asyncio.timeout(30):
+                while (told := codec.unpack(await socket.recv()))["kind"] != kind:
+                    pass
+            return told
+
+        for moment in (1, 2):
+            await say("observation", moment)
+        for moment in (3, 4, 5):  # the first is computed until the gate opens, the second gives way to the third
+            await say("act", moment)
+        assert (await hear("error"))["code"] == "superseded"
+        gate.set()
+        for _ in range(2):
+            await hear("chunk")
+    assert looking.policy.shown == [both(1, 2, 3), both(3, 4, 5)]
+
+
+def test_without_timestamps_arrival_counts_and_a_flood_fills_no_memory() -> None:
+    kept = ObservationWindow()
+
+    def add(moment: int, at: float) -> list[int]:
+        frames, joints = {"front": np.zeros((2, 2, 3), np.uint8)}, np.full(6, moment, np.float32)
+        past = kept.add(Snapshot(frames, joints, at, {"front": (2, 2)}), None, 3, 0.1).past
+        return [int(joints[0]) for _, joints in past]
+
+    for moment in range(1000):
+        add(moment, 5 + moment / 1000)
+    assert len(kept._history._moments) <= 8 * 3 + 1
+    assert add(1000, 6.0) == pytest.approx([800, 900], abs=13)
+
+
+async def test_a_recording_of_a_direct_session_holds_what_its_policy_was_shown(serve, tmp_path) -> None:
+    """Its dataset, replayed, shows the policy the windows that it was shown live."""
+    policy, folder = Looking(), tmp_path / "kept"
+    async with serve(policy=policy, recordings=str(folder), recording_free=0) as server:
+        await server.create(record=True, action_steps=1)
+        async with server.stream() as socket:
+            await server.call("POST", "/sessions/arm/start")
+            for moment in range(1, 91):  # ten a second are looked at
+                await socket.send(codec.pack({"kind": "observation"} | seen(moment)))
+                await asyncio.sleep(0.025)
+            await server.call("POST", "/sessions/arm/stop")
+        await server.call("DELETE", "/sessions/arm")
+        async with asyncio.timeout(60):
+            while (await server.call("GET", "/recordings"))[1][0]["dataset"] != "ready":  # noqa: ASYNC110, another process
+                await asyncio.sleep(0.05)
+    live = [[joint for _, joint in window] for window in policy.shown if len({joint for _, joint in window}) == 3]
+    policy.shown.clear()
+    (dataset,) = (path for path in folder.iterdir() if path.is_dir())
+    replay_recording(DatasetSource(dataset), policy, every=1)
+    replayed = [[joint for _, joint in window] for window in policy.shown]
+    same = [window for window in live if window in replayed]
+    assert len(live) >= 5
+    assert len(same) >= 0.6 * len(live), "but for ticks that a busy machine missed"
