@@ -309,7 +309,7 @@ async def share(folder: str) -> list[int]:
     import jaxmodels
     from service.inference.engine import Engine
 
-    engine, seen, sessions, found = Engine(batch_sizes=(1,)), observation("smolvla"), [], []
+    engine, seen, sessions, found = Engine(batch_sizes=(1,), stuck_after=600), observation("smolvla"), [], []
     before = memory_bytes("VmRSS")
     async with AsyncExitStack() as stack:
         for _ in range(8):
