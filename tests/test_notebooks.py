@@ -18,8 +18,11 @@ PUBLIC = (
     "jaxmodels",
     "jaxmodels.data",
     "jaxmodels.errors",
+    "jaxmodels.normalization",
     "jaxmodels.policies.act",
     "jaxmodels.policies.diffusion2d",
+    "jaxmodels.policies.lerobot_folder",
+    "jaxmodels.policies.smolvla",
     "jaxmodels.policies.tokens2d",
     "jaxmodels.samplers",
     "jaxmodels.devices",
@@ -27,6 +30,7 @@ PUBLIC = (
     "jaxmodels.training",
     "jaxmodels.transformer2d",
     "jaxmodels.types",
+    "jaxmodels.weights",
 )
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

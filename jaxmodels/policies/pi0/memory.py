@@ -54,6 +54,7 @@ def compute_sizes(
         activations=arrived + max(looking, reading, writing) + config.num_inference_steps * steps,
         operations=batch * operations,
         prefix=seen,
+        runs_as_read=True,
     )
 
 

@@ -52,4 +52,5 @@ def compute_sizes(
         activations=batch * count_resize_numbers(present, looks) + kept + max(images, seen, acting),
         operations=batch * operations,
         prefix=tokens,
+        runs_as_read=True,
     )

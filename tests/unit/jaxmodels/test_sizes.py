@@ -404,3 +404,16 @@ def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pyt
     free(GB // 10)
     with pytest.raises(ConfigError, match=r"before they are sent.*100 MB are free on the machine"):
         memory.check_loading(sizes, place)
+
+
+def test_what_is_not_folded_is_loaded_where_it_fits_once(free: Any) -> None:
+    seen = features(2, 480)
+    inputs = {entry.name: {"type": entry.type, "shape": entry.shape} for entry in seen["input_features"]}
+    outputs = {"action": {"type": "ACTION", "shape": [6]}}
+    kind = get_policy_type("pi05")
+    sizes = kind.sizes(kind.config({"type": "pi05", "input_features": inputs, "output_features": outputs}))
+    assert memory.estimate_needs(sizes).host == pytest.approx(1.2 * 4 * 3_353_431_824, abs=4)
+    free(20 * GB)
+    memory.check_loading(sizes, find_placement("cpu"))
+    with pytest.raises(ConfigError, match=r"needs about 22\.9 GB of memory"):  # the program has weights of its own
+        memory.check_loading(sizes, find_placement("cpu"), 2)
