@@ -77,8 +77,6 @@ WRITTEN_OUT_HEADS = 16
 # Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
 BLOCK_SCORES = 1 << 19
 BLOCK_QUERIES = 256
-# Up to so many blocks of a head are written out, too.
-WRITTEN_OUT_BLOCKS = 2
 
 
 def attend_blocked(
@@ -99,65 +97,25 @@ def attend_blocked(
     return _attend_in_loops(query, key, value, bias)
 
 
-@jax.custom_vjp
 def _attend_in_loops(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-    """Attention in a loop over heads, each read and written where it lies among the others.
-
-    No array is transposed. Of two images of 1024 patches and 12 heads of 64, a layer takes 70 ms of processor time
-    instead of 77, and its one-core copies are gone; gradients would be added up whole for each head.
-    """
-    batch, length, heads, width = query.shape
-    flat = [rearrange(x, "b n h k -> b n (h k)") for x in (query, key, value)]
-
-    def head(i: Array, mixed: Array) -> Array:
-        at = (i // heads, 0, i % heads * width)
-        query, key, value = (lax.dynamic_slice(x, at, (1, x.shape[1], width))[0] for x in flat)
-        own = _attend_in_blocks(query, key, value, _get_bias(bias, i, heads))
-        return lax.dynamic_update_slice(mixed, own[None], at)
-
-    mixed = lax.fori_loop(0, batch * heads, head, jnp.zeros((batch, length, heads * width), query.dtype))
-    return mixed.reshape(query.shape)
-
-
-def _attend_stacked(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-    """Attention in a loop over heads, of which there are gradients."""
+    """Attention in a loop over heads, and within it over blocks of queries."""
     batch, length, heads, _ = query.shape
-    stacks = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
+    count = math.ceil(length / max(BLOCK_QUERIES, BLOCK_SCORES // key.shape[1]))
+    queries, keys, values = (jnp.swapaxes(x, 1, 2).reshape(batch * heads, -1, x.shape[-1]) for x in (query, key, value))
 
     def head(inputs: tuple[Array, Array, Array, Array]) -> Array:
         index, query, key, value = inputs
-        return _attend_in_blocks(query, key, value, _get_bias(bias, index, heads))
+        own = None if bias is None else bias[index // heads % bias.shape[0], index % heads % bias.shape[1]]
+        blocks = split_rows(query, 0, count)
+        biases = None if own is None or len(own) == 1 else split_rows(own, 0, count)
 
-    mixed = lax.map(head, (jnp.arange(batch * heads), *stacks))
+        def block(part: tuple[Array, Array | None]) -> Array:
+            return _attend_block(part[0], key, value, own if part[1] is None else part[1])
+
+        return lax.map(block, (blocks, biases)).reshape(-1, query.shape[-1])[:length]
+
+    mixed = lax.map(head, (jnp.arange(batch * heads), queries, keys, values))
     return jnp.swapaxes(mixed.reshape(batch, heads, length, -1), 1, 2)
-
-
-_attend_in_loops.defvjp(lambda *inputs: jax.vjp(_attend_stacked, *inputs), lambda pull, gradient: pull(gradient))
-
-
-def _get_bias(bias: Array | None, index: Array, heads: int) -> Array | None:
-    """The bias of a head, (#n, m), by its number in the batch."""
-    return None if bias is None else bias[index // heads % bias.shape[0], index % heads % bias.shape[1]]
-
-
-def _attend_in_blocks(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-    """Attention of one head over blocks of queries; few of them are written out, without a loop's copies."""
-    length = len(query)
-    count = math.ceil(length / max(BLOCK_QUERIES, BLOCK_SCORES // len(key)))
-    if count <= WRITTEN_OUT_BLOCKS:
-        size = math.ceil(length / count)
-        parts = [slice(start, start + size) for start in range(0, length, size)]
-        biases = [bias if bias is None or len(bias) == 1 else bias[part] for part in parts]
-        return jnp.concatenate(
-            [_attend_block(query[part], key, value, own) for part, own in zip(parts, biases, strict=True)]
-        )
-    blocks = split_rows(query, 0, count)
-    split = None if bias is None or len(bias) == 1 else split_rows(bias, 0, count)
-
-    def block(part: tuple[Array, Array | None]) -> Array:
-        return _attend_block(part[0], key, value, bias if part[1] is None else part[1])
-
-    return lax.map(block, (blocks, split)).reshape(-1, query.shape[-1])[:length]
 
 
 def _attend_head_by_head(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
