@@ -119,7 +119,8 @@ def count_attention_scores(queries: int, keys: int, heads: int, batch: int = 1, 
         return 2 * scores
     if every <= attention_kernels.BATCHED:
         return 2 * every
-    return 3 * min(scores, max(attention_kernels.BLOCK_SCORES, attention_kernels.BLOCK_QUERIES * keys))
+    # Of one block, whose exponentials take the place of its scores.
+    return min(scores, max(attention_kernels.BLOCK_SCORES, attention_kernels.BLOCK_QUERIES * keys))
 
 
 @dataclass(frozen=True)

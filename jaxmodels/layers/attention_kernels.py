@@ -75,7 +75,7 @@ BATCHED = 1 << 22
 WRITTEN_OUT_PER_HEAD = 1 << 19
 WRITTEN_OUT_HEADS = 16
 # Scores in a block of a loop, unless that makes it shorter than so many queries: products of few rows are slow.
-BLOCK_SCORES = 1 << 19
+BLOCK_SCORES = 1 << 21
 BLOCK_QUERIES = 256
 
 
