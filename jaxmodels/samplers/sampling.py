@@ -117,6 +117,13 @@ def first_noise(start: Any, shape: tuple[int, ...], key: Any) -> Array:
     return jnp.asarray(start, jnp.float32)
 
 
+def draw_for_each(key: Any, shape: tuple[int, ...], batch: int) -> Array:
+    """Standard normal noise (batch, *shape), float32, the same for each member: what a policy answers to an observation
+    does not depend on those that it is batched with.
+    """
+    return jnp.broadcast_to(jax.random.normal(key, shape, jnp.float32), (batch, *shape))
+
+
 CLASSES = Range(2, 1 << 20)  # with the masked one
 LOWEST = -70.0  # of a log-probability: e^-70 never happens, and differences of it stay finite. VQ-Diffusion's number
 

@@ -12,6 +12,7 @@ from jaxmodels.policies import Stage
 from jaxmodels.policies.diffusion.config import DiffusionConfig
 from jaxmodels.policies.diffusion.model import DiffusionPolicyModel, UNet
 from jaxmodels.samplers import ddim, ddpm
+from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.weights import blueprint
 
@@ -24,7 +25,7 @@ def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Obse
     key, noise, step_noise = jax.random.key(config.noise_seed), observation.noise, observation.step_noise
     first, each = jax.random.split(key)
     if noise is None:
-        noise = _make_noise(config, first, of_condition[0].shape[0])
+        noise = draw_for_each(first, config.noise, of_condition[0].shape[0])
     shape = noise.shape
     predict = Partial(_predict, model.unet, of_condition)
     options: dict[str, Any] = {"steps": steps, "start": noise, "extras": of_steps}
@@ -61,13 +62,8 @@ def _denoise(
     of_steps, of_condition = given
     x = observation.noise
     if x is None:
-        x = _make_noise(config, jax.random.key(config.noise_seed), of_condition[0].shape[0])
+        x = draw_for_each(jax.random.key(config.noise_seed), config.noise, of_condition[0].shape[0])
     return _predict(assemble(config, weights).unet, of_condition, x, None, [rows[0] for rows in of_steps])
-
-
-def _make_noise(config: DiffusionConfig, key: Array, batch: int) -> Float[Array, "b t a"]:
-    """The policy's own first sample, the same for each member."""
-    return jnp.broadcast_to(jax.random.normal(key, config.noise, jnp.float32), (batch, *config.noise))
 
 
 STAGES = (Stage("encode", _encode), Stage("denoise", _denoise, count=lambda config: config.steps))

@@ -13,6 +13,7 @@ from jaxmodels.policies import Stage
 from jaxmodels.policies.pi0.config import Pi0Config
 from jaxmodels.policies.pi0.model import Pi0Model, PiModel, StepInputs
 from jaxmodels.samplers import begin_with, continuing, flow_euler, given
+from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.vlm.gemma import PrefixCache
 from jaxmodels.weights import blueprint
@@ -55,8 +56,7 @@ def make_noise(config: Pi0Config, observation: Observation) -> Float[Array, "b t
     """What a chunk is made of: what is given, or the policy's own, the same for each member."""
     if observation.noise is not None:
         return observation.noise
-    own = jax.random.normal(jax.random.key(config.noise_seed), config.noise, jnp.float32)
-    return jnp.broadcast_to(own, (observation.state.shape[0], *config.noise))
+    return draw_for_each(jax.random.key(config.noise_seed), config.noise, observation.state.shape[0])
 
 
 def encode(model: PiModel, observation: Observation, seen: Float[Array, "n m d"] | None = None) -> PrefixCache:

@@ -13,6 +13,7 @@ from jaxmodels.policies import Stage
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
 from jaxmodels.policies.smolvla.model import Encoded, SmolVlaModel
 from jaxmodels.samplers import begin_with, continuing, flow_euler
+from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.vlm.smolvlm import Tokens
 from jaxmodels.weights import blueprint
@@ -45,8 +46,7 @@ def make_noise(config: SmolVlaConfig, observation: Observation) -> Float[Array, 
     """What a chunk is made of: what is given, or the policy's own, the same for each member."""
     if observation.noise is not None:
         return observation.noise
-    own = jax.random.normal(jax.random.key(config.noise_seed), config.noise, jnp.float32)
-    return jnp.broadcast_to(own, (observation.state.shape[0], *config.noise))
+    return draw_for_each(jax.random.key(config.noise_seed), config.noise, observation.state.shape[0])
 
 
 def encode(model: SmolVlaModel, observation: Observation, images: Sequence[Tokens] | None = None) -> Encoded:
