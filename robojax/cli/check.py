@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,7 +33,7 @@ def check(
     ] = None,
     runs: Annotated[int, typer.Option(min=5, max=100_000, help="Inferences to time.")] = 100,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
-    lerobot_version: Annotated[str | None, typer.Option(help=LEROBOT_HELP)] = None,
+    lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """What a policy needs, how fast it is on this machine, and whether that fits a rate.
@@ -47,9 +47,7 @@ def check(
     from rich.console import Console
 
     import jaxmodels
-    from jaxmodels.errors import JaxModelsError
-
-    pass
+    from jaxmodels.errors import ConfigError, JaxModelsError
     from service.inference.measurement import assess_speed, measure_policy
 
     console = Console(stderr=True, highlight=False)
@@ -77,7 +75,12 @@ def check(
             Code.POLICY,
             f"policy {policy!r} cannot be used",
             str(error),
-            "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like owner/name",
+            f"robojax check {policy}, without --rename, says what its cameras are called"
+            if rename and isinstance(error, ConfigError)
+            else (
+                "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like "
+                "owner/name"
+            ),
         )
     requirements = loaded.requirements
     motion = _limits(requirements, limits)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -222,7 +222,7 @@ def replay(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0; default: JAX's choice.")] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP)] = None,
-    lerobot_version: Annotated[str | None, typer.Option(help=LEROBOT_HELP)] = None,
+    lerobot_version: Annotated[Literal["0.4", "0.6"] | None, typer.Option(help=LEROBOT_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
     """Play a recording against a policy: how far what it would do is from what was done (open loop).
@@ -237,8 +237,6 @@ def replay(
 
     import jaxmodels
     from jaxmodels.errors import JaxModelsError
-
-    pass
     from service.recording.replay import PolicyMismatch, replay_recording
     from service.recording.steps import RecordingError
 

@@ -277,8 +277,6 @@ def transport(
     import logging
 
     from service.auth.guard import create_guard
-
-    pass
     from service.http.server import CannotListen, listen
     from service.settings import Settings
     from service.state import OFF
@@ -354,7 +352,6 @@ def doctor(
 
     Exit code 1 when something is missing that the server needs.
     """
-    pass
     from service.doctor import diagnose
 
     settings = settings_or_end({"port": port}).with_state()

@@ -278,7 +278,6 @@ async def _run_demo(
     from rich.console import Console
     from rich.live import Live
 
-    pass
     from robojax.sim.demo import serve_demo
 
     console = Console()

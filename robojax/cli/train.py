@@ -76,8 +76,6 @@ def _run(flags: ParsedFlags, output: Path) -> None:
     from jaxmodels import training
     from jaxmodels.data import open_dataset
 
-    pass
-
     values = flags.values
     processes = [values.get(f"distributed.{name}") for name in ("coordinator_address", "num_processes", "process_id")]
     if values.get("distributed.auto") or any(value is not None for value in processes):

@@ -33,6 +33,21 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("--rename", "top=cam"), 3, ("top=cam names no camera of the policy, which has front", "without --rename")),
+        (("--rename", "cam=front"), 3, ("the policy's name comes first, as front=cam", "without --rename")),
+        (("--rename", "front"), 2, ("--rename front names no two cameras",)),
+        (("--lerobot-version", "0.5"), 2, ("--lerobot-version", "'0.5' is not one of '0.4', '0.6'")),
+    ],
+)
+def test_a_flag_of_check_that_does_not_fit_is_named(robojax, flags: tuple[str, ...], code: int, said: tuple[str, ...]):
+    done = robojax("check", POLICY, *flags)
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert (done.returncode, [words for words in said if words not in text]) == (code, [])
+
+
 def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
     with serve("--state", "off") as (_, url):
 
