@@ -419,12 +419,13 @@ class FolderSource:
         part = kept.with_name(f".{sha}.{uuid.uuid4().hex[:8]}")
         part.mkdir(parents=True)
         try:
-            names = list_policy_files(folder)
-            check_complete(str(folder), {path.name for path in folder.iterdir()})
-            self._check_space(folder, [folder / name for name in names])
+            there = folder.resolve(strict=True)  # once: a link may lead to another folder before the next file
+            names = list_policy_files(there)
+            check_complete(str(folder), {path.name for path in there.iterdir()})
+            self._check_space(folder, [there / name for name in names])
             for name in names:
                 (part / name).parent.mkdir(parents=True, exist_ok=True)
-                with self._open(folder / name) as source, (part / name).open("wb") as target:
+                with self._open(there / name) as source, (part / name).open("wb") as target:
                     shutil.copyfileobj(source, target, READ_BYTES)
             if _hash_of(part, self._content_hash) != sha:
                 raise SourceError("changed_meanwhile", f"{folder}: was written to while it was copied")
@@ -450,7 +451,8 @@ class FolderSource:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _hash(self, folder: Path) -> str:
-        return _hash_of(folder, self._known_hash)
+        # Where it leads to now: one file of each of two folders would be a version that nobody made.
+        return _hash_of(folder.resolve(strict=True), self._known_hash)
 
     def _known_hash(self, path: Path) -> str:
         status = path.stat()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -238,6 +238,36 @@ def test_a_folder_exchanged_during_loads_is_one_of_both_and_called_so(tmp_path: 
         exchanging.join()
     assert set(codes) <= {"changed_meanwhile"}
     assert len(codes) < 50
+
+
+def test_a_link_that_leads_elsewhere_after_the_first_file_makes_no_version_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+        (tmp_path / name / "model.safetensors").write_text(name)
+    link, source = tmp_path / "policy", FolderSource(tmp_path / "cache")
+    open_file = source._open
+
+    def open_and_exchange(path: Path) -> BinaryIO:
+        file = open_file(path)
+        point_to("b")
+        return file
+
+    def point_to(name: str) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+
+    async def load() -> Path:
+        sha = await source.head(str(link), None)
+        point_to("a")
+        return await source.fetch(str(link), sha, lambda word: None)
+
+    point_to("a")
+    monkeypatch.setattr(source, "_open", open_and_exchange)
+    folder = asyncio.run(load())
+    assert [(folder / name).read_text() for name in ("config.json", "model.safetensors")] == ["a", "a"]
 
 
 def test_a_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:

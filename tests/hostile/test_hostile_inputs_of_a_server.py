@@ -165,7 +165,8 @@ async def test_no_input_keeps_a_server_from_its_robot(timed: Timed, tmp_path: Pa
     async with running(timed.server, tmp_path) as (robot, rooms, http):
         for name, attack in attacks(timed.server, rooms, http):
             tries: list[float] = []
-            while len(tries) < 5 and min(tries, default=1.0) > TICK / 2:
+            while len(tries) < 12 and min(tries, default=1.0) > TICK / 2:
+                await asyncio.sleep(0.2 * bool(tries))  # a hypervisor that takes time takes it for seconds
                 timed.begin()
                 await attack()
                 tries.append(timed.kept()[1])
