@@ -419,7 +419,7 @@ class FolderSource:
         part = kept.with_name(f".{sha}.{uuid.uuid4().hex[:8]}")
         part.mkdir(parents=True)
         try:
-            there = folder.resolve(strict=True)  # once: a link may lead to another folder before the next file
+            there = _follow_links(folder)
             names = list_policy_files(there)
             check_complete(str(folder), {path.name for path in there.iterdir()})
             self._check_space(folder, [there / name for name in names])
@@ -451,8 +451,7 @@ class FolderSource:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _hash(self, folder: Path) -> str:
-        # Where it leads to now: one file of each of two folders would be a version that nobody made.
-        return _hash_of(folder.resolve(strict=True), self._known_hash)
+        return _hash_of(_follow_links(folder), self._known_hash)
 
     def _known_hash(self, path: Path) -> str:
         status = path.stat()
@@ -483,15 +482,26 @@ class FolderSource:
         except TimeoutError as error:
             raise SourceError("timeout", f"{repo}: could not be read within {self._seconds:g} s") from error
         except FileNotFoundError as error:
-            # A writer that replaces files takes them away for a moment.
-            code = "changed_meanwhile" if _is_folder(Path(repo)) else "unknown_repo"
-            raise SourceError(code, f"{repo}: {error.filename or 'a file'} is not there") from error
+            if not _is_folder(Path(repo)):
+                raise SourceError("unknown_repo", f"{repo}: is not there, or a link to what is not") from error
+            # A writer that replaces files takes them away for a moment. No path: not where a link leads to.
+            name = Path(error.filename).name if error.filename else "a file"
+            raise SourceError("changed_meanwhile", f"{repo}: {name} is not there") from error
         except OSError as error:
             raise SourceError("disk", f"{repo}: {error.strerror or type(error).__name__}") from error
 
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir()
+
+
+def _follow_links(folder: Path) -> Path:
+    """Where a folder really is; asked once for each reading of it.
+
+    A link may lead to another folder before the next file is opened, and one file of each of two folders would be a
+    version that nobody made.
+    """
+    return Path(os.path.realpath(folder, strict=True))  # Path.resolve has no OSError for links in a circle before 3.13
 
 
 def _hash_of(folder: Path, content: Callable[[Path], str]) -> str:

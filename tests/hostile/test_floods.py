@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from service.app import create_app
 from service.http.server import listen, serve_app
@@ -32,12 +31,11 @@ from tests.faults.processes import ROOT, server
 from tests.faults.script import Script
 from tests.hostile.flood import FLOODS, ROOM
 
-pytestmark = pytest.mark.alone
 SOCKETS = 60
 PERIOD = 0.02  # of a robot with 50 commands a second
 STOP = 0.1
-# Where a machine's memory is brought from elsewhere when it is first touched, the kernel counts the wait as work of the
-# thread: 39 ms of a turn, once in a thousand runs. What the server itself takes is there in each round.
+# A turn of 39 ms was measured once, in the process of all tests, and not again; what the server itself takes is there
+# in each round.
 ROUNDS = 3
 TROUBLE = re.compile(r"Traceback|Task was|never retrieved|in its chamber| ERROR ")
 SHORT = ("connects", "calls", "handshakes")

@@ -270,6 +270,19 @@ def test_a_link_that_leads_elsewhere_after_the_first_file_makes_no_version_of_bo
     assert [(folder / name).read_text() for name in ("config.json", "model.safetensors")] == ["a", "a"]
 
 
+@pytest.mark.parametrize(("target", "code"), [("/secret/place", "unknown_repo"), ("policy", "disk")])
+def test_a_link_to_nothing_or_to_itself_is_refused_and_its_target_not_told(
+    tmp_path: Path, target: str, code: str
+) -> None:
+    link, source = tmp_path / "policy", FolderSource(tmp_path / "cache")
+    link.symlink_to(target)
+    for read in (source.head(str(link), None), source.fetch(str(link), "a" * 40, lambda word: None)):
+        with pytest.raises(SourceError) as raised:
+            asyncio.run(read)
+        assert raised.value.code == code
+        assert "secret" not in str(raised.value)
+
+
 def test_a_folder_larger_than_allowed_is_not_copied(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     folder.mkdir()

@@ -17,7 +17,7 @@ from tests.faults.processes import Process, process
 
 QUICK = {
     "ROBOJAX_UPDATE_QUIET": "0.2",
-    "ROBOJAX_UPDATE_PROBATION": "2",
+    "ROBOJAX_UPDATE_PROBATION": "6",  # what fails is to fail long before its end, however late this process gets to it
     "ROBOJAX_UPDATE_SLOW": "100",  # what a busy machine takes from an inference speaks against no policy here
     "ROBOJAX_UPDATE_POLL": "0",
     "ROBOJAX_STUCK_AFTER": "2",
@@ -164,7 +164,7 @@ async def test_whatever_a_policy_does_on_its_probation_it_goes_and_the_robots_be
                 before = {one.id: (await server.get(f"/sessions/{one.id}"))["stats"] for one in others}
                 policy.fail()
                 bad = await server.until_ended(count)
-                assert (bad["result"], bad["reason"]) == ("rolled_back", reason), bad
+                assert (bad["result"], bad["reason"]) == ("rolled_back", reason), json.dumps(bad)
                 expected[bad["sha"]] = reason
                 assert (await server.get("/sessions/arm0"))["stats"]["policy_commit"] == first
                 for one in others:

@@ -2,27 +2,24 @@
 
 Models are compiled first. What takes long in one piece starts early, so that no process is left with it when the others
 are done. Tests that keep real time against a grid of milliseconds (``timed``) begin when no process computes any more:
-each of them mostly waits, and leaves a core to others. What bears nothing beside it comes last (``alone``).
+each of them mostly waits, and leaves a core to another one. What bears nothing beside it comes last (``alone``).
 
-The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile``), to as many
-processes as there are cores; those beyond begin with what keeps time, and one alone has what bears nothing beside it.
-At the two borders processes wait for each other: each holds a lock on every border that it has not reached. A process
-that ended holds none.
+The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile
+--no-loadscope-reorder``), and at the two borders processes wait for each other: each holds a lock on every border that
+it has not reached. A process that ended holds none. A third process would save 46 s of what keeps real time, and be
+beside it: with one, a robot of a test was held for a frame that came too late.
 """
 
 import gc
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
-from xdist.scheduler import LoadFileScheduling
 
 STAGES = ("models", "long", "", "timed", "alone")  # by mark; without any it is the third
 BORDERS = ("timed", "alone")
@@ -39,9 +36,7 @@ FOLDERS = {
     "faults": "timed",
     "e2e": "timed",
 }
-CORES = max(2, os.cpu_count() or 2)  # as many processes compute at once
 HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
-ORDER = "order.json"  # in it: stages by file, for the process that gives the files out, which collects nothing itself
 stages = pytest.StashKey[dict[Path, int]]()
 reached = pytest.StashKey[str]()  # the stage of the last test
 locks = pytest.StashKey[dict[str, FileLock]]()
@@ -87,49 +82,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             0 if stage[item.path] == models else -size[item.path],
         )
     )
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
-        written = Path(os.environ[HELD]) / f"{worker}.json"
-        written.write_text(json.dumps({item.nodeid.split("::")[0]: STAGES[stage[item.path]] for item in items}))
-        written.replace(written.with_name(ORDER))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "ByStages | None":
-    return ByStages(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-class ByStages(LoadFileScheduling):
-    """Files in the order of the list; how many processes get some depends on the stage."""
-
-    _stages: dict[str, str]
-    _last: Any = None  # the process that has what is alone
-
-    def schedule(self) -> None:
-        if self.collection is None:
-            self._stages = json.loads((Path(os.environ[HELD]) / ORDER).read_text())
-            self.config.option.loadscopereorder = False
-        super().schedule()
-
-    def _assign_work_unit(self, node: Any) -> None:
-        mark = self._stages[next(iter(self.workqueue))]
-        if mark not in BORDERS and self.nodes.index(node) >= CORES:
-            return
-        if mark == "alone":
-            if self._last not in self.nodes:
-                self._last = node
-            if self._last is not node:
-                node.shutdown()
-                return
-        super()._assign_work_unit(node)
-
-    def _reschedule(self, node: Any) -> None:
-        super()._reschedule(node)
-        for idle in self.nodes:  # a process begins a test when it knows the next one, so it wants two
-            while self._pending_of(had := self.assigned_work[idle]) < 2 and not idle.shutting_down:
-                files = len(had)
-                super()._reschedule(idle)
-                if len(had) == files:
-                    break
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
