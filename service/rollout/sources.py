@@ -483,7 +483,7 @@ class FolderSource:
             raise SourceError("timeout", f"{repo}: could not be read within {self._seconds:g} s") from error
         except FileNotFoundError as error:
             if not _is_folder(Path(repo)):
-                raise SourceError("unknown_repo", f"{repo}: is not there, or a link to what is not") from error
+                raise SourceError("unknown_repo", f"{repo} is not there, or is a link to what is not") from error
             # A writer that replaces files takes them away for a moment. No path: not where a link leads to.
             name = Path(error.filename).name if error.filename else "a file"
             raise SourceError("changed_meanwhile", f"{repo}: {name} is not there") from error
