@@ -138,12 +138,12 @@ def is_model(path_or_repo: str | Path, revision: str | None = None, subfolder: s
 
 
 def _split(source: str, subfolder: str | None) -> tuple[str, str | None]:
-    """``owner/name/transformer`` names a folder in a repo, unless there is such a folder here."""
-    if Path(os.path.expanduser(source)).is_dir() or source.startswith(("/", "~", ".")):
-        return source, subfolder
+    """``owner/name/transformer`` names a folder in a repo, unless that, or ``owner/name``, is a folder here."""
     owner, *rest = source.split("/")
-    inside = "/".join([*rest[1:], *([subfolder] if subfolder else [])])
-    return "/".join([owner, *rest[:1]]), inside or None
+    repo, inside = "/".join([owner, *rest[:1]]), "/".join([*rest[1:], *([subfolder] if subfolder else [])])
+    if source.startswith(("/", "~", ".")) or any(Path(path).is_dir() for path in (source, repo)):
+        return source, subfolder
+    return repo, inside or None
 
 
 class LoadedModel:

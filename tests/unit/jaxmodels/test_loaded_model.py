@@ -244,9 +244,12 @@ def test_a_model_in_bfloat16_answers_in_float32(folder, loaded):
     assert model.forward(inputs)["sample"].shape == sample.shape
 
 
-def test_what_cannot_be_loaded_is_refused_with_the_reason(folder, tmp_path):
+def test_what_cannot_be_loaded_is_refused_with_the_reason(folder, tmp_path, monkeypatch):
     with pytest.raises(HubError, match="neither a folder here nor a repo id"):
         load_model(tmp_path / "nothing")
+    monkeypatch.chdir(folder.parent.parent)
+    with pytest.raises(HubError, match="neither a folder here nor a repo id"):  # and no part of a repo `parent/folder`
+        is_model(f"{folder.parent.name}/{folder.name}/mistyped")
     with pytest.raises(CheckpointError, match="unet: no such folder"):
         load_model(folder.parent, subfolder="unet")
     with pytest.raises(CheckpointError, match=r"config\.json"):
