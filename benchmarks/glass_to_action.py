@@ -78,12 +78,12 @@ class Robot:
         self.heard: list[tuple[float, int]] = []
         self._pose = dict(zip(JOINTS, map(float, BASE), strict=True))
 
-    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+    def obey(self, values: Mapping[str, float], received_at: float) -> None:
         """Only joints whose target changed may come."""
         self._pose |= {name: value for name, value in values.items() if name in self._pose}
         number = number_of(np.array([self._pose[name] for name in JOINTS]))
         if number in self.taken:
-            self.heard.append((seen_at, number))
+            self.heard.append((received_at, number))
 
     async def live(self, eye: Eye) -> None:
         """A picture and the joints, again and again, until cancelled."""

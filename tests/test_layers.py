@@ -280,6 +280,7 @@ FIXED_NAMES = {
     "robojax": {"drive_mode", "found"},
     "service/api": set(),
     "service/auth": set(),
+    "service/control": set(),
     "service/dashboard": set(),
     "service/distributed": {"engine_patience"},
     "service/http": set(),

@@ -7,14 +7,14 @@ import numpy as np
 
 from service.control.aggregation import REPLACE, Aggregation
 
-# Two chunks so close to whole actions apart (in actions) are whole actions apart.
+# Two chunks count as whole actions apart when they are so close to it (in actions).
 _WHOLE = 0.02
 # More actions than any inference takes.
 _REMEMBERED = 2048
 
 
 class ActionQueue:
-    """The plan of one robot: action i of a chunk is due at ``seen_at + i * period``.
+    """The plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
 
     A tick takes the action due nearest to it, so an action is at most half a period early; one that
     is more than a period late when its turn comes is never given out. When ticks come at another
@@ -27,8 +27,8 @@ class ActionQueue:
         aggregation: how a new chunk is joined with what is left of the plan.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
-        seen_at, dry_at: when the frames of the newest chunk were seen, and when its last action is over, monotonic; of
-            no meaning while nothing is left of it.
+        observed_at, dry_at: when the frames of the newest chunk were taken, and when its last action is over,
+            monotonic; of no meaning while nothing is left of it.
     """
 
     def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
@@ -38,10 +38,10 @@ class ActionQueue:
         self.late = 0
         self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
         self._chunk = np.zeros((0, 0), np.float32)
-        # Of how many predictions each action is made.
+        # How many predictions each action was averaged from.
         self._counts = np.zeros(0, np.int64)
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
-        self.seen_at = self.dry_at = 0.0
+        self.observed_at = self.dry_at = 0.0
         self._next = 0
 
     def __len__(self) -> int:
@@ -53,9 +53,8 @@ class ActionQueue:
         self.aggregation = aggregation
         self._counts = np.ones(len(self._chunk), np.int64)
 
-    def remaining(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return what is left of the plan for the moments of a chunk that belongs to ``seen_at``, interpolated if need
-        be.
+    def remaining(self, observed_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return what is left of the plan from ``observed_at`` on, interpolated to the moments of a new chunk.
 
         Returns:
             the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
@@ -63,7 +62,7 @@ class ActionQueue:
         """
         if not len(self):
             return 0, self._chunk[:0], self._counts[:0]
-        position = (seen_at - self.seen_at) / self.period
+        position = (observed_at - self.observed_at) / self.period
         whole = math.floor(position + 0.5)
         position = float(whole) if abs(position - whole) < _WHOLE else position
         skipped = max(math.ceil(-position), 0)
@@ -76,12 +75,12 @@ class ActionQueue:
         after = self._chunk[begin + 1 : begin + 1 + count]
         return skipped, before + np.float32(share) * (after - before), counts
 
-    def aggregate(self, chunk: np.ndarray, seen_at: float, first_usable: int = 0) -> np.ndarray:
+    def aggregate(self, chunk: np.ndarray, observed_at: float, first_usable: int = 0) -> np.ndarray:
         """The chunk (t, a), each of its actions joined with the one that is planned for its moment.
 
         ``first_usable`` is the index of the first that can still be done.
         """
-        first, planned, counts = self.remaining(seen_at, len(chunk))
+        first, planned, counts = self.remaining(observed_at, len(chunk))
         if not len(planned):
             return chunk
         after = np.arange(first, first + len(planned)) - first_usable + 1
@@ -93,32 +92,32 @@ class ActionQueue:
         part += old_share.reshape(-1, 1) * (planned - part)
         return result
 
-    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Put a chunk (t, a) whose first action belongs to ``seen_at`` in place of what is left.
+    def push(self, chunk: np.ndarray, observed_at: float, now: float) -> int:
+        """Put a chunk (t, a) whose first action belongs to ``observed_at`` in place of what is left.
 
         ``aggregate`` joins the two before. Actions that are over already are counted as late.
 
         Returns:
             how many actions are still usable.
         """
-        first, planned, counts = self.remaining(seen_at, len(chunk))
+        first, planned, counts = self.remaining(observed_at, len(chunk))
         self._counts = np.ones(len(chunk), np.int64)
         self._counts[first : first + len(planned)] += counts
-        self._chunk, self.seen_at, self.consumed = chunk, seen_at, 0
-        self.dry_at = seen_at + len(chunk) * self.period
+        self._chunk, self.observed_at, self.consumed = chunk, observed_at, 0
+        self.dry_at = observed_at + len(chunk) * self.period
         self._next = 0
         self._next = min(max(math.floor(self._position(now) + 0.5), 0), len(chunk))
         self.late += self._next
         return len(self)
 
-    def crossfade(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
+    def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
         """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
 
         For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
         over from, the chunk as it is.
         """
-        skipped, old, _ = self.remaining(seen_at, len(chunk))
-        first = max(math.ceil((now - seen_at) / self.period), 0)
+        skipped, old, _ = self.remaining(observed_at, len(chunk))
+        first = max(math.ceil((now - observed_at) / self.period), 0)
         steps = min(steps, len(old) - first)
         if steps <= 0 or skipped:
             return chunk
@@ -133,7 +132,7 @@ class ActionQueue:
         last = len(self._chunk) - 1
         if last < 0:
             return None
-        position, present = self._position(deadline), (now - self.seen_at) / self.period
+        position, present = self._position(deadline), (now - self.observed_at) / self.period
         if present > position + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
             position = self._position(now)
@@ -156,9 +155,9 @@ class ActionQueue:
             self._taken.extend([deadline] * done)
         return self._interpolate(position) if self.is_between else self._chunk[index]
 
-    def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
+    def first_after(self, moment: float, observed_at: float) -> tuple[int, float]:
         """Index of a chunk's next action after this moment, and the share of a period (0..1] that lies between them."""
-        position = (moment - seen_at) / self.period
+        position = (moment - observed_at) / self.period
         if self.is_between:
             first = math.floor(position) + 1
             return (first, first - position) if first > 0 else (0, 1.0)
@@ -173,7 +172,7 @@ class ActionQueue:
 
     def due(self, index: int) -> float:
         """Monotonic time at which action ``index`` of this chunk is due."""
-        return self.seen_at + index * self.period
+        return self.observed_at + index * self.period
 
     def count_taken_since(self, moment: float) -> int:
         """How many actions, of whatever chunk, were given out for ticks from this moment on."""
@@ -190,7 +189,7 @@ class ActionQueue:
 
     def _position(self, moment: float) -> float:
         """Index of a moment in the chunk: a whole number, unless ticks take points between two actions."""
-        position = (moment - self.seen_at) / self.period
+        position = (moment - self.observed_at) / self.period
         if self.is_between:
             return position
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.

@@ -18,7 +18,7 @@ from service.stats import Recent, Tally
 # Codes of answers without a chunk: a program is being compiled, so the request was not carried out; the inference did
 # not return, and its thread was replaced.
 COMPILING, STUCK = "compiling", "stuck"
-# Whether an answer came when the plan was to be taken over: one action more or less is the grain of it.
+# Whether an answer came when the plan was to be taken over, give or take one action.
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
 
 
@@ -117,21 +117,21 @@ class ChunkScheduler:
         return is_running_dry or queue.consumed + math.floor(delay) >= self.config.action_steps
 
     def adjust(self, config: ControlConfig) -> None:
-        """Ask by other settings from now on."""
+        """Schedule requests by another configuration from now on."""
         self.config = config
         self.ahead = (self._latency.value or 0.0) if config.ask_ahead is None else config.ask_ahead
 
     def request(self, snapshot: Snapshot, queue: ActionQueue, now: float) -> PolicyRequest:
         """Ask for a chunk that follows this snapshot and what is left of the plan."""
         if self.config.overlap.sends_plan:
-            snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.seen_at))
+            snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.observed_at))
         self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if len(queue) else None, self._motion)
         self._is_hurried = False
         return self.in_flight
 
-    def prefix(self, queue: ActionQueue, seen_at: float) -> Mapping[str, np.ndarray]:
-        """Return the plan from ``seen_at`` on, as inputs of a policy that continues a plan, with a batch axis of 1."""
-        _, plan, _ = queue.remaining(seen_at, self.config.chunk)
+    def prefix(self, queue: ActionQueue, observed_at: float) -> Mapping[str, np.ndarray]:
+        """Return the plan from ``observed_at`` on as inputs of a policy that continues it, with a batch axis of 1."""
+        _, plan, _ = queue.remaining(observed_at, self.config.chunk)
         if self._delay.value is not None:
             delay = math.ceil(self._delay.value)
         else:
@@ -139,7 +139,7 @@ class ChunkScheduler:
         return plan_prefix(plan[:, : self.config.width], delay, self.config)
 
     def end_motion(self) -> None:
-        """The answer to what is in flight belongs to a motion that is over, and will be dropped."""
+        """End the motion: the answer to the request in flight will be dropped."""
         self._motion += 1
 
     def request_soon(self) -> None:
@@ -171,7 +171,7 @@ class ChunkScheduler:
             self.ahead = self._latency.value or 0.0
         if request.due is None:
             return
-        self.delay = queue.count_taken_since(request.snapshot.seen_at)
+        self.delay = queue.count_taken_since(request.snapshot.observed_at)
         self._delay.add(self.delay)
         done = queue.consumed
         if not len(queue) or done > self.config.action_steps + 1:

@@ -24,7 +24,7 @@ _EARLY_TOLERANCE = 1e-6
 _MAX_TARGET = 1e30
 # Fields of a ControlConfig that may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
-# Code of an obstacle: the link is up, and takes no command.
+# Code of an obstacle: the link is up, but refuses commands.
 CHOKED = "link_choked"
 
 
@@ -204,7 +204,7 @@ class Controller:
         config: ControlConfig,
         limits: MotionLimits | None = None,
     ):
-        """Without limits, those that the joint table knows hold."""
+        """Without ``limits``, those of the joint table apply."""
         self.config = config
         self.period = 1 / config.rate
         self.buffer = buffer
@@ -282,10 +282,10 @@ class Controller:
         report = self.watchdog.check(
             now,
             InputTimes(
-                self.buffer.seen_at,
+                self.buffer.observed_at,
                 tuple(self.lost_rooms),
                 self.buffer.is_pose_current,
-                self.queue.seen_at if len(self.queue) else None,
+                self.queue.observed_at if len(self.queue) else None,
                 in_flight and in_flight.requested_at,
             ),
         )
@@ -384,11 +384,11 @@ class Controller:
             self.queue.clear()
         self.chunks += 1
         late = self.queue.late
-        usable = self.queue.push(plan, request.snapshot.seen_at, now)
+        usable = self.queue.push(plan, request.snapshot.observed_at, now)
         self.late_by_chunk.add(self.queue.late - late)
         if not usable:
             covered = self.config.chunk / self.config.action_rate
-            age = now - request.snapshot.seen_at
+            age = now - request.snapshot.observed_at
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
@@ -407,9 +407,9 @@ class Controller:
         if (wrong := self.guard.check_shape(chunk)) is not None:
             return wrong
         assert isinstance(chunk, np.ndarray)
-        queue, width, seen_at = self.queue, chunk.shape[2], request.snapshot.seen_at
+        queue, width, observed_at = self.queue, chunk.shape[2], request.snapshot.observed_at
         # The first action that can still be done, and what it follows.
-        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, seen_at)
+        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, observed_at)
         first = min(first, self.config.chunk)
         pose = self.buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"
@@ -418,7 +418,9 @@ class Controller:
         )
         target = np.clip(chunk[0], -_MAX_TARGET, _MAX_TARGET).astype(np.float32)
         plan = np.concatenate([target, target], axis=1)
-        plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
+        plan = (
+            queue.aggregate(plan, observed_at, first) if fade is None else queue.crossfade(plan, observed_at, now, fade)
+        )
         judged = self.guard.judge(plan[:, :width], motion, first)
         if judged.actions is None:
             return judged.reason or "", judged.text
@@ -517,7 +519,7 @@ class Controller:
             # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
             self.release_grip()
             if event.is_replaced:
-                # Even when the next one comes before the next tick.
+                # At once: the next robot may come before the next tick.
                 self.buffer.forget_joints()
                 self._forget_robot()
         elif isinstance(event, LinkDown):
@@ -533,7 +535,7 @@ class Controller:
                 self.obstruct("link_lost", self.link_trouble or "")
             else:
                 self.clear("link_lost")
-                self.is_blind = False  # if it still is, that is to be said anew
+                self.is_blind = False  # a robot that still cannot be observed is reported again
                 return TickResult(events=(ControlEvent(Move.LINK_BACK, None),))
         return TickResult()
 

@@ -113,23 +113,23 @@ class RobotIO:
 
     # What comes in.
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take a frame, uint8 (h, w, 3), RGB."""
         sizes = self.buffer.sizes
-        if self.buffer.put_frame(camera, image, seen_at):
-            self.controller.watchdog.note_frame(camera, image, seen_at)
+        if self.buffer.put_frame(camera, image, observed_at):
+            self.controller.watchdog.note_frame(camera, image, observed_at)
             if self.observers.attached:
-                self.observers.notify_frame(camera, image, seen_at)
+                self.observers.notify_frame(camera, image, observed_at)
         newest = self.buffer.sizes
         are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
         if are_new and not self.runner.loaded.is_compiled(newest):
             self._prepare(newest)
 
-    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
         """Take a partial joint update: wire name to value."""
-        unusable = self.buffer.put_joints(values, seen_at)
+        unusable = self.buffer.put_joints(values, observed_at)
         if unusable:
-            self.apply(self.controller.take_bad_input(unusable, seen_at))
+            self.apply(self.controller.take_bad_input(unusable, observed_at))
 
     def on_event(self, event: LinkEvent) -> None:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
@@ -192,7 +192,7 @@ class RobotIO:
         self.runner.follow_up(answer, outcome)
         if outcome.is_accepted and self.observers.attached:
             assert isinstance(answer.chunk, np.ndarray)
-            self.observers.notify_chunk(answer.chunk[0], request.snapshot.seen_at, self._clock())
+            self.observers.notify_chunk(answer.chunk[0], request.snapshot.observed_at, self._clock())
         if answer.error is not None and answer.error[0] == COMPILING:
             self._prepare(request.snapshot.sizes)
         self.apply(outcome)
@@ -220,12 +220,12 @@ class RobotIO:
         self.wake()
 
     def wake(self) -> None:
-        """Look again whether there is something to send."""
+        """Wake ``run``, which may have something to send again."""
         self._idle.clear()
         self._wake.set()
 
     async def wait_idle(self) -> None:
-        """Wait until a robot that was halted has all repeats of its hold."""
+        """Wait until all repeats of a halted robot's hold are sent."""
         await self._idle.wait()
 
     def halt(self, *, always_hold: bool = False) -> None:
@@ -241,7 +241,7 @@ class RobotIO:
         move it there.
         """
         if not (self._is_latched and self.is_held):
-            # Before its rooms are joined there is nothing to send, and nothing for later.
+            # Before its rooms are joined nothing can be sent, and no hold is kept for later.
             self.halt(always_hold=self._link is not None)
         self._is_latched = True
 
@@ -285,7 +285,7 @@ class RobotIO:
         return done
 
     def detach(self) -> None:
-        """Let nothing go out any more; the figures stay."""
+        """Send nothing any more; the figures stay readable."""
         self._link = None
         self.broken.cancel()
         self.runner.cancel_take_over()
@@ -310,9 +310,9 @@ class RobotIO:
         controller = self.controller
         in_flight = controller.scheduler.in_flight
         return {
-            "frame_age_ms": {camera: age(seen_at) for camera, seen_at in self.buffer.seen_at.items()},
+            "frame_age_ms": {camera: age(observed_at) for camera, observed_at in self.buffer.observed_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
-            "chunk_age_ms": age(controller.queue.seen_at if len(controller.queue) else None),
+            "chunk_age_ms": age(controller.queue.observed_at if len(controller.queue) else None),
             "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
             "bad_inputs": controller.watchdog.count_bad_inputs(now),
@@ -320,7 +320,7 @@ class RobotIO:
         }
 
     def get_warnings(self, now: float) -> dict[str, str]:
-        """Return code to text of what is unusual and holds nothing."""
+        """Return code to text of what is unusual but holds no robot."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}

@@ -137,7 +137,7 @@ def test_200_ticks_a_second_are_points_between_actions_and_each_costs_little(nam
     pace = replace(PACE, rate=200, action_rate=25, action_steps=5, overlap=AGGREGATIONS[name])
 
     def line(snapshot: Snapshot) -> np.ndarray:
-        steps = 25 * (snapshot.seen_at - 100) + np.arange(20, dtype=np.float32)[None, :, None]
+        steps = 25 * (snapshot.observed_at - 100) + np.arange(20, dtype=np.float32)[None, :, None]
         return (np.array(list(POSE.values())) + steps).astype(np.float32)
 
     world = World(pace=pace, latency=0.04, policy=line).begin().run(0.5)

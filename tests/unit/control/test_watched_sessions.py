@@ -283,9 +283,9 @@ class Plans:
         self.sent: list[int] = []
         self._link = link
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None: ...
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         self.sent.append(len(self._link.sent))
 
     def on_tick(self, tick: Tick) -> None: ...
