@@ -1,7 +1,8 @@
 """Conversion of a module's weights to a flat mapping (``encoder.layers.0.attention.query.kernel``) and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -82,6 +83,18 @@ def blueprint(build: Callable[[nnx.Rngs], Module]) -> Blueprint[Module]:
         return tuple(_name(path) for path, _ in chosen)
 
     return Blueprint(graph, tree, shapes, names(nnx.Param), names(RunningStatistic))
+
+
+@lru_cache(maxsize=16)
+def blueprint_of(model: Callable[..., Module], config: Hashable, **options: Any) -> Blueprint[Module]:
+    """The `blueprint` of a config's network, built once.
+
+    A policy wants it to read its weights, and for each of its programs; a training each time that it writes them.
+
+    Args:
+        model: makes the network of the config with `options` and the random keys ``rngs``.
+    """
+    return blueprint(lambda rngs: model(config, **options, rngs=rngs))
 
 
 def check_fit(

@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,7 +40,7 @@ from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
 from jaxmodels.types import Feature
-from jaxmodels.weights import Blueprint, blueprint, check_fit, not_finite
+from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 
 RATE = Range(0, 10_000, above=True)  # actions per second
 
@@ -313,11 +312,9 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
                 path.unlink()
 
 
-@lru_cache(maxsize=8)  # a training writes the same policy again and again
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     """The network of a config, without weights."""
-    kind = get_policy_type(config.to_json()["type"])
-    return blueprint(lambda rngs: kind.model(config, rngs=rngs))
+    return blueprint_of(get_policy_type(config.to_json()["type"]).model, config)
 
 
 def _check_sizes(

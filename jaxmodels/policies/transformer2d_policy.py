@@ -29,7 +29,7 @@ from jaxmodels.transformer2d.attention import Dtypes, to_bias
 from jaxmodels.transformer2d.block import Biases, KeyValues, Modulation
 from jaxmodels.transformer2d.network import Execution, run_blocks, stack_blocks
 from jaxmodels.types import Language, Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 # About as large as the features they are added to, so that two cameras are told apart from the first step.
 _embedding_init = nnx.initializers.normal(0.5)
@@ -185,7 +185,7 @@ def transformer2d_policy_type(
 def build_model(model: Callable[..., Model], config: Transformer2dPolicyConfig, weights: Mapping[str, Array]) -> Model:
     """The network over weights for serving, in their precision."""
     dtype = next(iter(weights.values())).dtype
-    return blueprint(lambda rngs: model(config, dtype=dtype, rngs=rngs)).assemble(weights)
+    return blueprint_of(model, config, dtype=dtype).assemble(weights)
 
 
 def _tensors(names: Iterable[str]) -> tuple[Tensor, ...]:

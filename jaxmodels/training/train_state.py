@@ -29,7 +29,7 @@ from jaxmodels.training.config import OPERATIONAL, TrainingConfig
 from jaxmodels.training.initial_policy import Start
 from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset, update_average
 from jaxmodels.types import Language, Observation
-from jaxmodels.weights import Blueprint, blueprint, check_fit, flatten
+from jaxmodels.weights import Blueprint, blueprint_of, check_fit, flatten
 
 AHEAD = 64  # tasks that are read at a time
 
@@ -342,8 +342,11 @@ _UNCOMPILED: dict[str, Any] = {
 
 @lru_cache(maxsize=4)  # who trains, or goes on with a training, twice in a process waits for the compiler once
 def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
-    build = _build(policy, None)
-    plan, computing = blueprint(build), blueprint(_build(policy, config.dtype))
+    model = get_policy_type(policy.type).model
+    # Modules that compute in a dtype of their own take it; others compute in that of their weights.
+    takes_dtype = config.dtype is not None and "dtype" in signature(model).parameters
+    plan = blueprint_of(model, policy)
+    computing = blueprint_of(model, policy, dtype=jnp.dtype(config.dtype)) if takes_dtype else plan
     learned = tuple(name for name in plan.learned if not _is_frozen(policy, name))
     assert config.optimizer is not None
     assert config.scheduler is not None
@@ -359,7 +362,7 @@ def _programs(policy: Any, config: TrainingConfig, layout: Layout) -> _Programs:
         plan=plan,
         learned=learned,
         draw=jax.jit(
-            lambda seed: flatten(build(nnx.Rngs(jax.random.key(seed)))),
+            lambda seed: flatten(model(policy, rngs=nnx.Rngs(jax.random.key(seed)))),
             out_shardings=layout.parameter_shardings(dict(plan.shapes)),
         ),
         remember=jax.jit(rule.init, out_shardings=memory),
@@ -388,13 +391,6 @@ def _weights(programs: _Programs, start: Start, layout: Layout, seed: int) -> di
     filled = replace_backbone(start.backbone, weights)
     trained = {name: array for name, array in filled.items() if array is not weights[name]}
     return weights | {name: layout.put(array, shardings[name]) for name, array in trained.items()}
-
-
-def _build(policy: Any, dtype: str | None) -> Callable[[nnx.Rngs], Any]:
-    model = get_policy_type(policy.type).model
-    # Modules that compute in a dtype of their own take it; others compute in that of their weights.
-    options = {"dtype": jnp.dtype(dtype)} if dtype is not None and "dtype" in signature(model).parameters else {}
-    return lambda rngs: model(policy, rngs=rngs, **options)
 
 
 def _is_frozen(policy: Any, name: str) -> bool:

@@ -12,7 +12,7 @@ from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.act import Act
 from jaxmodels.program import Scales, normalize
 from jaxmodels.types import Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_act"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -57,7 +57,7 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
         environment_state=config.environment_state and inputs.get_forward(config.environment_state),
         action=inputs.get_forward(config.action),
     )
-    plan = blueprint(lambda rngs: Act(config, rngs=rngs))
+    plan = blueprint_of(Act, config)
     sizes = tuple(camera.shape[1:] for camera in config.cameras)
 
     @jax.jit

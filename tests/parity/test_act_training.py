@@ -19,7 +19,7 @@ from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.act import weights as names
 from jaxmodels.training.optimizers import make_optimizer, optimizer_preset, scheduler_preset
 from jaxmodels.types import Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.testing.models import seeded_weights
 
@@ -61,7 +61,7 @@ class Training:
         self.config = ActConfig.from_json(json.loads((folder / "config.json").read_text()))
         keys = json.loads((folder / "keys.json").read_text())
         self.optimizer = keys["optimizer"]
-        self.plan = blueprint(lambda rngs: Act(self.config, rngs=rngs))
+        self.plan = blueprint_of(Act, self.config)
         self.start = read_tensors(names.tensors(self.plan.shapes), seeded_weights(keys).__getitem__)
         with np.load(folder / "batches.npz") as batches, np.load(folder / "training.npz") as found:
             self.batches, self.found = dict(batches), dict(found)

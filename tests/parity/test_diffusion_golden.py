@@ -16,7 +16,7 @@ from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion import POLICY
 from jaxmodels.program import prepare_pixels
 from jaxmodels.types import Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint, blueprint_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot_diffusion"
 LOSSES = GOLDEN.parent / "lerobot_losses" / "diffusion"
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
         model = plan.assemble({**jax.tree.map(jnp.asarray, dict(checkpoint.weights)), **parameters})
         return model.loss(observation, actions, batch["in.0.action_is_pad"], **draws)[0]
 
-    plan = blueprint(lambda rngs: POLICY.model(config, rngs=rngs))
+    plan = blueprint_of(POLICY.model, config)
     parameters = {name: jnp.asarray(checkpoint.weights[name]) for name in plan.learned}
 
     @partial(jax.jit, compiler_options=QUICKLY)

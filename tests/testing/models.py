@@ -22,7 +22,7 @@ from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.act import Act, ActConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from tests.testing.compiling import PROGRAMS, compiling_quickly, use_programs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -149,7 +149,7 @@ def lively_weights(config: ActConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """
     rng = np.random.default_rng(seed)
     weights = {}
-    for name, array in blueprint(lambda rngs: Act(config, rngs=rngs)).shapes.items():
+    for name, array in blueprint_of(Act, config).shapes.items():
         x = rng.standard_normal(array.shape).astype(np.float32)
         if name.endswith("latent_encoder.positions"):
             weights[name] = sinusoidal(*array.shape[1:])[None]

@@ -14,7 +14,7 @@ from jaxmodels.policies.diffusion.model import DiffusionPolicyModel, UNet
 from jaxmodels.samplers import ddim, ddpm
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 
 def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
@@ -41,7 +41,7 @@ def act(config: DiffusionConfig, weights: Mapping[str, Array], observation: Obse
 
 def assemble(config: DiffusionConfig, weights: Mapping[str, Array]) -> DiffusionPolicyModel:
     """The network over serving weights."""
-    return blueprint(lambda rngs: DiffusionPolicyModel(config, rngs=rngs)).assemble(weights)
+    return blueprint_of(DiffusionPolicyModel, config).assemble(weights)
 
 
 def encode(

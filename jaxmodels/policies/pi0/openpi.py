@@ -21,7 +21,7 @@ from jaxmodels.checkpoints.tensor_layouts import Shape
 from jaxmodels.errors import CheckpointError, WeightsMismatch
 from jaxmodels.policies import get_policy_type
 from jaxmodels.policies.pi0.config import GemmaSizes, PaliGemmaSizes, Pi0Config, SiglipSizes
-from jaxmodels.weights import blueprint, check_fit
+from jaxmodels.weights import blueprint_of, check_fit
 
 VALUE = "/value"  # how names end that openpi's own training saved
 _ROOT = "params/"
@@ -90,7 +90,7 @@ def read_weights(tree: Path, config: Pi0Config) -> dict[str, np.ndarray]:
         WeightsMismatch: an array is missing, left over or of another shape (all listed).
     """
     stored = _list_arrays(tree)
-    plan = blueprint(lambda rngs: get_policy_type(config.type).model(config, rngs=rngs))
+    plan = blueprint_of(get_policy_type(config.type).model, config)
     ours = {name: tuple(shape.shape) for name, shape in plan.shapes.items()}
     sources = {name: find_source(name, config.type) for name in ours}
     expected, updates = _list_shapes(config, ours, sources), _find_updates(stored)

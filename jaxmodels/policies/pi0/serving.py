@@ -16,7 +16,7 @@ from jaxmodels.samplers import begin_with, continuing, flow_euler, given
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.vlm.gemma import PrefixCache
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 
 def act(
@@ -49,7 +49,7 @@ def act(
 
 def assemble(network: type[PiModel], config: Pi0Config, weights: Mapping[str, Array]) -> PiModel:
     """The network over serving weights."""
-    return blueprint(lambda rngs: network(config, rngs=rngs)).assemble(weights)
+    return blueprint_of(network, config).assemble(weights)
 
 
 def make_noise(config: Pi0Config, observation: Observation) -> Float[Array, "b t a"]:

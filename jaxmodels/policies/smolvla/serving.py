@@ -16,7 +16,7 @@ from jaxmodels.samplers import begin_with, continuing, flow_euler
 from jaxmodels.samplers.sampling import draw_for_each
 from jaxmodels.types import Observation
 from jaxmodels.vlm.smolvlm import Tokens
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 
 def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observation) -> Float[Array, "b t a"]:
@@ -39,7 +39,7 @@ def act(config: SmolVlaConfig, weights: Mapping[str, Array], observation: Observ
 
 def assemble(config: SmolVlaConfig, weights: Mapping[str, Array]) -> SmolVlaModel:
     """The network over serving weights."""
-    return blueprint(lambda rngs: SmolVlaModel(config, rngs=rngs)).assemble(weights)
+    return blueprint_of(SmolVlaModel, config).assemble(weights)
 
 
 def make_noise(config: SmolVlaConfig, observation: Observation) -> Float[Array, "b t a"]:

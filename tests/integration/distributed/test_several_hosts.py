@@ -49,7 +49,7 @@ from jaxmodels.types import ACTION, ENVIRONMENT_STATE, Feature
 from jaxmodels.normalization import build_normalization
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from service.distributed.host_group import HostsLost
 from service.distributed.host_coordinator import HostCoordinator as Front
 from service.distributed.host_coordinator import HostOptions
@@ -66,7 +66,7 @@ try:
     seen, given = (Feature(ENVIRONMENT_STATE, "ENV", (4,)),), (Feature(ACTION, "ACTION", (6,)),)
     small = dict(dim_model=256, n_heads=2, dim_feedforward=512, n_encoder_layers=1, n_decoder_layers=1, use_vae=False)
     config = ActConfig(input_features=seen, output_features=given, chunk_size=8, n_action_steps=8, **small)
-    shapes = blueprint(lambda rngs: Act(config, rngs=rngs)).shapes
+    shapes = blueprint_of(Act, config).shapes
     stats = {ENVIRONMENT_STATE: dict(mean=np.zeros(4), std=np.ones(4)), ACTION: dict(mean=np.zeros(6), std=np.ones(6))}
     normalization = build_normalization(seen, given, config.normalization_mapping, stats)
     for seed in (0, 1):

@@ -14,7 +14,7 @@ from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
 from jaxmodels.types import ACTION, STATE, Feature
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from service.errors import InvalidRequest
 from service.inference.batching import StackingBuffers, stacking_shape
 from service.inference.engine import Engine
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_encoder=TextConfig(length=32, width=16, n_layers=1, n_heads=2, hidden=16),
     )
     draw = np.random.default_rng(0)
-    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    shapes = blueprint_of(Diffusion2d, config).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
     pose = np.fromiter(POSE.values(), np.float32)
     ends = {"min": pose - 5, "max": pose + 5}

@@ -19,7 +19,7 @@ from jaxmodels.policies.config import SMALL_CNN
 from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import ACTION, PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, STATE, Feature
-from jaxmodels.weights import blueprint, flatten
+from jaxmodels.weights import blueprint_of, flatten
 from service.inference.engine import Engine
 from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
@@ -84,7 +84,7 @@ def sampled_folder(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     pose = np.array(list(POSE.values()), np.float32)
     stats = {name: {"min": pose - np.float32(0.1), "max": pose + np.float32(0.1)} for name in (STATE, ACTION)}
-    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    shapes = blueprint_of(Diffusion2d, config).shapes
     weights = {name: (0.15 * draw.normal(size=wanted.shape)).astype(np.float32) for name, wanted in shapes.items()}
     normalization = build_normalization(
         config.input_features, config.output_features, config.normalization_mapping, stats

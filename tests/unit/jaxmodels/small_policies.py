@@ -14,11 +14,10 @@ from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import get_policy_type, trained_types
 from jaxmodels.policies.act import ActConfig
 from jaxmodels.policies.diffusion2d import Diffusion2dConfig
-from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar, model_blueprint
 from jaxmodels.policies.tokens2d import Tokens2dConfig
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, Feature, Observation
-from jaxmodels.weights import blueprint
 from tests.testing.models import lively_weights, random_stats, small_config
 
 WITH_PREFIX = tuple(kind for kind in trained_types() if get_policy_type(kind).takes_prefix)
@@ -81,18 +80,14 @@ def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str,
     if isinstance(config, ActConfig):
         return lively_weights(config, seed)
     draw = np.random.default_rng(seed)
-    shapes = blueprint(partial(_model, config)).shapes
+    shapes = model_blueprint(config).shapes
     return {name: (draw.normal(size=wanted.shape) * spread).astype(np.float32) for name, wanted in shapes.items()}
-
-
-def _model(config: Any, rngs: nnx.Rngs) -> Any:
-    return get_policy_type(config.type).model(config, rngs=rngs)
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
     """A model with no weight at zero."""
     weights = random_weights(config, seed=seed)
-    return blueprint(partial(_model, config)).assemble({name: jnp.asarray(array) for name, array in weights.items()})
+    return model_blueprint(config).assemble({name: jnp.asarray(array) for name, array in weights.items()})
 
 
 def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
@@ -167,7 +162,7 @@ def _demonstrations(key: jax.Array, size: int) -> tuple[Observation, jax.Array]:
 def train_toy(config: Any, steps: int, rate: float) -> tuple[dict[str, jax.Array], jax.Array]:
     """Weights after some seconds of training, and the losses."""
     model = get_policy_type(config.type).model
-    shapes = blueprint(partial(_model, config)).shapes
+    shapes = model_blueprint(config).shapes
     graph, first = nnx.split(model(config, rngs=nnx.Rngs(0)))
     rule = optax.adam(optax.cosine_decay_schedule(rate, steps))
 

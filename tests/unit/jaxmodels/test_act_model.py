@@ -15,7 +15,7 @@ from jaxmodels.policies.act.serving import act, architecture
 from jaxmodels.policies.act.weights import feature_map, fold
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.types import Feature, Observation
-from jaxmodels.weights import blueprint, flatten
+from jaxmodels.weights import blueprint_of, flatten
 
 # Chance is not the subject here, and the default generator takes XLA longer to compile than a policy.
 key_of = partial(jax.random.key, impl="unsafe_rbg")
@@ -40,7 +40,7 @@ def demonstration(config: ActConfig, batch: int = 2) -> tuple[jax.Array, jax.Arr
 
 
 def assembled(checkpoint: Checkpoint) -> Act:
-    plan = blueprint(lambda rngs: Act(checkpoint.config, rngs=rngs))
+    plan = blueprint_of(Act, checkpoint.config)
     return plan.assemble({name: jnp.asarray(array) for name, array in checkpoint.weights.items()})
 
 
@@ -74,7 +74,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of) -> 
         config = resized(config, (72, 41), (33, 64))
     checkpoint = checkpoint_of(config)
     observation = normalised(config)
-    plan = blueprint(lambda rngs: Act(config, rngs=rngs))
+    plan = blueprint_of(Act, config)
     weights = {name: jnp.asarray(array) for name, array in checkpoint.weights.items()}
     wanted = jax.jit(lambda weights, seen: plan.assemble(weights)(seen))(weights, observation)
     for platform in ("cpu", "gpu"):  # the folding for either; both run here

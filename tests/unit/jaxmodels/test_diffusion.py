@@ -12,7 +12,7 @@ import jaxmodels
 from jaxmodels.errors import ConfigError, ObservationError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.policies.diffusion import POLICY, DiffusionConfig
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_diffusion"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -73,7 +73,7 @@ def test_what_is_seen_of_a_picture_follows_from_resize_and_crop(changes: dict[st
 @pytest.mark.parametrize("changes", [{}, {"down_dims": [16, 32, 48], "n_groups": 4, "horizon": 24, "kernel_size": 3}])
 def test_its_parameters_are_counted_exactly_before_it_is_built(name: str, changes: dict[str, Any]) -> None:
     config = read(name, **changes)
-    plan = blueprint(lambda rngs: POLICY.model(config, rngs=rngs))
+    plan = blueprint_of(POLICY.model, config)
     sizes = POLICY.sizes(config)
     assert sizes.parameters == sum(int(np.prod(shape.shape)) for shape in plan.shapes.values())
     assert sizes.layers == 2 * len(config.down_dims) + 2

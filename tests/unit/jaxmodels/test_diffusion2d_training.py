@@ -13,7 +13,7 @@ from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig, servi
 from jaxmodels.policies.diffusion2d.model import add_training_noise, predict, prepare_modulations
 from jaxmodels.samplers import Example, FlowSchedule, flow_euler
 from jaxmodels.types import Observation, Prefix
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from tests.unit.jaxmodels.small_policies import RIGHT, TOYS, WHOLES, random_batch, random_model, side_plan, train_toy
 from tests.unit.jaxmodels.small_policies import TOY_ACTION as ACTION
 from tests.unit.jaxmodels.small_policies import TOY_CHUNK as CHUNK
@@ -37,7 +37,7 @@ def test_the_loss_falls(toy) -> None:
 
 def test_samples_are_distributed_as_the_demonstrations(toy) -> None:
     weights, _ = toy
-    plan, schedule = blueprint(lambda rngs: Diffusion2d(CONFIG, rngs=rngs)), CONFIG.schedule
+    plan, schedule = blueprint_of(Diffusion2d, CONFIG), CONFIG.schedule
     assert isinstance(schedule, FlowSchedule)
 
     @jax.jit

@@ -19,7 +19,7 @@ from jaxmodels.policies.pi0.aloha import AlohaJoints
 from jaxmodels.policies.pi0.openpi import merge_update
 from jaxmodels.text import PromptTokenizer
 from jaxmodels.types import Language, Observation
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from tests.unit.jaxmodels.test_pi import GOLDEN, TINY, TINY_GEMMA
 
 TOKENIZER = GOLDEN / "lerobot_pi0" / "pi0_two_cameras" / "google" / "paligemma-3b-pt-224" / "tokenizer.json"
@@ -109,7 +109,7 @@ def write_openpi(
     policy = get_policy_type(said.model)
     config = policy.config(values)
     random = np.random.default_rng(0)
-    shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
+    shapes = blueprint_of(policy.model, config).shapes
     weights = {name: random.normal(size=x.shape, scale=0.4).astype(np.float32) for name, x in shapes.items()}
     nested: dict[str, Any] = {}
     for path, array in (list_arrays(said.model, weights, config) | (changes or {})).items():

@@ -19,7 +19,7 @@ from jaxmodels.policies.pi0 import Pi0Config
 from jaxmodels.policies.pi0.model import fit_into_square
 from jaxmodels.policies.pi05 import Pi05Config
 from jaxmodels.types import Language, Observation, Prefix
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS = ("pi0", "pi05")
@@ -93,7 +93,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[s
 def test_every_tensor_of_a_file_is_read_or_known_to_be_of_no_use(name: str) -> None:
     config, stored = read(name), read_file(name, "keys.json")["keys"]
     kind = get_policy_type(config.type)
-    shapes = {key: shape.shape for key, shape in blueprint(lambda rngs: kind.model(config, rngs=rngs)).shapes.items()}
+    shapes = {key: shape.shape for key, shape in blueprint_of(kind.model, config).shapes.items()}
     wanted = their_shapes(kind.tensors(shapes), shapes)
     assert kind.unused is not None
     assert {**wanted, **kind.unused(config)} == {key: tuple(entry["shape"]) for key, entry in stored.items()}
@@ -198,7 +198,7 @@ def tiny_parts(kind: str, **more: Any) -> Any:
         **more,
     }
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
-    shapes = blueprint(lambda rngs: policy.model(config, rngs=rngs)).shapes
+    shapes = blueprint_of(policy.model, config).shapes
     random = np.random.default_rng(0)
     weights = {
         name: jnp.asarray(random.normal(size=entry.shape, scale=0.4).astype(np.float32))
@@ -283,7 +283,7 @@ def test_a_pi05_that_was_trained_with_delays_begins_with_the_plan_as_lerobots_lo
 
     def lerobot(observation: Observation) -> jax.Array:
         """The prefix is put in before and behind every step, and each action has a time (PR 4056)."""
-        model = blueprint(lambda rngs: policy.model(config, rngs=rngs)).assemble(weights)
+        model = blueprint_of(policy.model, config).assemble(weights)
         cache = model.encode(observation)
         noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
         clean = jnp.pad(plan.actions, ((0, 0), (0, 0), (0, 2)))

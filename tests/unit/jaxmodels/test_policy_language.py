@@ -15,7 +15,7 @@ from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.text import TextConfig
 from jaxmodels.text.clip import read_clip_text
 from jaxmodels.types import TASK, Feature
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 CONFIG = Diffusion2dConfig(
     input_features=(Feature("observation.state", "STATE", (2,)),),
@@ -37,7 +37,7 @@ RED, BLUE = TEXT, "pick up the blue cube"
 
 def checkpoint(seed: int = 0, config: Diffusion2dConfig = CONFIG) -> Checkpoint:
     draw = np.random.default_rng(seed)
-    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    shapes = blueprint_of(Diffusion2d, config).shapes
     weights = {name: (draw.normal(size=wanted.shape) * 0.3).astype(np.float32) for name, wanted in shapes.items()}
     normalization = build_normalization(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     return Checkpoint(config, weights, normalization)
@@ -166,7 +166,7 @@ def test_bfloat16_reads_nearly_the_same(policy) -> None:
 
 def test_a_policy_that_reads_no_language_is_not_disturbed_by_a_text(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, text_encoder=None)
-    shapes = blueprint(lambda rngs: Diffusion2d(config, rngs=rngs)).shapes
+    shapes = blueprint_of(Diffusion2d, config).shapes
     weights = {name: np.zeros(wanted.shape, np.float32) for name, wanted in shapes.items()}
     silent = jaxmodels.Policy(dataclasses.replace(checkpoint(), config=config, weights=weights))
     assert not silent.requirements.language

@@ -18,7 +18,7 @@ from jaxmodels.errors import ConfigError
 from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.text import TextConfig
 from jaxmodels.types import PREFIX_ACTIONS
-from jaxmodels.weights import blueprint, flatten
+from jaxmodels.weights import blueprint_of, flatten
 from tests.unit.jaxmodels.small_policies import (
     ACTION,
     CAMERA,
@@ -177,7 +177,7 @@ def test_how_a_policy_was_trained_makes_no_other_program(kind: str) -> None:
 def test_the_config_for_a_cpu_is_one(kind: str) -> None:
     small = dataclasses.replace(CONFIGS[kind], **get_policy_type(kind).small)
     assert get_policy_type(kind).config(small.to_json()) == small
-    shapes = blueprint(lambda rngs: get_policy_type(kind).model(small, rngs=rngs)).shapes
+    shapes = blueprint_of(get_policy_type(kind).model, small).shapes
     assert sum(np.prod(shape.shape) for shape in shapes.values()) < 2.5e6
 
 
@@ -290,7 +290,7 @@ def test_a_gradient_reaches_every_weight(kind: str) -> None:
 
         return jax.grad(loss)(weights)
 
-    plan = blueprint(lambda rngs: get_policy_type(kind).model(WHOLES[kind], rngs=rngs))
+    plan = blueprint_of(get_policy_type(kind).model, WHOLES[kind])
     parts = dict(zip(plan.learned, jax.tree.leaves(gradient(weights)), strict=True))
     assert all(np.isfinite(part).all() for part in parts.values())
     assert [n for n, part in parts.items() if not np.abs(part).max() > 1e-9 and not re.search(NO_INFLUENCE, n)] == []

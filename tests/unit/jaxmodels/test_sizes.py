@@ -46,7 +46,7 @@ def features(cameras: int = 0, side: int = 32, state: int | None = 6, environmen
 
 
 def parameters_of(config: Any) -> int:
-    return sum(math.prod(shape.shape) for shape in lerobot_folder.model_blueprint.__wrapped__(config).shapes.values())
+    return sum(math.prod(shape.shape) for shape in lerobot_folder.model_blueprint(config).shapes.values())
 
 
 count = st.integers(1, 3)
@@ -208,8 +208,7 @@ def nothing_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: Any) -> None:
         raise AssertionError("the module was built")
 
-    lerobot_folder.model_blueprint.cache_clear()
-    monkeypatch.setattr(lerobot_folder, "blueprint", build)
+    monkeypatch.setattr(lerobot_folder, "model_blueprint", build)
     monkeypatch.setattr(lerobot_folder, "_read_tensors", build)
 
 

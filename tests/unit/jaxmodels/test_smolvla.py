@@ -15,7 +15,7 @@ from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.policies.smolvla import POLICY, SmolVlaConfig
 from jaxmodels.policies.smolvla.serving import read_aloha_actions, read_aloha_state, write_aloha_actions
 from jaxmodels.types import Language, Observation, Prefix
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot_smolvla"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -126,7 +126,7 @@ def test_the_model_that_everybody_starts_from_is_known_by_name() -> None:
 )
 def test_its_parameters_are_counted_exactly_before_it_is_built(name: str, changes: dict[str, Any]) -> None:
     config = read(name, **changes)
-    plan = blueprint(lambda rngs: POLICY.model(config, rngs=rngs))
+    plan = blueprint_of(POLICY.model, config)
     sizes = POLICY.sizes(config)
     assert sizes.parameters == sum(int(np.prod(shape.shape)) for shape in plan.shapes.values())
     assert sizes.activations < POLICY.sizes(config, 8, platform="cuda").activations
@@ -135,7 +135,7 @@ def test_its_parameters_are_counted_exactly_before_it_is_built(name: str, change
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_of_lerobots_file_is_used_or_known_as_unused(name: str) -> None:
     config = read(name)
-    shapes = {key: shape.shape for key, shape in blueprint(lambda rngs: POLICY.model(config, rngs=rngs)).shapes.items()}
+    shapes = {key: shape.shape for key, shape in blueprint_of(POLICY.model, config).shapes.items()}
     assert POLICY.unused is not None
     used, unused = their_shapes(POLICY.tensors(shapes), shapes), POLICY.unused(config)
     stored = json.loads((GOLDEN / name / "keys.json").read_text())["keys"]
@@ -172,7 +172,7 @@ def small() -> tuple[SmolVlaConfig, dict[str, jax.Array]]:
     """A policy of two layers with random weights."""
     config, rng = read(**SMALL), np.random.default_rng(1)
     weights = {}
-    for name, shape in blueprint(lambda rngs: POLICY.model(config, rngs=rngs)).shapes.items():
+    for name, shape in blueprint_of(POLICY.model, config).shapes.items():
         x = rng.normal(size=shape.shape)
         x = x / np.sqrt(np.prod(shape.shape[:-1])) if x.ndim > 1 else 0.1 * x + name.endswith("scale")
         weights[name] = jnp.asarray(x, jnp.float32)

@@ -14,7 +14,7 @@ from jaxmodels.policies.tokens2d import Tokens2d, decode
 from jaxmodels.policies.tokens2d.model import from_pixels, mask_tokens, predict, to_pixels
 from jaxmodels.samplers import MaskSchedule, maskgit
 from jaxmodels.types import Language, Observation, Prefix
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from tests.unit.jaxmodels.small_policies import RIGHT, TOYS, WHOLES, random_batch, random_model, side_plan, train_toy
 from tests.unit.jaxmodels.small_policies import TOY_ACTION as ACTION
 from tests.unit.jaxmodels.small_policies import TOY_CHUNK as CHUNK
@@ -64,7 +64,7 @@ def test_a_plan_is_continued_on_its_side(toy) -> None:
 @pytest.mark.parametrize("remasking", [False, True])
 def test_drawn_chunks_go_as_often_to_each_side_as_demonstrations_and_never_change_sides(toy, remasking: bool) -> None:
     weights, _ = toy
-    plan = blueprint(lambda rngs: Tokens2d(CONFIG, rngs=rngs))
+    plan = blueprint_of(Tokens2d, CONFIG)
     schedule = MaskSchedule(CONFIG.bins + 1, "linear", (8.0, 0.0), remasking=remasking)
 
     @jax.jit

@@ -14,7 +14,7 @@ from jaxmodels.policies.diffusion2d import Diffusion2d, Diffusion2dConfig
 from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.text import TextConfig
 from jaxmodels.types import Feature
-from jaxmodels.weights import blueprint
+from jaxmodels.weights import blueprint_of
 from robojax.sim.arm import CAMERA, HORIZON, JOINTS, RATE
 from robojax.sim.demo import Request
 from tests.testing.compiling import process_environment
@@ -41,7 +41,7 @@ CONFIG = Diffusion2dConfig(
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that reads instructions and understands none."""
     random = np.random.default_rng(0)
-    shapes = blueprint(lambda rngs: Diffusion2d(CONFIG, rngs=rngs)).shapes
+    shapes = blueprint_of(Diffusion2d, CONFIG).shapes
     weights = {name: (random.normal(size=wanted.shape) * 0.1).astype(np.float32) for name, wanted in shapes.items()}
     normalization = build_normalization(CONFIG.input_features, CONFIG.output_features, CONFIG.normalization_mapping, {})
     folder = tmp_path_factory.mktemp("untrained")
