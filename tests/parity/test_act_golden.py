@@ -64,7 +64,7 @@ def test_the_trained_module_gives_lerobots_normalised_chunks(name: str, golden_f
     def act(weights, observation: Observation):
         return plan.assemble(weights)(normalize(observation, scales, sizes))
 
-    weights = {key: jnp.asarray(array) for key, array in checkpoint.weights.items()}
+    weights = jax.device_put(dict(checkpoint.weights))
     for observation, wanted in steps(name):
         seen = Observation(
             images=tuple(jnp.asarray(observation[camera.name]) for camera in config.cameras),

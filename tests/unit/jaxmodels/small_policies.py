@@ -87,7 +87,7 @@ def random_weights(config: Any, spread: float = 0.2, seed: int = 0) -> dict[str,
 def random_model(config: Any, seed: int = 0) -> Any:
     """A model with no weight at zero."""
     weights = random_weights(config, seed=seed)
-    return model_blueprint(config).assemble({name: jnp.asarray(array) for name, array in weights.items()})
+    return model_blueprint(config).assemble(jax.device_put(dict(weights)))
 
 
 def make_checkpoint(config: Any, seed: int = 0) -> Checkpoint:
@@ -138,7 +138,7 @@ def random_batch(config: Any, size: int, seed: int = 0) -> tuple[Observation, ja
     draw = np.random.default_rng(seed)
 
     def array(*shape: int) -> jax.Array:
-        return jnp.asarray(draw.uniform(-1.1, 1.1, (size, *shape)), jnp.float32)
+        return jax.device_put(draw.uniform(-1.1, 1.1, (size, *shape)).astype(np.float32))
 
     observation = Observation(
         tuple(array(*camera.shape[1:], 3) for camera in config.cameras),

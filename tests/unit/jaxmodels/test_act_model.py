@@ -25,7 +25,7 @@ def normalised(config: ActConfig, batch: int = 2, seed: int = 0) -> Observation:
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal((batch, *shape)), jnp.float32)
+        return jax.device_put(rng.standard_normal((batch, *shape)).astype(np.float32))
 
     return Observation(
         images=tuple(numbers(*camera.shape[1:], 3) for camera in config.cameras),
@@ -41,7 +41,7 @@ def demonstration(config: ActConfig, batch: int = 2) -> tuple[jax.Array, jax.Arr
 
 def assembled(checkpoint: Checkpoint) -> Act:
     plan = blueprint_of(Act, checkpoint.config)
-    return plan.assemble({name: jnp.asarray(array) for name, array in checkpoint.weights.items()})
+    return plan.assemble(jax.device_put(dict(checkpoint.weights)))
 
 
 def resized(config: ActConfig, *sizes: tuple[int, int]) -> ActConfig:
@@ -75,10 +75,10 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of) -> 
     checkpoint = checkpoint_of(config)
     observation = normalised(config)
     plan = blueprint_of(Act, config)
-    weights = {name: jnp.asarray(array) for name, array in checkpoint.weights.items()}
+    weights = jax.device_put(dict(checkpoint.weights))
     wanted = jax.jit(lambda weights, seen: plan.assemble(weights)(seen))(weights, observation)
     for platform in ("cpu", "gpu"):  # the folding for either; both run here
-        folded = {key: jnp.asarray(array) for key, array in fold(config, checkpoint.weights, platform).items()}
+        folded = jax.device_put(dict(fold(config, checkpoint.weights, platform)))
         assert not any(key.startswith("latent_encoder") for key in folded)
         if platform == "gpu" and name != "resnet18":
             continue
@@ -130,9 +130,10 @@ def test_padded_actions_do_not_reach_the_latent(small, checkpoint_of) -> None:
     actions, is_pad = demonstration(config)
     state = normalised(config).state
     spoilt = jnp.where(is_pad[..., None], actions + 1.0, actions)
-    before, after = (model.latent_encoder(state, given, is_pad).mean for given in (actions, spoilt))
+    encode = jax.jit(lambda actions, is_pad: model.latent_encoder(state, actions, is_pad).mean)
+    before, after = (encode(given, is_pad) for given in (actions, spoilt))
     np.testing.assert_allclose(before, after, rtol=1e-6)
-    unmasked = model.latent_encoder(state, spoilt, jnp.zeros_like(is_pad)).mean
+    unmasked = encode(spoilt, jnp.zeros_like(is_pad))
     assert not np.allclose(before, unmasked)
 
 
@@ -172,7 +173,7 @@ def test_the_small_policy_is_small_and_learns(small) -> None:
         return value, optax.apply_updates(parameters, updates), state
 
     losses = []
-    state = optimizer.init(parameters)
+    state = jax.jit(optimizer.init)(parameters)
     for _ in range(15):
         value, parameters, state = step(parameters, state)
         losses.append(float(value))

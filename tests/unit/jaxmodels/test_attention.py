@@ -33,8 +33,8 @@ Inputs = tuple[Array, Array, Array]
 
 
 def numbers(*shape: int, seed: int = 0) -> Array:
-    # NumPy draws them: JAX would compile a program for each shape.
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    # Drawn and converted by NumPy: JAX, and `jnp.asarray` too, would compile a program for each shape.
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def inputs(batch: int, queries: int, keys: int, heads: int, size: int) -> Inputs:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -65,7 +64,7 @@ def timm_folder(resnet18: Tensors, tmp_path: Path) -> Callable[..., Path]:
 def test_features_are_those_of_torchvision(name: str, tmp_path: Path) -> None:
     save_file(tensors_of(name), tmp_path / "weights.safetensors")
     plan = blueprint(lambda rngs: ResNet(name, rngs=rngs))
-    weights = {key: jnp.asarray(array) for key, array in read_backbone(tmp_path, name).weights.items()}
+    weights = jax.device_put(dict(read_backbone(tmp_path, name).weights))
     with np.load(GOLDEN / "features.npz") as golden:
         image, wanted = golden["image"], golden[name]
     look = jax.jit(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -347,7 +347,7 @@ def test_weights_of_another_config_are_not_written(tmp_path: Path) -> None:
 
 def test_jax_arrays_are_written_as_they_are(tmp_path: Path) -> None:
     weights = random_weights(SMALL, ml_dtypes.bfloat16)
-    diffusers_folder.write(tmp_path / "model", SMALL, {name: jnp.asarray(array) for name, array in weights.items()})
+    diffusers_folder.write(tmp_path / "model", SMALL, jax.device_put(dict(weights)))
     assert same(diffusers_folder.read(tmp_path / "model")[1], weights)
 
 

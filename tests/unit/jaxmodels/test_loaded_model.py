@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,12 +43,11 @@ def small_transformer(name: str) -> Transformer2DModel:
     shape = {"num_attention_heads": 2, "attention_head_dim": 16, **CONFIGS[name]}
     plan = blueprint(lambda rngs: Transformer2DModel(**shape, rngs=rngs))
     random = np.random.default_rng(3)
-    return plan.assemble(
-        {
-            key: jnp.asarray(random.standard_normal(array.shape) * array.shape[-1] ** -0.5, array.dtype)
-            for key, array in plan.shapes.items()
-        }
-    )
+    weights = {
+        key: (random.standard_normal(array.shape) * array.shape[-1] ** -0.5).astype(array.dtype)
+        for key, array in plan.shapes.items()
+    }
+    return plan.assemble(jax.device_put(weights))
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ PIXELS, LETTERS = 2 * 3, 5  # of a 32x48 frame's feature map; of an instruction
 
 
 def numbers(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, *shape)), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=(2, *shape)).astype(np.float32))
 
 
 def said(seed: int = 0) -> Language:
@@ -51,9 +51,8 @@ def looking(config: Diffusion2dConfig) -> Callable[[Observation], Any]:
     """Weights are drawn by NumPy: JAX would compile a program for each shape."""
     draw = np.random.default_rng(0)
     plan = blueprint(lambda rngs: ObservationTokens(config, rngs=rngs))
-    tokens = plan.assemble(
-        {name: jnp.asarray(draw.normal(size=shape.shape) * 0.3, jnp.float32) for name, shape in plan.shapes.items()}
-    )
+    weights = {name: np.float32(draw.normal(size=shape.shape) * 0.3) for name, shape in plan.shapes.items()}
+    tokens = plan.assemble(jax.device_put(weights))
     return jax.jit(lambda observation: tokens(observation))
 
 

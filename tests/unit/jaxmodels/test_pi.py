@@ -200,10 +200,8 @@ def tiny_parts(kind: str, **more: Any) -> Any:
     config, policy = read(f"{kind}_two_cameras", **changes), get_policy_type(kind)
     shapes = blueprint_of(policy.model, config).shapes
     random = np.random.default_rng(0)
-    weights = {
-        name: jnp.asarray(random.normal(size=entry.shape, scale=0.4).astype(np.float32))
-        for name, entry in shapes.items()
-    }
+    weights = {name: np.float32(random.normal(size=entry.shape, scale=0.4)) for name, entry in shapes.items()}
+    weights = jax.device_put(weights)
     weights["action_out.kernel"] /= 8  # a flow that two steps can follow
     return config, policy, weights
 
@@ -287,17 +285,16 @@ def test_a_pi05_that_was_trained_with_delays_begins_with_the_plan_as_lerobots_lo
         cache = model.encode(observation)
         noise = jax.random.normal(jax.random.key(0), (4, 8), jnp.float32)
         clean = jnp.pad(plan.actions, ((0, 0), (0, 0), (0, 2)))
-        is_clean = (jnp.arange(4) < jnp.minimum(delay, 2)[:, None])[..., None]
+        is_clean = (np.arange(4) < np.minimum(delay, 2)[:, None])[..., None]
         x = jnp.where(is_clean, clean, jnp.broadcast_to(noise, (2, 4, 8)))
         for time in (1.0, 0.5):
             # A row of times per member: those of its actions.
-            rows = [model.prepare_steps(np.where(np.asarray(row)[:, 0], 0, time)) for row in is_clean]
+            rows = [model.prepare_steps(np.where(row[:, 0], 0, time)) for row in is_clean]
             x = x - model.denoise(cache, None, x, jax.tree.map(lambda *each: jnp.stack(each), *rows)) / 2
             x = jnp.where(is_clean, clean, x)
         return x[..., :6]
 
-    with jax.ensure_compile_time_eval():
-        expected = np.array(lerobot(jax.tree.map(jnp.asarray, seen)))
+    expected = np.array(jax.jit(lerobot)(seen))
     expected[0, 2] = plan.actions[0, 2]  # has been done as well, though the policy was not trained to be told
     np.testing.assert_allclose(chunk, expected, atol=2e-5)
     unplanned = act(seen._replace(prefix=plan._replace(length=np.zeros(2, np.int32))))

@@ -175,9 +175,9 @@ def small() -> tuple[SmolVlaConfig, dict[str, jax.Array]]:
     for name, shape in blueprint_of(POLICY.model, config).shapes.items():
         x = rng.normal(size=shape.shape)
         x = x / np.sqrt(np.prod(shape.shape[:-1])) if x.ndim > 1 else 0.1 * x + name.endswith("scale")
-        weights[name] = jnp.asarray(x, jnp.float32)
+        weights[name] = np.float32(x)
     weights["action_out.kernel"] /= 8  # a flow that two steps can follow
-    return config, weights
+    return config, jax.device_put(weights)
 
 
 def observation(batch: int = 3) -> Observation:
