@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,27 +83,22 @@ class RandomBlocks:
         )
 
 
-def build_policy(case: Case, device: str | None, folder: Path, *, is_small: bool, from_files: bool) -> Any:
-    """A policy of random weights, out of memory or of files that are written before."""
-    import jax.numpy as jnp
+def build_checkpoint(case: Case, folder: Path, *, is_small: bool, draw: Any = None) -> Any:
+    """A policy of random weights in memory; the folder gets its tokenizer's files.
 
-    import jaxmodels
-    from jaxmodels.policies import lerobot_folder
-    from jaxmodels.policy import Policy
+    Args:
+        draw: an array of weights by its name and shape, instead of random ones.
+    """
+    import ml_dtypes
 
     if case.policy == "act":
-        draw = RandomBlocks(np.float32)
-        checkpoint = act_latency.build_checkpoint(len(CAMERAS), *vla_latency.FRAME, draw)
-    else:
-        parts, architecture = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
-        draw = RandomBlocks(jnp.bfloat16) if case.policy == "pi05" else None
-        checkpoint = vla_latency.build_checkpoint(
-            folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture, draw=draw
-        )
-    if from_files and case.policy != "pi05":
-        lerobot_folder.write_checkpoint(folder, checkpoint)
-        return lambda: jaxmodels.load_policy(folder, dtype=case.dtype, device=device)
-    return lambda: Policy(checkpoint, dtype=case.dtype, device=device)
+        return act_latency.build_checkpoint(len(CAMERAS), *vla_latency.FRAME, draw or RandomBlocks(np.float32))
+    parts, architecture = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
+    if case.policy == "pi05":
+        draw = draw or RandomBlocks(ml_dtypes.bfloat16)
+    return vla_latency.build_checkpoint(
+        folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture, draw=draw
+    )
 
 
 def observe(case: Case, batch: int) -> dict[str, Any]:
@@ -113,6 +108,14 @@ def observe(case: Case, batch: int) -> dict[str, Any]:
     else:
         one = vla_latency.observation(case.policy, CAMERAS)
     return {key: value * batch if key == "task" else np.repeat(value, batch, axis=0) for key, value in one.items()}
+
+
+def summarize(seconds: Sequence[float], batch: int) -> dict[str, float]:
+    """Milliseconds of a batch, and chunks a second."""
+    milliseconds = np.array(seconds) * 1e3
+    found = {f"p{percent}_ms": round(float(np.percentile(milliseconds, percent)), 3) for percent in PERCENTS}
+    found["min_ms"] = round(float(milliseconds.min()), 3)
+    return found | {"chunks_per_s": round(batch * 1e3 / found["p50_ms"], 1)}
 
 
 class Measured:
@@ -125,13 +128,21 @@ class Measured:
 
     def load(self, case: str, device: str | None, is_small: bool, from_files: bool) -> dict[str, Any]:
         self._case = CASES[case]
-        start = time.perf_counter()
-        load = build_policy(self._case, device, self._folder, is_small=is_small, from_files=from_files)
+        import jaxmodels
+        from jaxmodels.policies import lerobot_folder
+        from jaxmodels.policy import Policy
+
+        checkpoint = build_checkpoint(self._case, self._folder, is_small=is_small)
+        if from_files := from_files and self._case.policy != "pi05":
+            lerobot_folder.write_checkpoint(self._folder, checkpoint)
         made = time.perf_counter()
-        self._policy = load()
-        answer = {"is_of_files": from_files and self._case.policy != "pi05", "make_s": round(made - start, 2)}
+        if from_files:
+            self._policy = jaxmodels.load_policy(self._folder, dtype=self._case.dtype, device=device)
+        else:
+            self._policy = Policy(checkpoint, dtype=self._case.dtype, device=device)
         sizes = self._policy.sizes
-        return answer | {
+        return {
+            "is_of_files": from_files,
             "load_s": round(time.perf_counter() - made, 2),
             "dtype": self._policy.dtype,
             "parameters": sizes.parameters,
@@ -153,12 +164,9 @@ class Measured:
             chunk = self._policy.act(seen)
             seconds.append(time.perf_counter() - start)
             parts.append(dict(self._policy.timings))
-        milliseconds = np.array(seconds) * 1e3
+        found = summarize(seconds, batch)
         within = {name: round(float(np.median([one[name] for one in parts])) * 1e3, 3) for name in parts[0]}
-        found = {f"p{percent}_ms": round(float(np.percentile(milliseconds, percent)), 3) for percent in PERCENTS}
         return found | {
-            "min_ms": round(float(milliseconds.min()), 3),
-            "chunks_per_s": round(batch * 1e3 / found["p50_ms"], 1),
             "within_ms": within | {"reading": round(found["p50_ms"] - sum(within.values()), 3)},
             "count": count,
             "is_finite": bool(np.isfinite(chunk).all()),
@@ -248,6 +256,32 @@ def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) 
         note("parts", **process.order(do="stages", runs=count))
 
 
+def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) -> None:
+    """LeRobot's own policy of the same config in torch, eager, with the weights that it begins a training with."""
+    from jaxmodels.checkpoints.files import write_json
+    from jaxmodels.policies.lerobot_processors import write_processors
+
+    case, device = CASES[name], "cpu" if options.device == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        checkpoint = build_checkpoint(case, folder, is_small=options.small, draw=lambda name, shape: np.empty(0))
+        write_json(folder / "config.json", checkpoint.config.to_json(), indent=1)
+        write_processors(folder, checkpoint.normalization, device)
+        for file, values in checkpoint.config.dump_architecture().items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            write_json(folder / file, dict(values), indent=1)
+        python, peer = str(options.lerobot_python), str(HERE / "vla_latency_peer.py")
+        with child(peer, python=python) as process, limit(process, options.limit):
+            order = {"case": case.policy, "device": device, "dtype": case.dtype, "cameras": CAMERAS}
+            found = process.order(do="load", folder=place, has_weights=False, is_small=options.small, **order)
+            figures: dict[str, Any] = {"load_s": round(found["load_s"], 2)}
+            for batch in (1, TOGETHER):
+                process.order(do="measure", batch=batch, count=3)
+                seconds = process.order(do="measure", batch=batch, count=options.count)["seconds"]
+                figures |= {f"{batch}_{key}": value for key, value in summarize(seconds, batch).items()}
+                note("lerobot", **figures)
+
+
 def run_goldens(options: argparse.Namespace, note: Callable[..., None]) -> None:
     """Errors of chunks in float32 and bfloat16."""
     with child(__file__, "--serve") as process, limit(process, options.limit):
@@ -264,6 +298,7 @@ def main() -> None:
     parser.add_argument("--case", choices=tuple(CASES), action="append", help="only this one; may be given again")
     parser.add_argument("--count", type=int, default=100, help="chunks of each measurement")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take")
+    parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1 and has this GPU")
     parser.add_argument("--golden", action="store_true", help="also compare with chunks that LeRobot recorded")
     parser.add_argument("--files", action="store_true", help="write weights to files and load them, but pi0.5's")
     parser.add_argument("--trace", type=Path, help="a folder for profiles of three chunks each (XProf, Perfetto)")
@@ -294,6 +329,8 @@ def main() -> None:
         note = note_under(name)
         try:
             run_case(name, options, note)
+            if options.lerobot_python and CASES[name].dtype == "bfloat16" and name != "diffusion":
+                run_peer(name, options, note)
         except RuntimeError as error:
             note("failed", why=str(error)[-2000:])
     if options.golden:

@@ -417,7 +417,10 @@ class Policy:
         # took 0.2 ms of 1.2. An accelerator computes while nobody waits for what was sent.
         on_device = arrays if self._placement.is_host else self._placement.put(arrays, self._placement.replicated)
         sent = time.perf_counter()
-        chunk = jax.block_until_ready(program(self._weights, on_device))
+        chunk = program(self._weights, on_device)
+        if not self._placement.is_host:
+            chunk.copy_to_host_async()  # travels as soon as it is there; asked for afterwards it took 0.4 ms on an H200
+        jax.block_until_ready(chunk)
         computed = time.perf_counter()
         actions = np.array(chunk)  # a copy: the buffer may be the device's own
         ended = time.perf_counter()
