@@ -31,9 +31,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import act_latency, vla_latency
-from benchmarks.measured import RESULTS, accelerator, machine, write
+from benchmarks.measured import RESULTS, accelerator, result, write
 from benchmarks.processes import Child, child
 
+QUESTION = "How long do pi0.5, SmolVLA and ACT take on a GPU, from NumPy frames to NumPy actions?"
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "tests" / "golden"
 CAMERAS = ("camera1", "camera2", "camera3")
@@ -116,6 +117,10 @@ def summarize(seconds: Sequence[float], batch: int) -> dict[str, float]:
     found = {f"p{percent}_ms": round(float(np.percentile(milliseconds, percent)), 3) for percent in PERCENTS}
     found["min_ms"] = round(float(milliseconds.min()), 3)
     return found | {"chunks_per_s": round(batch * 1e3 / found["p50_ms"], 1)}
+
+
+def name_batch(batch: int) -> str:
+    return f"{batch} together" if batch > 1 else "alone"
 
 
 class Measured:
@@ -249,7 +254,7 @@ def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) 
             if batch == TOGETHER and case.target_chunks_per_s is not None:
                 target = case.target_chunks_per_s
                 found |= {"target_chunks_per_s": target, "is_met": found["chunks_per_s"] >= target}
-            note(f"{batch} together" if batch > 1 else "alone", **found)
+            note(name_batch(batch), **found)
             if options.trace is not None:
                 process.order(do="trace", into=str(options.trace.resolve() / f"{name} {batch}"), batch=batch)
         note("memory", **process.order(do="memory"))
@@ -261,7 +266,7 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
     from jaxmodels.checkpoints.files import write_json
     from jaxmodels.policies.lerobot_processors import write_processors
 
-    case, device = CASES[name], "cpu" if options.device == "cpu" else "cuda"
+    case, count, device = CASES[name], options.count, "cpu" if options.device == "cpu" else "cuda"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         checkpoint = build_checkpoint(case, folder, is_small=options.small, draw=lambda name, shape: np.empty(0))
@@ -274,12 +279,10 @@ def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) 
         with child(peer, python=python) as process, limit(process, options.limit):
             order = {"case": case.policy, "device": device, "dtype": case.dtype, "cameras": CAMERAS}
             found = process.order(do="load", folder=place, has_weights=False, is_small=options.small, **order)
-            figures: dict[str, Any] = {"load_s": round(found["load_s"], 2)}
             for batch in (1, TOGETHER):
                 process.order(do="measure", batch=batch, count=3)
-                seconds = process.order(do="measure", batch=batch, count=options.count)["seconds"]
-                figures |= {f"{batch}_{key}": value for key, value in summarize(seconds, batch).items()}
-                note("lerobot", **figures)
+                seconds = process.order(do="measure", batch=batch, count=count)["seconds"]
+                note(f"lerobot {name_batch(batch)}", load_s=round(found["load_s"], 2), **summarize(seconds, batch))
 
 
 def run_goldens(options: argparse.Namespace, note: Callable[..., None]) -> None:
@@ -312,16 +315,17 @@ def main() -> None:
         return
     if options.device != "cpu" and accelerator() is None:
         sys.exit("no GPU here (nvidia-smi finds none); --device cpu --small shows that everything works")
-    result: dict[str, Any] = {"machine": machine(), "frame": vla_latency.FRAME, "cameras": len(CAMERAS), "cases": {}}
+    command = " ".join(["benchmarks/vla_gpu.py", *sys.argv[1:]])
+    found = result(QUESTION, command, {}, "jaxlib", frame=vla_latency.FRAME, cameras=len(CAMERAS), cases={})
 
     def note_under(name: str) -> Callable[..., None]:
-        figures = result["cases"].setdefault(name, {})
+        figures = found["cases"].setdefault(name, {})
 
-        def note(part: str, **found: Any) -> None:
-            figures[part] = found
+        def note(part: str, **values: Any) -> None:
+            figures[part] = values
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{name:12} {part:12} " + "  ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name:12} {part:12} " + "  ".join(f"{key} {value}" for key, value in values.items()), flush=True)
 
         return note
 
@@ -339,7 +343,7 @@ def main() -> None:
             run_goldens(options, note)
         except RuntimeError as error:
             note("failed", why=str(error)[-2000:])
-    write(options.output, result)
+    write(options.output, found)
 
 
 if __name__ == "__main__":

@@ -77,15 +77,15 @@ def append(cache: KeyValues, own: KeyValues) -> KeyValues:
     return KeyValues(jnp.concatenate((cache.key, own.key), axis=1), jnp.concatenate((cache.value, own.value), axis=1))
 
 
-# Of numbers in half precision: as many as tensor cores take at once.
-ALIGNED = 8
+# Keys in half precision: whole tiles of a product that XLA shares out over a GPU by its sum.
+ALIGNED = 64
 
 
 def pad_keys(cache: KeyValues, behind: int = 0) -> KeyValues:
     """Keys and values with zeros behind them, so that with `behind` more tokens they are a multiple of `ALIGNED`.
 
-    Once for many looks at them: products in half precision want such numbers, and XLA would copy keys, values and
-    scores to larger arrays at every look. What is in float32 stays as it is. Masks leave the zeros out: `pad_mask`.
+    Once for many looks at them: else XLA copies values and exponentials of scores to larger arrays at every look, on an
+    H200 6 % of what a step of pi0.5 takes. What is in float32 stays as it is. Masks leave the zeros out: `pad_mask`.
     """
     count = -(cache.key.shape[1] + behind) % ALIGNED
     if cache.key.dtype == jnp.float32 or count == 0:
