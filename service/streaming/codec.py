@@ -28,7 +28,6 @@ _MAX_ON_LOOP = 1 << 17
 # of either takes five times as long to read.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-_NICENESS = 5
 # An observation has fewer than a hundred values; so many take half a millisecond to read.
 _MAX_VALUES = 512
 _MAX_NUMBERS = 1 << 32  # numbers of an array, those of empty axes not counted
@@ -158,7 +157,7 @@ async def read_json(text: str | bytes) -> Any:
     """Unpack JSON without blocking the loop: a text of pictures is read in a thread."""
     if len(text) <= _MAX_ON_LOOP:
         return unpack_json(text)
-    return await call_in_thread(partial(unpack_json, text), "json", _NICENESS)
+    return await call_in_thread(partial(unpack_json, text), "json")
 
 
 def _check_cost(text: str) -> None:

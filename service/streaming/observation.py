@@ -18,7 +18,6 @@ from PIL import Image
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.logging import sanitize_text
-from service.threads import lower_priority
 
 FORMATS = ("JPEG", "PNG")
 _MAX_PARTS = 256  # segments, chunks or scans
@@ -135,11 +134,9 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
         raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
 
 
-# So few threads that one core is left to the ticks, at a lower priority: a client that floods the server with
-# pictures waits, robots do not.
-_DECODERS = ThreadPoolExecutor(
-    max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=lower_priority, initargs=(5,)
-)
+# So few threads that one core is left to the ticks: a client that floods the server with pictures waits, robots do not.
+# At the event loop's own priority: see `service.threads.lower_priority`.
+_DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
