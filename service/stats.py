@@ -4,7 +4,6 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 
 import numpy as np
 
@@ -57,11 +56,13 @@ class Recent:
         """
         if not self.count:
             return None
-        kept = min(self.count, len(self._ring), 16)
-        newest = self._ring.take(range(self.count - kept, self.count), mode="wrap").tolist()
+        kept, end = min(self.count, len(self._ring), 16), self.count % len(self._ring)
+        newest = self._ring[max(end - kept, 0) : end].tolist()
+        if end < kept:
+            newest = self._ring[end - kept :].tolist() + newest
         ordered = sorted(newest)
         usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
-        return max(usual, median(newest[-3:])) if len(ordered) > 2 else ordered[-1]
+        return max(usual, sorted(newest[-3:])[1]) if len(ordered) > 2 else ordered[-1]
 
     def percentile(self, percent: float) -> float | None:
         """Return a percentile of the kept samples, or None before the first."""

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
 from service.control.config import ControlConfig
-from service.control.observation_buffer import Snapshot
+from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.stats import Recent, Tally
 
 # Codes of answers without a chunk: a program is being compiled, so the request was not carried out; the inference did
@@ -81,24 +81,25 @@ class ChunkScheduler:
         self._motion = 0
         self._is_hurried = False
 
-    def is_due(self, queue: ActionQueue) -> bool:
-        """Whether it is time to request a chunk, with the actions that are left in this queue."""
-        if self.in_flight is not None:
-            return False
-        if self._is_hurried:
-            return True
-        delay = self.ahead / queue.period
-        # One action of margin: an answer that comes during a tick is used at the next.
-        is_running_dry = queue.left <= math.ceil(delay) + 1
-        return is_running_dry or queue.consumed + math.floor(delay) >= self.config.action_steps
-
     def adjust(self, config: ControlConfig) -> None:
         """Schedule requests by another configuration from now on."""
         self.config = config
         self.ahead = (self.latency.upper_estimate() or 0.0) if config.ask_ahead is None else config.ask_ahead
 
-    def request(self, snapshot: Snapshot, queue: ActionQueue, now: float) -> PolicyRequest:
-        """Ask for a chunk that follows this snapshot and what is left of the plan."""
+    def next_request(
+        self, snapshot: Snapshot, history: ObservationHistory, queue: ActionQueue, now: float
+    ) -> PolicyRequest | None:
+        """Ask for a chunk that follows this snapshot and what is left of the plan; None while it is not time for it."""
+        if self.in_flight is not None:
+            return None
+        delay = self.ahead / queue.period
+        # One action of margin: an answer that comes during a tick is used at the next.
+        is_running_dry = queue.left <= math.ceil(delay) + 1
+        has_done_enough = queue.consumed + math.floor(delay) >= self.config.action_steps
+        if not (self._is_hurried or is_running_dry or has_done_enough):
+            return None
+        if history.steps > 1:
+            snapshot = replace(snapshot, past=history.before(now, snapshot))
         if self.config.overlap.sends_plan:
             snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.observed_at))
         self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if queue.left else None, self._motion)

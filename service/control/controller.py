@@ -270,12 +270,7 @@ class Controller:
             command = self._hold_command()
         else:
             command = self._move(action, snapshot.joints, now)
-        request = None
-        if self.scheduler.is_due(self.queue):
-            if history.steps > 1:
-                snapshot = replace(snapshot, past=history.before(now, snapshot))
-            request = self.scheduler.request(snapshot, self.queue, now)
-        return TickResult(command, request, events)
+        return TickResult(command, self.scheduler.next_request(snapshot, history, self.queue, now), events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
         """Apply what the watchdog finds to the tick that comes; a stop is done at once."""
@@ -320,7 +315,8 @@ class Controller:
             self._history.append(self._keep_grip(pose))
         self.command = self.guard.limit(allowed, self._history[-1])
         self._history.append(self.command)
-        self._hold_state.end()
+        if not self._is_moving:  # whatever holds a robot ends its motion first
+            self._hold_state.end()
         self._moved_at = now
         self._is_moving, self._is_dry, self._keeps_grip = True, False, True
         return self.command

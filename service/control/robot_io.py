@@ -25,13 +25,6 @@ _INPUT_ROUNDS = 8
 _MAX_DECISION_TIME = 0.1
 
 
-async def sleep_until(deadline: float) -> None:
-    """Sleep on the running loop; never wakes early by more than the grid of ticks forgives."""
-    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
-    while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-        await asyncio.sleep(left)
-
-
 class RobotIO:
     """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
     link's inbox.
@@ -59,9 +52,9 @@ class RobotIO:
         observers: SessionObservers | None = None,
         is_dry: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = sleep_until,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """``sleep`` waits until a time of ``clock``, which is monotonic."""
+        """``clock`` is monotonic; ``sleep`` waits for seconds of it, and may wake early."""
         self.table = table
         self.controller = controller
         self.runner = runner
@@ -98,8 +91,11 @@ class RobotIO:
                         await self._wake.wait()
                         previous = None
                         continue
-                    await self._sleep(controller.clock.next_deadline(self._clock()))
-                    now = self._clock()
+                    deadline = controller.clock.next_deadline(now := self._clock())
+                    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock.
+                    while now < deadline:
+                        await self._sleep(deadline - now)
+                        now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
                         # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
                         for _ in range(_INPUT_ROUNDS):
