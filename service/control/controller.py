@@ -184,6 +184,7 @@ class Controller:
         queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
             wanted it.
         is_running: between ``begin`` and ``halt``.
+        refused_since: when the link refused the first of the newest commands; None when it took the last one.
         command: the last command given out (a,), or None.
         lost_rooms: rooms whose connection is lost, with the reason.
         is_blind: whether the robot cannot be seen, felt or reached for so long that its session is degraded.
@@ -224,6 +225,7 @@ class Controller:
             period=self.period,
         )
         self.is_running = self.is_blind = False
+        self.refused_since: float | None = None
         self.command: np.ndarray | None = None
         self.lost_rooms: dict[str, str] = {}
         self.largest_step = np.zeros(config.width, np.float32)
@@ -237,7 +239,6 @@ class Controller:
         self._failures = 0
         self._is_moving = self._is_dry = self._keeps_grip = False
         self._moved_at = 0.0
-        self._refused_since: float | None = None
         self._target: np.ndarray | None = None
 
     # Ticks.
@@ -285,7 +286,7 @@ class Controller:
                 self.buffer.observed_at,
                 tuple(self.lost_rooms),
                 self.buffer.is_pose_current,
-                self.queue.observed_at if len(self.queue) else None,
+                self.queue.observed_at if self.queue.left else None,
                 in_flight and in_flight.requested_at,
             ),
         )
@@ -331,7 +332,7 @@ class Controller:
         if not self._is_moving:
             return
         self._history.rest()
-        if not self._is_dry and not len(self.queue):
+        if not self._is_dry and not self.queue.left:
             self._is_dry = True
             self.starvations += 1
         waited = now - self._moved_at
@@ -342,17 +343,19 @@ class Controller:
             self._enter_hold(NotReady("starved", text), now)
 
     def confirm(self, is_sent: bool, now: float) -> None:
-        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before."""
+        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before.
+
+        That it took one more after others is no news.
+        """
         if is_sent:
-            if self._refused_since is not None or CHOKED in self._obstacles:
-                self._refused_since = None
-                self.clear(CHOKED)
+            self.refused_since = None
+            self.clear(CHOKED)
         elif not self.is_running:
             self._hold_state.retry()
         elif self._is_moving:
             self.command = self._history.take_back()
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since > self.config.control.starved_after:
+            self.refused_since = self.refused_since or now
+            if now - self.refused_since > self.config.control.starved_after:
                 limit = self.config.control.starved_after * 1e3
                 self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
         elif CHOKED in self._obstacles:
@@ -370,7 +373,7 @@ class Controller:
                 return self.fail(text, now, failure=answer.error)
             self.obstruct(COMPILING, text)
             return TickResult()
-        if not self.scheduler.close(request):
+        if not self.scheduler.close(answer, self.queue, now):
             return TickResult(failure=answer.error)
         if answer.error is not None:
             return self._note_failure("policy_failed", answer.error[1], now, answer.error)
@@ -379,7 +382,6 @@ class Controller:
             self.rejected += 1
             return self._note_failure("policy_invalid", plan[1], now, plan)
         self._failures = 0
-        self.scheduler.measure(request, self.queue, now)
         if answer.fade is not None:
             self.queue.clear()
         self.chunks += 1
@@ -472,7 +474,7 @@ class Controller:
         self._hold_state.end()
         self.release_grip()
         self._failures = 0
-        self._refused_since = None
+        self.refused_since = None
         self.clear(CHOKED)
         self.is_blind = False
         self.is_running = True

@@ -120,9 +120,9 @@ class RobotIO:
             self.controller.watchdog.note_frame(camera, image, observed_at)
             if self.observers.attached:
                 self.observers.notify_frame(camera, image, observed_at)
-        newest = self.buffer.sizes
+        newest, loaded = self.buffer.sizes, self.runner.loaded
         are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
-        if are_new and not self.runner.loaded.is_compiled(newest):
+        if are_new and newest != loaded.requirements.cameras and not loaded.is_compiled(newest):
             self._prepare(newest)
 
     def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
@@ -170,7 +170,8 @@ class RobotIO:
                 # Whoever stops several robots must reach the others too; this one's session ends by it.
                 if not self.broken.done():
                     self.broken.set_exception(error)
-            if not (self.is_dry or self.controller.lost_rooms or self._link is None):
+            is_news = not is_sent or self.controller.refused_since is not None
+            if is_news and not (self.is_dry or self.controller.lost_rooms or self._link is None):
                 self.controller.confirm(is_sent, self._clock())
         if self.observers.attached and (is_tick or result.command is not None):
             hold = self.controller.hold
@@ -312,7 +313,7 @@ class RobotIO:
         return {
             "frame_age_ms": {camera: age(observed_at) for camera, observed_at in self.buffer.observed_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
-            "chunk_age_ms": age(controller.queue.observed_at if len(controller.queue) else None),
+            "chunk_age_ms": age(controller.queue.observed_at if controller.queue.left else None),
             "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
             "bad_inputs": controller.watchdog.count_bad_inputs(now),
