@@ -260,7 +260,7 @@ class RemoteWorker:
     ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
-            raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
+            raise InferenceStuck.after(self._stuck_after)
         total = time.monotonic() - sent_at
         inference = _to_result(outcome.result(), total)
         self._latency.record(1, total)

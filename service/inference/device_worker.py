@@ -407,7 +407,7 @@ class InferenceWorker:
         if waiting:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
         for member in waiting:
-            member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
+            member.outcome.set_exception(InferenceStuck.after(self.stuck_after))
 
     def _requeue(self, member: Request) -> None:
         if member.is_awaited:

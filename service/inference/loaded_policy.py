@@ -99,6 +99,11 @@ class InferenceResult(NamedTuple):
 class InferenceStuck(PolicyFailed):
     """An inference did not return in time; its thread was abandoned."""
 
+    @classmethod
+    def after(cls, seconds: float) -> "InferenceStuck":
+        """The error of one that was given up after so many seconds."""
+        return cls(f"inference did not return in {seconds:g} s; one that needs longer here wants more (stuck_after)")
+
 
 class LatencyModels(dict[FrameSizesKey, LatencyModel]):
     """Latencies of batches by the sizes of their frames; those of new sizes begin empty. Read by any thread."""
