@@ -80,9 +80,9 @@ def shipped(cache: Path) -> Times:
             heard = asyncio.get_running_loop().create_future()
 
             class Waiting(Robot):
-                def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+                def obey(self, values: Mapping[str, float], received_at: float) -> None:
                     if not heard.done():
-                        heard.set_result(seen_at)
+                        heard.set_result(received_at)
 
             robot = Waiting(size=(96, 96))
             async with in_rooms(url, session, robot) as eye:

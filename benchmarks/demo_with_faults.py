@@ -54,8 +54,8 @@ HEADER = struct.Struct("<I6d")
 async def gateway(url: str, rooms: Rooms) -> None:
     """Pictures and joints from standard input to the rooms, commands to standard output as lines of JSON."""
 
-    def obey(values: Mapping[str, float], seen_at: float) -> None:
-        sys.stdout.write(json.dumps({"at": seen_at, "values": dict(values)}) + "\n")
+    def obey(values: Mapping[str, float], received_at: float) -> None:
+        sys.stdout.write(json.dumps({"at": received_at, "values": dict(values)}) + "\n")
         sys.stdout.flush()
 
     reader = asyncio.StreamReader(limit=1 << 22)

@@ -112,7 +112,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.at: list[float] = []
 
-    def add(self, values: Mapping[str, float], seen_at: float) -> None:
+    def add(self, values: Mapping[str, float], received_at: float) -> None:
         self.at.append(time.monotonic())
 
     def figures(self, since: float, until: float) -> dict[str, Any]:

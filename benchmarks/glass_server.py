@@ -41,10 +41,10 @@ class Notes:
         if number is not None:
             self.of.setdefault(number, {}).setdefault(what, at)
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        self.add(stamp_of(image), "seen", seen_at)
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
+        self.add(stamp_of(image), "seen", observed_at)
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         self.add(number_of(chunk[-1]), "planned", at)
 
     def on_tick(self, tick: Any) -> None:

@@ -31,11 +31,10 @@ import numpy as np
 import uvloop
 
 from benchmarks.glass_server import CAMERA
-from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, write
+from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, sleep_until, write
 from benchmarks.pictures import stacked_bars
 from benchmarks.processes import Child, Refused, call, child
 from benchmarks.timed_pictures import BASE, number_of, picture, stamp
-from service.control.robot_io import sleep_until
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -78,12 +77,12 @@ class Robot:
         self.heard: list[tuple[float, int]] = []
         self._pose = dict(zip(JOINTS, map(float, BASE), strict=True))
 
-    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+    def obey(self, values: Mapping[str, float], received_at: float) -> None:
         """Only joints whose target changed may come."""
         self._pose |= {name: value for name, value in values.items() if name in self._pose}
         number = number_of(np.array([self._pose[name] for name in JOINTS]))
         if number in self.taken:
-            self.heard.append((seen_at, number))
+            self.heard.append((received_at, number))
 
     async def live(self, eye: Eye) -> None:
         """A picture and the joints, again and again, until cancelled."""

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.measured import beat, percentiles
+from benchmarks.measured import beat, percentiles, sleep_until
 from benchmarks.processes import say
 from benchmarks.timed_pictures import picture
-from service.control.robot_io import sleep_until
 from service.stats import Recent
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
@@ -45,12 +44,12 @@ class Obedient:
         self.moved_at = self.held_at = 0.0
         self._target: dict[str, float] = {}
 
-    def obey(self, values: Mapping[str, float], seen_at: float) -> None:
+    def obey(self, values: Mapping[str, float], received_at: float) -> None:
         self._target.update(values)
         if all(abs(self._target.get(joint, 1e9) - STILL[joint]) < 1e-3 for joint in JOINTS):
-            self.held_at = seen_at
+            self.held_at = received_at
         else:
-            self.moved_at = seen_at
+            self.moved_at = received_at
 
 
 async def live(robot: Robot, options: argparse.Namespace, phase: float) -> None:
@@ -92,10 +91,10 @@ async def robots(options: argparse.Namespace) -> None:
 class Nobody:
     """An inbox that throws everything away."""
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         pass
 
-    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
         pass
 
     def on_event(self, event: LinkEvent) -> None:

@@ -40,13 +40,13 @@ class Ages:
         self.on_the_way = Recent(SAMPLES)
         self._taken: dict[str, float] = {}
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        taken = taken_at(image, seen_at)
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
+        taken = taken_at(image, observed_at)
         if taken is not None:
             self._taken[camera] = taken
-            self.on_the_way.add(seen_at - taken)
+            self.on_the_way.add(observed_at - taken)
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         pass
 
     def on_tick(self, tick: Any) -> None:

@@ -91,17 +91,17 @@ class MemoryLink:
 
     # What a test does.
 
-    def deliver_frame(self, camera: str, image: np.ndarray, seen_at: float | None = None) -> None:
+    def deliver_frame(self, camera: str, image: np.ndarray, observed_at: float | None = None) -> None:
         """As if this picture (uint8, (h, w, 3), RGB) had just been decoded."""
         if camera not in self._frames:
             raise KeyError(f"no camera {camera!r} in this link; it has {sorted(self._frames)}")
         self._frames[camera] += 1
-        self._inbox.on_frame(camera, image, self._clock() if seen_at is None else seen_at)
+        self._inbox.on_frame(camera, image, self._clock() if observed_at is None else observed_at)
 
-    def deliver_joints(self, values: Mapping[str, float], seen_at: float | None = None) -> None:
+    def deliver_joints(self, values: Mapping[str, float], observed_at: float | None = None) -> None:
         """As if the robot had sent this joint_update."""
         self._joints += 1
-        self._inbox.on_joints(values, self._clock() if seen_at is None else seen_at)
+        self._inbox.on_joints(values, self._clock() if observed_at is None else observed_at)
 
     def deliver_emergency_stop(self, reason: str = "a test", source: str = "robot") -> None:
         """As if somebody in a room had asked for an emergency stop."""

@@ -143,8 +143,8 @@ FAULTS = (
     Fault(
         "an older picture takes the place of a newer one",
         "service/control/observation_buffer.py",
-        "elif newest is not None and seen_at < newest:",
-        "elif newest is not None and seen_at < newest - 60:",
+        "elif newest is not None and observed_at < newest:",
+        "elif newest is not None and observed_at < newest - 60:",
         _tests("unit/control/test_buffer.py"),
     ),
     Fault(

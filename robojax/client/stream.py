@@ -23,7 +23,7 @@ class Welcome:
         cameras: name to (height, width) that the policy was trained with.
         joint_ranges: name to (low, high); None where nobody knows.
         rate: of the session's control loop, per second.
-        silence_s: a client that was not heard of for so long counts as gone.
+        silence_s: a client that sent nothing for so long counts as gone.
         max_bytes: the largest message that is taken.
         observation_steps: moments that the policy looks at together; the server keeps those before.
     """

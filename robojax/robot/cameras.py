@@ -102,10 +102,11 @@ class Camera:
             CameraLost: none came for a while.
         """
         assert self._newest is not None, "the first one was waited for"
-        picture, seen_at = self._newest
-        if self._why is not None or now - seen_at > FRAME_TIMEOUT:
+        picture, observed_at = self._newest
+        if self._why is not None or now - observed_at > FRAME_TIMEOUT:
             raise CameraLost(
-                f"camera {self.name!r} gives no pictures any more: {self._why or f'none for {now - seen_at:.1f} s'}",
+                f"camera {self.name!r} gives no pictures any more: "
+                f"{self._why or f'none for {now - observed_at:.1f} s'}",
                 "look at its cable",
             )
         return picture

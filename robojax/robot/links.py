@@ -92,11 +92,11 @@ class StreamLink:
         while True:
             newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
-                pose, seen_at = newest
+                pose, observed_at = newest
                 number += 1
-                data = await asyncio.to_thread(self._packed, pose, seen_at, number)
+                data = await asyncio.to_thread(self._packed, pose, observed_at, number)
                 await stream.send(data)
-                sent_at = seen_at
+                sent_at = observed_at
                 linked.set()
             else:
                 # Nothing new of the arm: nothing is made up, but the server hears that this program is there.
@@ -104,9 +104,9 @@ class StreamLink:
             due = max(due + self._period, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
 
-    def _packed(self, pose: Mapping[str, float], seen_at: float, number: int) -> bytes:
+    def _packed(self, pose: Mapping[str, float], observed_at: float, number: int) -> bytes:
         observation = pack_observation(self._pictures(), pose, number=number, is_compressed=self._is_compressed)
-        age = max(0.0, time.monotonic() - seen_at) * 1e3
+        age = max(0.0, time.monotonic() - observed_at) * 1e3
         return encode_message("observation", observation | {"age_ms": min(age, 10_000.0)})
 
     async def _read(self, stream: AsyncStream) -> None:

@@ -145,7 +145,7 @@ class Player:
         self._commands = 0
         self.stopped: str | None = None
 
-    def on_command(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_command(self, values: Mapping[str, float], received_at: float) -> None:
         """Take a command."""
         self._last_values.update(values)
         self._commands += 1

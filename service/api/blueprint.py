@@ -130,7 +130,7 @@ def install_middleware(app: App) -> None:
         route = _path_template(request.route.path) if request.route else "unknown"
         seconds = time.perf_counter() - getattr(request.ctx, "began", time.perf_counter())
         app.ctx.metrics.count_answer(request.method if request.route else "any", route, response.status, seconds)
-        # Who changed something stays on record; looks are many.
+        # Changes are logged with their caller; reads are too many.
         level = logging.DEBUG if request.method in ("GET", "HEAD", "OPTIONS") else logging.INFO
         log.log(level, "%s %s: %d in %.1f ms", request.method, request.path, response.status, seconds * 1e3)
 

@@ -37,7 +37,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "inferences": ("inference_count", "Inferences"),
     "errors": ("errors", "Failed inferences and rejected chunks"),
 }
-# The same, counted by a label: metric name -> (key, label, help).
+# Counters with a label: metric name -> (key in a session's stats, label, help).
 _LABELLED: Mapping[str, tuple[str, str, str]] = {
     "frames_received": ("images_received", "camera", "Frames received"),
     "holds": ("holds", "reason", "Times the robot was held"),
@@ -114,7 +114,7 @@ class Metrics:
 
     async def _generate_blocking(self) -> bytes:
         await self._is_free.acquire()
-        self._next = None  # who asks from here on wants figures that are newer than these
+        self._next = None  # later callers need newer figures than these
         loop, began = asyncio.get_running_loop(), time.monotonic()
         try:
             return await loop.run_in_executor(self._thread, self._generated)
@@ -123,7 +123,7 @@ class Metrics:
 
     def _generated(self) -> bytes:
         for _ in range(_ATTEMPTS):
-            # Sessions live on while they are read: one that comes or goes at that moment ends the reading.
+            # Sessions change while they are read: one that is added or removed meanwhile raises RuntimeError.
             with suppress(RuntimeError):
                 return generate_latest(self._registry)
         return generate_latest(self._registry)

@@ -167,7 +167,7 @@ def _full(route: Route) -> Json:
     if route.role is None:
         operation["security"] = []
     else:
-        # Where the server has no keys, nothing is wanted.
+        # A server without keys requires none.
         operation["security"] = [{"ApiKeyAuth": []}, {"BearerAuth": []}]
         operation["description"] = f"{operation['description']}\n\nRole: {route.role}."
     keys = {401, 429} if route.role is not None else set()

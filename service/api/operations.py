@@ -157,14 +157,14 @@ async def root(request: Request) -> HTTPResponse:
 async def health_check(request: Request) -> HTTPResponse:
     """What runs here: sessions, device, versions, seconds since the start."""
     context = request.app.ctx
-    # Where keys are wanted, whoever has none is told no more than that it runs.
+    # Where keys are required, a caller without one learns only that the server runs.
     if caller_of(request) is STRANGER:
         active = sum(session.stage is not Stage.INTERRUPTED for session in context.sessions.list())
         return json_response(
             {"status": "healthy", "server_running": True, "active_sessions": active, "session_ids": []}
         )
     sessions = list_visible_sessions(request)
-    # Of a server that ended: they run no policy and have no rooms until somebody restarts them.
+    # Sessions of an earlier process: they run no policy and have no rooms until somebody restarts them.
     interrupted = sum(session.stage is Stage.INTERRUPTED for session in sessions)
     facts = context.sessions.engine.get_stats()
     models = context.models.list()
@@ -247,7 +247,7 @@ async def adopt_session(request: Request, session_id: str) -> HTTPResponse:
     """
     front = request.app.ctx.peer_sessions
     if front is None:
-        get_visible_session(request, session_id)  # what is not theirs is not there
+        get_visible_session(request, session_id)  # sessions of others are answered as if they did not exist
         raise MoveRefused("this server shares its sessions with no other one; --database names one for all")
     body = read_body(request, AdoptRequest) if request.body else AdoptRequest()
     session = await front.adopt(session_id, caller_of(request), force=body.force)

@@ -22,7 +22,7 @@ FILES = read_static_files()
 async def get_page(request: Request) -> HTTPResponse:
     """The page that shows what happens and stops it."""
     if request.path.endswith("/"):
-        # Its files are named from here, and so would be looked for one place too deep.
+        # Its links are relative: with a trailing slash they would point one level too deep.
         return redirect("../ui")
     return _answer(FILES[PAGE])
 
@@ -61,7 +61,7 @@ def build_live_blueprint(prefix: str, origins: Origins) -> Blueprint:
     return blueprint
 
 
-# The page asks for a key itself, so it is there for everybody; its socket is not.
+# The page asks for a key itself, so it is served without one; its socket is not.
 DASHBOARD_ROUTES = (
     Route("GET", "/ui", get_page, "Documents", {"type": "string"}, content_type="text/html", role=None),
     Route(

@@ -170,7 +170,7 @@ def _check_request(
         policy_type=body.policy_type or requirements.policy_type,
         joint_names=body.joint_names,
         rate=body.rate,
-        # Whether there will be one is not asked here; a blank one is compared.
+        # A missing instruction is no mismatch here; a blank one is.
         language_instruction="do it" if body.language_instruction is None else body.language_instruction,
     )
     mismatches, joints, rate = find_mismatches(requirements, new), None, None

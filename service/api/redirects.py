@@ -16,14 +16,14 @@ from service.errors import MoveRefused, UnknownSession
 from service.http.bodies import discard_body, json_response, read_reason, request_id
 from service.http.origins import Origins
 
-# What programs know such an answer by; its headers are for proxies that follow it themselves.
+# Code of the answer, for programs; its headers are for proxies that follow redirects themselves.
 CODE = "on_another_server"
 ADDRESS_HEADER = "x-robojax-front-address"
-# Seconds for which it is remembered where a session is.
+# Seconds for which the address of a session is cached.
 CACHE_SECONDS = 0.5
-# Bytes of a body that is read although nobody looks at it: its sender may listen only then.
+# Bytes of a body that is read and thrown away: some clients read the answer only after they have sent it all.
 MAX_DISCARDED_BODY = 64 << 20
-# Of a caller; tickets are known to the server that gave them only.
+# Credentials of a caller that are passed on; a ticket is valid only at the server that gave it.
 _CREDENTIALS = ("authorization", "x-api-key")
 
 
@@ -53,7 +53,7 @@ class Redirects:
         if route is None or front is None or FORWARDED_HEADER in request.headers or getattr(route.ctx, "is_own", False):
             return None
         session_id = request.match_info.get("session_id")
-        # Pages that may not call are refused by the routes, later, in their own words.
+        # A page of a foreign origin is refused later, by the route itself.
         if session_id is None or request.method == "OPTIONS" or self._origins.refuse_request(request) is not None:
             return None
         if any(session.id == session_id for session in request.app.ctx.sessions.list()):
@@ -63,7 +63,7 @@ class Redirects:
             return None
         entry, owning = found
         is_alive = owning is not None and owning.is_alive
-        # One without a heartbeat is not dead for sure: a stop is tried all the same.
+        # A server without a heartbeat may still be alive: a stop is tried all the same.
         if owning is not None and getattr(route.ctx, "is_stop", False) and not owning.has_ended:
             return await self._stop(request, owning, session_id)
         if not request.body and request.stream is not None and request.stream.request_body:
@@ -86,7 +86,7 @@ class Redirects:
             return kept[1]
         self._cache = {id: place for id, place in self._cache.items() if now - place[0] <= CACHE_SECONDS}
         found = await front.find(session_id)
-        if found is not None:  # what is not there may be made at any moment
+        if found is not None:  # not cached when missing: the session may be created at any moment
             self._cache[session_id] = now, found
         return found
 
@@ -94,7 +94,7 @@ class Redirects:
         """Answer about a session whose server died."""
         last = request.path.rstrip("/").rsplit("/", 1)[-1]
         if not entry.status and request.method != "DELETE":
-            raise UnknownSession(f"Session {entry.id} not found")  # its id was taken, and nothing came of it
+            raise UnknownSession(f"Session {entry.id} not found")  # its id was reserved, but it was never created
         if request.method in ("GET", "HEAD") and last == entry.id:
             return json_response(make_status(entry))
         if request.method == "DELETE" and last == entry.id:
@@ -114,7 +114,7 @@ class Redirects:
     async def stop_all(self, request: Request, reason: str) -> dict[str, Any]:
         """Stop the robots of all other servers; returns how many, and which servers are not known to have.
 
-        Those too that are not heard of: what they move, they may move still.
+        Servers without a heartbeat too: their robots may still move.
         """
         if FORWARDED_HEADER in request.headers or self.front is None:
             return {}
@@ -122,7 +122,7 @@ class Redirects:
         return await self._run_shielded(peers.stop_all(others, self._headers(request), reason))
 
     async def _run_shielded(self, stopping: Any) -> Any:
-        # It goes on when whoever asked for it does not wait.
+        # It goes on when the client disconnects.
         task = asyncio.create_task(stopping, name="stop others")
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)

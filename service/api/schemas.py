@@ -21,7 +21,7 @@ from service.sessions.request import (
     Text,
 )
 
-# Fields of a session's request that the specification declares; it has types and defaults of them, and no more.
+# Fields of a session's request in the specification, which gives only their types and defaults.
 SPECIFIED = (
     "session_id",
     "policy_path",

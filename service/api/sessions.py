@@ -30,7 +30,7 @@ async def list_sessions(request: Request) -> HTTPResponse:
 
     In a cluster those of the other fronts come after, each with its `front` in `stats`, as they stood a moment ago.
     """
-    # Not asdict, which copies every figure of every session while robots wait for their ticks.
+    # Not dataclasses.asdict, which copies every figure of every session while robots wait for their ticks.
     listed = [vars(session.status()) for session in list_visible_sessions(request)]
     front = request.app.ctx.peer_sessions
     if front is None:
@@ -38,7 +38,7 @@ async def list_sessions(request: Request) -> HTTPResponse:
     try:
         return json_response([*listed, *await front.list(caller_of(request))])
     except ServiceError as error:
-        # What is known here is not kept back; and whoever asks learns that it is not all.
+        # Other servers may be unreachable: list the sessions known here, and say that the list is incomplete.
         return json_response(listed, headers={"x-robojax-incomplete": str(error)})
 
 

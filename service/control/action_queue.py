@@ -7,14 +7,14 @@ import numpy as np
 
 from service.control.aggregation import REPLACE, Aggregation
 
-# Two chunks so close to whole actions apart (in actions) are whole actions apart.
+# Two chunks count as whole actions apart when they are so close to it (in actions).
 _WHOLE = 0.02
 # More actions than any inference takes.
 _REMEMBERED = 2048
 
 
 class ActionQueue:
-    """The plan of one robot: action i of a chunk is due at ``seen_at + i * period``.
+    """The plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
 
     A tick takes the action due nearest to it, so an action is at most half a period early; one that
     is more than a period late when its turn comes is never given out. When ticks come at another
@@ -25,10 +25,11 @@ class ActionQueue:
         period: seconds from one action to the next.
         is_between: whether ticks take points between two actions.
         aggregation: how a new chunk is joined with what is left of the plan.
+        left: how many actions are left.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
-        seen_at, dry_at: when the frames of the newest chunk were seen, and when its last action is over, monotonic; of
-            no meaning while nothing is left of it.
+        observed_at, dry_at: when the frames of the newest chunk were taken, and when its last action is over,
+            monotonic; of no meaning while nothing is left of it.
     """
 
     def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
@@ -38,32 +39,27 @@ class ActionQueue:
         self.late = 0
         self.is_between = tick_period is not None and not math.isclose(tick_period, period, rel_tol=1e-6)
         self._chunk = np.zeros((0, 0), np.float32)
-        # Of how many predictions each action is made.
+        # How many predictions each action was averaged from.
         self._counts = np.zeros(0, np.int64)
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
-        self.seen_at = self.dry_at = 0.0
-        self._next = 0
-
-    def __len__(self) -> int:
-        """Return how many actions are left."""
-        return len(self._chunk) - self._next
+        self.observed_at = self.dry_at = 0.0
+        self.left = 0
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
         """Join chunks in another way from the next one on; what is left counts as one prediction then."""
         self.aggregation = aggregation
         self._counts = np.ones(len(self._chunk), np.int64)
 
-    def remaining(self, seen_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return what is left of the plan for the moments of a chunk that belongs to ``seen_at``, interpolated if need
-        be.
+    def remaining(self, observed_at: float, length: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return what is left of the plan from ``observed_at`` on, interpolated to the moments of a new chunk.
 
         Returns:
             the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
             many predictions (n,) each of them is made. n is 0 when nothing is left of the plan.
         """
-        if not len(self):
+        if not self.left:
             return 0, self._chunk[:0], self._counts[:0]
-        position = (seen_at - self.seen_at) / self.period
+        position = (observed_at - self.observed_at) / self.period
         whole = math.floor(position + 0.5)
         position = float(whole) if abs(position - whole) < _WHOLE else position
         skipped = max(math.ceil(-position), 0)
@@ -76,12 +72,14 @@ class ActionQueue:
         after = self._chunk[begin + 1 : begin + 1 + count]
         return skipped, before + np.float32(share) * (after - before), counts
 
-    def aggregate(self, chunk: np.ndarray, seen_at: float, first_usable: int = 0) -> np.ndarray:
+    def aggregate(self, chunk: np.ndarray, observed_at: float, first_usable: int = 0) -> np.ndarray:
         """The chunk (t, a), each of its actions joined with the one that is planned for its moment.
 
         ``first_usable`` is the index of the first that can still be done.
         """
-        first, planned, counts = self.remaining(seen_at, len(chunk))
+        if not self.left:
+            return chunk
+        first, planned, counts = self.remaining(observed_at, len(chunk))
         if not len(planned):
             return chunk
         after = np.arange(first, first + len(planned)) - first_usable + 1
@@ -93,32 +91,33 @@ class ActionQueue:
         part += old_share.reshape(-1, 1) * (planned - part)
         return result
 
-    def push(self, chunk: np.ndarray, seen_at: float, now: float) -> int:
-        """Put a chunk (t, a) whose first action belongs to ``seen_at`` in place of what is left.
+    def push(self, chunk: np.ndarray, observed_at: float, now: float) -> int:
+        """Put a chunk (t, a) whose first action belongs to ``observed_at`` in place of what is left.
 
         ``aggregate`` joins the two before. Actions that are over already are counted as late.
 
         Returns:
             how many actions are still usable.
         """
-        first, planned, counts = self.remaining(seen_at, len(chunk))
-        self._counts = np.ones(len(chunk), np.int64)
-        self._counts[first : first + len(planned)] += counts
-        self._chunk, self.seen_at, self.consumed = chunk, seen_at, 0
-        self.dry_at = seen_at + len(chunk) * self.period
-        self._next = 0
-        self._next = min(max(math.floor(self._position(now) + 0.5), 0), len(chunk))
-        self.late += self._next
-        return len(self)
+        made_of = np.ones(len(chunk), np.int64)
+        if self.left:
+            first, planned, counts = self.remaining(observed_at, len(chunk))
+            made_of[first : first + len(planned)] += counts
+        self._chunk, self._counts, self.observed_at, self.consumed = chunk, made_of, observed_at, 0
+        self.dry_at = observed_at + len(chunk) * self.period
+        over = min(max(math.floor(self._position(now, 0) + 0.5), 0), len(chunk))
+        self.left = len(chunk) - over
+        self.late += over
+        return self.left
 
-    def crossfade(self, chunk: np.ndarray, seen_at: float, now: float, steps: int) -> np.ndarray:
+    def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
         """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
 
         For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
         over from, the chunk as it is.
         """
-        skipped, old, _ = self.remaining(seen_at, len(chunk))
-        first = max(math.ceil((now - seen_at) / self.period), 0)
+        skipped, old, _ = self.remaining(observed_at, len(chunk))
+        first = max(math.ceil((now - observed_at) / self.period), 0)
         steps = min(steps, len(old) - first)
         if steps <= 0 or skipped:
             return chunk
@@ -133,32 +132,32 @@ class ActionQueue:
         last = len(self._chunk) - 1
         if last < 0:
             return None
-        position, present = self._position(deadline), (now - self.seen_at) / self.period
+        before = len(self._chunk) - self.left
+        position, present = self._position(deadline, before), (now - self.observed_at) / self.period
         if present > position + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
-            position = self._position(now)
+            position = self._position(now, before)
         is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
         index = last + 1 if is_over else math.floor(position + 0.5)
-        if index < self._next and not (self.is_between and self.consumed):
+        if index < before and not (self.is_between and self.consumed):
             return None
-        before = self._next
         if index > before:
             # Ticks slower than actions pass over some of them on purpose.
             self.late += 0 if self.is_between else index - before
-            self._next = index
+            self.left = len(self._chunk) - index
         if is_over:
             return None
-        if index == self._next:
-            self._next += 1
-            done = self._next - before if self.is_between and self.consumed else 1
+        if index >= before:
+            self.left -= 1
+            done = index + 1 - before if self.is_between and self.consumed else 1
             self.consumed += done
             self._taken.extend([deadline] * done)
         return self._interpolate(position) if self.is_between else self._chunk[index]
 
-    def first_after(self, moment: float, seen_at: float) -> tuple[int, float]:
+    def first_after(self, moment: float, observed_at: float) -> tuple[int, float]:
         """Index of a chunk's next action after this moment, and the share of a period (0..1] that lies between them."""
-        position = (moment - seen_at) / self.period
+        position = (moment - observed_at) / self.period
         if self.is_between:
             first = math.floor(position) + 1
             return (first, first - position) if first > 0 else (0, 1.0)
@@ -168,12 +167,11 @@ class ActionQueue:
     def clear(self) -> None:
         """Drop all that is left; it does not count as late."""
         self._chunk, self._counts = self._chunk[:0], self._counts[:0]
-        self._next = 0
-        self.consumed = 0
+        self.left = self.consumed = 0
 
     def due(self, index: int) -> float:
         """Monotonic time at which action ``index`` of this chunk is due."""
-        return self.seen_at + index * self.period
+        return self.observed_at + index * self.period
 
     def count_taken_since(self, moment: float) -> int:
         """How many actions, of whatever chunk, were given out for ticks from this moment on."""
@@ -186,15 +184,18 @@ class ActionQueue:
 
     def due_times(self) -> list[float]:
         """Return the monotonic times at which the remaining actions are due."""
-        return [self.due(index) for index in range(self._next, len(self._chunk))]
+        return [self.due(index) for index in range(len(self._chunk) - self.left, len(self._chunk))]
 
-    def _position(self, moment: float) -> float:
-        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions."""
-        position = (moment - self.seen_at) / self.period
+    def _position(self, moment: float, following: int) -> float:
+        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions.
+
+        ``following`` is the index of the action that comes next.
+        """
+        position = (moment - self.observed_at) / self.period
         if self.is_between:
             return position
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
-        return float(self._next) if abs(position - self._next) < 0.501 else math.floor(position + 0.5)
+        return float(following) if abs(position - following) < 0.501 else math.floor(position + 0.5)
 
     def _interpolate(self, position: float) -> np.ndarray:
         before = int(position)

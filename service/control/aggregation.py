@@ -17,7 +17,7 @@ from jaxmodels import Requirements
 
 # Seconds; see docs/robots/motion.md.
 CROSSFADE_SECONDS = 0.24
-# ACT's own.
+# ACT's own default.
 DEFAULT_COEFFICIENT = 0.01
 MAX_COEFFICIENT = 10
 ALL_ACTIONS = 1 << 30
@@ -40,7 +40,7 @@ class Aggregation(Protocol):
         ...
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray | float:
-        """Return the weight (n,) in 0..1 of each new action that something is planned for.
+        """Return the weight (n,) in 0..1 of each new action for whose moment there is a planned one.
 
         Args:
             counts: (n,) of how many predictions the planned one is made.
@@ -88,7 +88,7 @@ class EnsembleAggregation:
             )
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return the weight of the newest of so many and one predictions, by the sum of all: a geometric series."""
+        """Return the weight of the newest prediction among ``counts + 1``; all weights are a geometric series."""
         c = self.coefficient
         if abs(c) < 1e-9:
             return 1.0 / (counts + 1.0)
@@ -115,11 +115,11 @@ class CrossfadeAggregation:
 
     @property
     def lasting_actions(self) -> int:
-        """Actions as long as the crossfade."""
+        """As many actions as the crossfade takes."""
         return self.steps
 
     def new_weights(self, counts: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return evenly growing weights."""
+        """Return weights that grow evenly from the old plan to the new chunk."""
         steps = min(self.steps, int(after[-1])) if len(after) else self.steps
         return np.clip(after / (max(steps, 0) + 1.0), 0.0, 1.0)
 
@@ -128,7 +128,7 @@ REPLACE = WeightedAggregation("replace", 1.0)
 ENSEMBLE, CROSSFADE, RTC = "ensemble", "crossfade", "rtc"
 # Chosen by benchmarks/smoothness.py.
 DEFAULT_AGGREGATION = CROSSFADE
-# By the names that requests know them by.
+# Keyed by the names that requests use.
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {
         one.name: one
@@ -146,7 +146,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     }
 )
 
-# The same for people, in the documents of the API.
+# The same names in words, for the API's documentation.
 AGGREGATIONS_TEXT = (
     "replace (latest_only); LeRobot's weighted_average (0.3 old, 0.7 new), average, conservative (0.7 old); ensemble "
     "(ACT's, over time); crossfade; rtc, for policies that continue a plan"

@@ -96,7 +96,7 @@ class ControlSettings(Group):
 
 @dataclass(frozen=True)
 class ControlConfig:
-    """Of one session.
+    """Control configuration of one session.
 
     Attributes:
         rate: ticks per second.

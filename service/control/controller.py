@@ -24,7 +24,7 @@ _EARLY_TOLERANCE = 1e-6
 _MAX_TARGET = 1e30
 # Fields of a ControlConfig that may change while a robot moves.
 ADJUSTABLE = ("overlap", "ask_ahead", "action_steps")
-# Code of an obstacle: the link is up, and takes no command.
+# Code of an obstacle: the link is up, but refuses commands.
 CHOKED = "link_choked"
 
 
@@ -184,6 +184,7 @@ class Controller:
         queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
             wanted it.
         is_running: between ``begin`` and ``halt``.
+        refused_since: when the link refused the first of the newest commands; None when it took the last one.
         command: the last command given out (a,), or None.
         lost_rooms: rooms whose connection is lost, with the reason.
         is_blind: whether the robot cannot be seen, felt or reached for so long that its session is degraded.
@@ -204,7 +205,7 @@ class Controller:
         config: ControlConfig,
         limits: MotionLimits | None = None,
     ):
-        """Without limits, those that the joint table knows hold."""
+        """Without ``limits``, those of the joint table apply."""
         self.config = config
         self.period = 1 / config.rate
         self.buffer = buffer
@@ -224,6 +225,7 @@ class Controller:
             period=self.period,
         )
         self.is_running = self.is_blind = False
+        self.refused_since: float | None = None
         self.command: np.ndarray | None = None
         self.lost_rooms: dict[str, str] = {}
         self.largest_step = np.zeros(config.width, np.float32)
@@ -237,7 +239,6 @@ class Controller:
         self._failures = 0
         self._is_moving = self._is_dry = self._keeps_grip = False
         self._moved_at = 0.0
-        self._refused_since: float | None = None
         self._target: np.ndarray | None = None
 
     # Ticks.
@@ -269,12 +270,7 @@ class Controller:
             command = self._hold_command()
         else:
             command = self._move(action, snapshot.joints, now)
-        request = None
-        if self.scheduler.is_due(self.queue):
-            if history.steps > 1:
-                snapshot = replace(snapshot, past=history.before(now, snapshot))
-            request = self.scheduler.request(snapshot, self.queue, now)
-        return TickResult(command, request, events)
+        return TickResult(command, self.scheduler.next_request(snapshot, history, self.queue, now), events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
         """Apply what the watchdog finds to the tick that comes; a stop is done at once."""
@@ -282,10 +278,10 @@ class Controller:
         report = self.watchdog.check(
             now,
             InputTimes(
-                self.buffer.seen_at,
+                self.buffer.observed_at,
                 tuple(self.lost_rooms),
                 self.buffer.is_pose_current,
-                self.queue.seen_at if len(self.queue) else None,
+                self.queue.observed_at if self.queue.left else None,
                 in_flight and in_flight.requested_at,
             ),
         )
@@ -319,7 +315,8 @@ class Controller:
             self._history.append(self._keep_grip(pose))
         self.command = self.guard.limit(allowed, self._history[-1])
         self._history.append(self.command)
-        self._hold_state.end()
+        if not self._is_moving:  # whatever holds a robot ends its motion first
+            self._hold_state.end()
         self._moved_at = now
         self._is_moving, self._is_dry, self._keeps_grip = True, False, True
         return self.command
@@ -331,7 +328,7 @@ class Controller:
         if not self._is_moving:
             return
         self._history.rest()
-        if not self._is_dry and not len(self.queue):
+        if not self._is_dry and not self.queue.left:
             self._is_dry = True
             self.starvations += 1
         waited = now - self._moved_at
@@ -342,17 +339,19 @@ class Controller:
             self._enter_hold(NotReady("starved", text), now)
 
     def confirm(self, is_sent: bool, now: float) -> None:
-        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before."""
+        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before.
+
+        That it took one more after others is no news.
+        """
         if is_sent:
-            if self._refused_since is not None or CHOKED in self._obstacles:
-                self._refused_since = None
-                self.clear(CHOKED)
+            self.refused_since = None
+            self.clear(CHOKED)
         elif not self.is_running:
             self._hold_state.retry()
         elif self._is_moving:
             self.command = self._history.take_back()
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since > self.config.control.starved_after:
+            self.refused_since = self.refused_since or now
+            if now - self.refused_since > self.config.control.starved_after:
                 limit = self.config.control.starved_after * 1e3
                 self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
         elif CHOKED in self._obstacles:
@@ -370,7 +369,7 @@ class Controller:
                 return self.fail(text, now, failure=answer.error)
             self.obstruct(COMPILING, text)
             return TickResult()
-        if not self.scheduler.close(request):
+        if not self.scheduler.close(answer, self.queue, now):
             return TickResult(failure=answer.error)
         if answer.error is not None:
             return self._note_failure("policy_failed", answer.error[1], now, answer.error)
@@ -379,16 +378,15 @@ class Controller:
             self.rejected += 1
             return self._note_failure("policy_invalid", plan[1], now, plan)
         self._failures = 0
-        self.scheduler.measure(request, self.queue, now)
         if answer.fade is not None:
             self.queue.clear()
         self.chunks += 1
         late = self.queue.late
-        usable = self.queue.push(plan, request.snapshot.seen_at, now)
+        usable = self.queue.push(plan, request.snapshot.observed_at, now)
         self.late_by_chunk.add(self.queue.late - late)
         if not usable:
             covered = self.config.chunk / self.config.action_rate
-            age = now - request.snapshot.seen_at
+            age = now - request.snapshot.observed_at
             text = (
                 f"the policy answers {age * 1e3:.0f} ms after its frame, its chunk covers only {covered * 1e3:.0f} ms"
             )
@@ -407,9 +405,9 @@ class Controller:
         if (wrong := self.guard.check_shape(chunk)) is not None:
             return wrong
         assert isinstance(chunk, np.ndarray)
-        queue, width, seen_at = self.queue, chunk.shape[2], request.snapshot.seen_at
+        queue, width, observed_at = self.queue, chunk.shape[2], request.snapshot.observed_at
         # The first action that can still be done, and what it follows.
-        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, seen_at)
+        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, observed_at)
         first = min(first, self.config.chunk)
         pose = self.buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"
@@ -418,7 +416,9 @@ class Controller:
         )
         target = np.clip(chunk[0], -_MAX_TARGET, _MAX_TARGET).astype(np.float32)
         plan = np.concatenate([target, target], axis=1)
-        plan = queue.aggregate(plan, seen_at, first) if fade is None else queue.crossfade(plan, seen_at, now, fade)
+        plan = (
+            queue.aggregate(plan, observed_at, first) if fade is None else queue.crossfade(plan, observed_at, now, fade)
+        )
         judged = self.guard.judge(plan[:, :width], motion, first)
         if judged.actions is None:
             return judged.reason or "", judged.text
@@ -470,7 +470,7 @@ class Controller:
         self._hold_state.end()
         self.release_grip()
         self._failures = 0
-        self._refused_since = None
+        self.refused_since = None
         self.clear(CHOKED)
         self.is_blind = False
         self.is_running = True
@@ -517,7 +517,7 @@ class Controller:
             # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
             self.release_grip()
             if event.is_replaced:
-                # Even when the next one comes before the next tick.
+                # At once: the next robot may come before the next tick.
                 self.buffer.forget_joints()
                 self._forget_robot()
         elif isinstance(event, LinkDown):
@@ -533,7 +533,7 @@ class Controller:
                 self.obstruct("link_lost", self.link_trouble or "")
             else:
                 self.clear("link_lost")
-                self.is_blind = False  # if it still is, that is to be said anew
+                self.is_blind = False  # a robot that still cannot be observed is reported again
                 return TickResult(events=(ControlEvent(Move.LINK_BACK, None),))
         return TickResult()
 

@@ -411,8 +411,8 @@ class Guard:
     def _find_refusable(
         self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the violations that are no matter of a little overshoot, or of leading a robot away from where it
-        stands.
+        """Return the violations that refuse a chunk: those that are neither a small overshoot nor the way of a
+        robot at rest to where the chunk begins.
 
         Refusing judges all of a chunk, also what is over: it says what the policy is worth.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from service.errors import InvalidRequest, PolicyError
 from service.transport.link import JointValue
 
-# Policies compute in float32, so a value has to be finite there too.
+# Policies compute in float32, so a value has to be finite in float32 too.
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
 # A joint that is so much of its range outside of it is more likely reported in degrees, or in a motor's steps.

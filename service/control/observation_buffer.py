@@ -26,7 +26,7 @@ class Snapshot:
     Attributes:
         frames: camera to picture, uint8 (h, w, 3).
         joints: (a,) float32, in the order of the joint table.
-        seen_at: when the oldest of the newest frames was seen.
+        observed_at: when the oldest of the newest frames was seen.
         sizes: camera to (height, width).
         prefix: what is left of the plan, for a policy that continues it, as ``jaxmodels.types.PREFIX_ACTIONS`` says.
         past: frames and joints of the moments before, oldest first, for a policy that looks at several
@@ -35,7 +35,7 @@ class Snapshot:
 
     frames: Mapping[str, np.ndarray]
     joints: np.ndarray
-    seen_at: float
+    observed_at: float
     sizes: Mapping[str, tuple[int, int]]
     prefix: Mapping[str, np.ndarray] = field(default_factory=dict)
     past: Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]] = ()
@@ -62,7 +62,7 @@ RECENT_POSES = 1.0
 
 
 class ObservationHistory:
-    """What a robot showed at the moments before, for policies that look at several observations at once.
+    """Past observations of a robot, for policies that look at several observations at once.
 
     A policy was trained with observations at its own rate, and a robot's ticks may be more or fewer: one moment of each
     tick is kept, and those nearest to one period of the policy before now, two and so on are given. Where none is near
@@ -78,13 +78,13 @@ class ObservationHistory:
         self._moments: deque[tuple[float, Mapping[str, np.ndarray], np.ndarray]] = deque()
 
     def add(self, now: float, snapshot: Snapshot) -> None:
-        """Keep what is there now."""
+        """Add the observation of this moment."""
         self._moments.append((now, snapshot.frames, snapshot.joints))
         while now - self._moments[0][0] > self.steps * self.period:
             self._moments.popleft()
 
     def clear(self) -> None:
-        """Forget everything: the robot begins anew."""
+        """Forget all observations: the robot starts again."""
         self._moments.clear()
 
     def before(self, now: float, snapshot: Snapshot) -> Sequence[tuple[Mapping[str, np.ndarray], np.ndarray]]:
@@ -94,7 +94,7 @@ class ObservationHistory:
         for back in range(1, self.steps):
             at = now - back * self.period
             near = min(self._moments, key=lambda moment: abs(moment[0] - at), default=None)
-            # Pictures of another size are of before a camera was set anew.
+            # A picture of another size was taken before its camera was reconfigured.
             if near is not None and abs(near[0] - at) <= self.period / 2 and _is_alike(near[1], snapshot.frames):
                 newer = near[1:]
             past.append(newer)
@@ -119,7 +119,7 @@ class ObservationBuffer:
         odd: joints whose newest value came in far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
         sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
-        seen_at: when each camera's newest frame was seen, None before the first.
+        observed_at: when each camera's newest frame was seen, None before the first.
         pose: (a,) the last measured pose, which nobody changes any more; None while a joint was never seen.
         is_pose_current: whether every joint is known and trusted.
         history: what was there before, for policies that look at it.
@@ -146,7 +146,7 @@ class ObservationBuffer:
         self._max_pixels = max_pixels
         self._trusted_from = -math.inf
         self.sizes: Mapping[str, tuple[int, int]] = {}
-        self.seen_at: dict[str, float | None] = dict.fromkeys(cameras)
+        self.observed_at: dict[str, float | None] = dict.fromkeys(cameras)
         self.is_pose_current = not len(joints)
         self._images: dict[str, np.ndarray] = {}
         # Replaced with each update and never changed: snapshots and commands share it.
@@ -157,9 +157,9 @@ class ObservationBuffer:
         # Poses that were measured lately, with when the next one came.
         self._past: deque[tuple[float, np.ndarray]] = deque(maxlen=256)
 
-    def put_frame(self, camera: str, image: np.ndarray, seen_at: float) -> bool:
+    def put_frame(self, camera: str, image: np.ndarray, observed_at: float) -> bool:
         """Keep a frame, uint8 (h, w, 3), RGB; False when it is not usable, which is counted by reason."""
-        newest = self.seen_at.get(camera)
+        newest = self.observed_at.get(camera)
         reason = None
         if camera not in self.frames:
             reason = "unknown_camera"
@@ -167,7 +167,7 @@ class ObservationBuffer:
             reason = "frame_format"
         elif image.shape[0] * image.shape[1] > self._max_pixels:
             reason = "frame_too_large"
-        elif newest is not None and seen_at < newest:
+        elif newest is not None and observed_at < newest:
             reason = "frame_out_of_order"
         if reason is not None:
             self.dropped.add(reason)
@@ -175,12 +175,12 @@ class ObservationBuffer:
         size = (image.shape[0], image.shape[1])
         if self.sizes.get(camera) != size:
             self.sizes = {**self.sizes, camera: size}
-        self._images[camera], self.seen_at[camera] = image, seen_at
-        self.frames[camera].add(seen_at)
-        self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        self._images[camera], self.observed_at[camera] = image, observed_at
+        self.frames[camera].add(observed_at)
+        self.last_input_at = max(observed_at, self.last_input_at or observed_at)
         return True
 
-    def put_joints(self, values: Mapping[str, object], seen_at: float) -> Mapping[str, int]:
+    def put_joints(self, values: Mapping[str, object], observed_at: float) -> Mapping[str, int]:
         """Merge a partial update by name; what is not usable is dropped and counted, the last value stays.
 
         Returns:
@@ -198,7 +198,7 @@ class ObservationBuffer:
         if not update.values:
             return update.dropped
         if self.pose is not None:
-            self._past.append((seen_at, self.pose))
+            self._past.append((observed_at, self.pose))
         positions = list(update.values)
         self._values = self._values.copy()
         self._values[positions] = list(update.values.values())
@@ -207,8 +207,8 @@ class ObservationBuffer:
         self._is_current[positions] = True
         self.pose = self._values if self._is_known.all() else None
         self.is_pose_current = bool(self._is_current.all())
-        self.joint_updates.add(seen_at)
-        self.last_input_at = max(seen_at, self.last_input_at or seen_at)
+        self.joint_updates.add(observed_at)
+        self.last_input_at = max(observed_at, self.last_input_at or observed_at)
         return update.dropped
 
     def refuse_joints(self, reasons: Mapping[str, int]) -> None:
@@ -221,7 +221,7 @@ class ObservationBuffer:
         self._trusted_from = now
 
     def distrust_joints(self) -> None:
-        """Let only joint values that come from now on count for motion: their room was lost. Holds may use the old."""
+        """Let only joint values that come from now on count for motion: their room was lost. Holds use older ones."""
         self._is_current[:] = False
         self.is_pose_current = not len(self.joints)
 
@@ -246,7 +246,10 @@ class ObservationBuffer:
 
     def frame_ages(self, now: float) -> dict[str, float | None]:
         """Seconds since each camera's newest frame was seen, None before the first."""
-        return {camera: None if seen_at is None else now - seen_at for camera, seen_at in self.seen_at.items()}
+        return {
+            camera: None if observed_at is None else now - observed_at
+            for camera, observed_at in self.observed_at.items()
+        }
 
     def not_ready(self, now: float) -> NotReady | None:
         """Return all that is missing or stale in one text; None when every frame and joint is there and fresh."""
@@ -257,18 +260,18 @@ class ObservationBuffer:
         """Everything at once when it is complete and fresh, else all that is missing or stale in one text."""
         frames: dict[str, np.ndarray] = {}
         missing, stale, unseen, oldest = [], [], [], math.inf
-        for camera, seen_at in self.seen_at.items():
-            if seen_at is None:
+        for camera, observed_at in self.observed_at.items():
+            if observed_at is None:
                 missing.append(f"camera {camera!r}: no frame yet")
-            elif seen_at < self._trusted_from:
+            elif observed_at < self._trusted_from:
                 stale.append(f"camera {camera!r}: no frame since a link was lost")
-            elif now - seen_at > self._frame_age_limit:
+            elif now - observed_at > self._frame_age_limit:
                 stale.append(
-                    f"camera {camera!r}: frame is {(now - seen_at) * 1e3:.0f} ms old, "
+                    f"camera {camera!r}: frame is {(now - observed_at) * 1e3:.0f} ms old, "
                     f"limit {self._frame_age_limit * 1e3:.0f} ms"
                 )
             else:
-                frames[camera], oldest = self._images[camera], min(oldest, seen_at)
+                frames[camera], oldest = self._images[camera], min(oldest, observed_at)
         if not self.is_pose_current:
             names = [name for name, known in zip(self.joints.names, self._is_current, strict=True) if not known]
             unseen.append("joints: no value yet of " + ", ".join(names))

@@ -32,12 +32,12 @@ class Tick:
 class SessionObserver(Protocol):
     """Observer of a session, called on the event loop between two ticks: quick, never waiting, never raising."""
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """A usable frame arrived: uint8 (h, w, 3), RGB; nobody changes the array any more."""
         ...
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        """A chunk (t, a) was taken, which belongs to what was seen at ``seen_at``."""
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
+        """A chunk (t, a) was taken, which belongs to what was seen at ``observed_at``."""
         ...
 
     def on_tick(self, tick: Tick) -> None:
@@ -61,15 +61,15 @@ class SessionObservers:
         self.attached = (*self.attached, observer)
         return lambda: self._detach(observer)
 
-    def notify_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def notify_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Notify all observers of a frame."""
         for observer in self.attached:
-            self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, seen_at))
+            self._notify(observer, lambda observer=observer: observer.on_frame(camera, image, observed_at))
 
-    def notify_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def notify_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         """Notify all observers of a chunk."""
         for observer in self.attached:
-            self._notify(observer, lambda observer=observer: observer.on_chunk(chunk, seen_at, at))
+            self._notify(observer, lambda observer=observer: observer.on_chunk(chunk, observed_at, at))
 
     def notify_tick(self, tick: Tick) -> None:
         """Notify all observers of a tick."""

@@ -14,7 +14,7 @@ from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import DeviceAway, PolicyFailed
 from service.inference.engine import Engine, FrameSizes, InferenceStuck, LoadedPolicy, describe_sizes
-from service.inference.loaded_policy import select_features, task_input
+from service.inference.loaded_policy import task_input, unread_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class PolicyRunner:
         self.tokens_cut = 0
         self.instruct(instruction)
         self.loaded = loaded
+        self._unread = unread_features(loaded.requirements)
         self.shadow = shadow
         self.seconds = {stage: Recent(samples) for stage in STAGES}
         self.errors = 0
@@ -89,7 +90,8 @@ class PolicyRunner:
         if self._successor is not None and self._successor.loaded.is_compiled(sizes):
             self._change_over()
         loaded, instruction = self.loaded, self.instruction
-        if not loaded.is_compiled(sizes):
+        # Frames of the sizes that it was trained with are compiled when it is loaded.
+        if sizes != loaded.requirements.cameras and not loaded.is_compiled(sizes):
             return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
         if self._engine.batch_compiler.idle.is_set():
             self._has_waited = False
@@ -97,8 +99,10 @@ class PolicyRunner:
             text = "what was being compiled when the robot was started is let end"
             return PolicyAnswer(request, error=(COMPILING, text))
         features = snapshot.observation() | self._task
-        observation = select_features(loaded.requirements, features) | dict(snapshot.prefix)
-        self.frame_age.add(time.monotonic() - snapshot.seen_at)
+        observation = {**features, **snapshot.prefix}
+        for name in self._unread:
+            observation.pop(name, None)
+        self.frame_age.add(time.monotonic() - snapshot.observed_at)
         inputs = _Inputs(loaded, instruction, features, observation)
         try:
             result = await self._engine.infer(loaded, observation, due=request.due, caller=self)
@@ -115,17 +119,17 @@ class PolicyRunner:
         return PolicyAnswer(request, result.chunk, fade=fade, inputs=inputs)
 
     def follow_up(self, answer: PolicyAnswer, outcome: TickResult) -> None:
-        """Learn what the controller made of an answer: for a policy on probation, a shadow, a recording."""
+        """Pass on whether the controller accepted an answer: to a policy on probation, a shadow, a recording."""
         inputs = answer.inputs
-        # What the one before was still asked is not the fault, nor the merit, of the one that runs now.
+        # A request to the policy before counts neither for nor against the one that runs now.
         if not isinstance(inputs, _Inputs) or inputs.loaded is not self.loaded:
             return
         if outcome.failure is not None and self._first_failure is not None and not self._first_failure.done():
             self._first_failure.set_result(outcome.failure)
         if outcome.is_accepted and isinstance(answer.chunk, np.ndarray):
-            # Not before: an answer that is dropped, of an earlier motion, has led over from nothing.
+            # Only now: an answer of an earlier motion is dropped, and its fade with it.
             self._fading = None
-            # Only what was accepted: nothing can be compared with what is not finite.
+            # Only accepted answers: others may not be finite, and cannot be compared.
             self.recent.append((inputs.observation, answer.chunk))
             self.followed = inputs.instruction
             if self.shadow is not None:
@@ -153,7 +157,7 @@ class PolicyRunner:
         return successor.done
 
     def cancel_take_over(self) -> None:
-        """Let no policy take over that waits for it."""
+        """Cancel the takeover of a policy that still waits for it."""
         if self._successor is not None:
             self._successor.done.cancel()
 
@@ -162,8 +166,9 @@ class PolicyRunner:
         if successor is None or successor.done.done():
             return
         self.loaded = successor.loaded
+        self._unread = unread_features(self.loaded.requirements)
         self._fading = (successor.loaded, successor.fade)
-        # What the new one is compared with later is its own.
+        # The next policy is compared with observations of this one only.
         self.recent.clear()
         successor.done.set_result(None)
 
@@ -173,7 +178,7 @@ class PolicyRunner:
         return self._first_failure
 
     def end_probation(self) -> None:
-        """Report failures to nobody any more."""
+        """Stop reporting failures to whoever began the probation."""
         if self._first_failure is not None:
             self._first_failure.cancel()
             self._first_failure = None

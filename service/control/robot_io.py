@@ -25,13 +25,6 @@ _INPUT_ROUNDS = 8
 _MAX_DECISION_TIME = 0.1
 
 
-async def sleep_until(deadline: float) -> None:
-    """Sleep on the running loop; never wakes early by more than the grid of ticks forgives."""
-    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
-    while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-        await asyncio.sleep(left)
-
-
 class RobotIO:
     """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
     link's inbox.
@@ -59,9 +52,9 @@ class RobotIO:
         observers: SessionObservers | None = None,
         is_dry: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = sleep_until,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """``sleep`` waits until a time of ``clock``, which is monotonic."""
+        """``clock`` is monotonic; ``sleep`` waits for seconds of it, and may wake early."""
         self.table = table
         self.controller = controller
         self.runner = runner
@@ -98,8 +91,11 @@ class RobotIO:
                         await self._wake.wait()
                         previous = None
                         continue
-                    await self._sleep(controller.clock.next_deadline(self._clock()))
-                    now = self._clock()
+                    deadline = controller.clock.next_deadline(now := self._clock())
+                    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock.
+                    while now < deadline:
+                        await self._sleep(deadline - now)
+                        now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
                         # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
                         for _ in range(_INPUT_ROUNDS):
@@ -113,23 +109,23 @@ class RobotIO:
 
     # What comes in.
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take a frame, uint8 (h, w, 3), RGB."""
         sizes = self.buffer.sizes
-        if self.buffer.put_frame(camera, image, seen_at):
-            self.controller.watchdog.note_frame(camera, image, seen_at)
+        if self.buffer.put_frame(camera, image, observed_at):
+            self.controller.watchdog.note_frame(camera, image, observed_at)
             if self.observers.attached:
-                self.observers.notify_frame(camera, image, seen_at)
-        newest = self.buffer.sizes
+                self.observers.notify_frame(camera, image, observed_at)
+        newest, loaded = self.buffer.sizes, self.runner.loaded
         are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
-        if are_new and not self.runner.loaded.is_compiled(newest):
+        if are_new and newest != loaded.requirements.cameras and not loaded.is_compiled(newest):
             self._prepare(newest)
 
-    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
         """Take a partial joint update: wire name to value."""
-        unusable = self.buffer.put_joints(values, seen_at)
+        unusable = self.buffer.put_joints(values, observed_at)
         if unusable:
-            self.apply(self.controller.take_bad_input(unusable, seen_at))
+            self.apply(self.controller.take_bad_input(unusable, observed_at))
 
     def on_event(self, event: LinkEvent) -> None:
         """Take a change of the link, an emergency stop, or that something came that nobody can use."""
@@ -170,7 +166,8 @@ class RobotIO:
                 # Whoever stops several robots must reach the others too; this one's session ends by it.
                 if not self.broken.done():
                     self.broken.set_exception(error)
-            if not (self.is_dry or self.controller.lost_rooms or self._link is None):
+            is_news = not is_sent or self.controller.refused_since is not None
+            if is_news and not (self.is_dry or self.controller.lost_rooms or self._link is None):
                 self.controller.confirm(is_sent, self._clock())
         if self.observers.attached and (is_tick or result.command is not None):
             hold = self.controller.hold
@@ -192,7 +189,7 @@ class RobotIO:
         self.runner.follow_up(answer, outcome)
         if outcome.is_accepted and self.observers.attached:
             assert isinstance(answer.chunk, np.ndarray)
-            self.observers.notify_chunk(answer.chunk[0], request.snapshot.seen_at, self._clock())
+            self.observers.notify_chunk(answer.chunk[0], request.snapshot.observed_at, self._clock())
         if answer.error is not None and answer.error[0] == COMPILING:
             self._prepare(request.snapshot.sizes)
         self.apply(outcome)
@@ -220,12 +217,12 @@ class RobotIO:
         self.wake()
 
     def wake(self) -> None:
-        """Look again whether there is something to send."""
+        """Wake ``run``, which may have something to send again."""
         self._idle.clear()
         self._wake.set()
 
     async def wait_idle(self) -> None:
-        """Wait until a robot that was halted has all repeats of its hold."""
+        """Wait until all repeats of a halted robot's hold are sent."""
         await self._idle.wait()
 
     def halt(self, *, always_hold: bool = False) -> None:
@@ -241,7 +238,7 @@ class RobotIO:
         move it there.
         """
         if not (self._is_latched and self.is_held):
-            # Before its rooms are joined there is nothing to send, and nothing for later.
+            # Before its rooms are joined nothing can be sent, and no hold is kept for later.
             self.halt(always_hold=self._link is not None)
         self._is_latched = True
 
@@ -285,7 +282,7 @@ class RobotIO:
         return done
 
     def detach(self) -> None:
-        """Let nothing go out any more; the figures stay."""
+        """Send nothing any more; the figures stay readable."""
         self._link = None
         self.broken.cancel()
         self.runner.cancel_take_over()
@@ -310,9 +307,9 @@ class RobotIO:
         controller = self.controller
         in_flight = controller.scheduler.in_flight
         return {
-            "frame_age_ms": {camera: age(seen_at) for camera, seen_at in self.buffer.seen_at.items()},
+            "frame_age_ms": {camera: age(observed_at) for camera, observed_at in self.buffer.observed_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
-            "chunk_age_ms": age(controller.queue.seen_at if len(controller.queue) else None),
+            "chunk_age_ms": age(controller.queue.observed_at if controller.queue.left else None),
             "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
             "bad_inputs": controller.watchdog.count_bad_inputs(now),
@@ -320,7 +317,7 @@ class RobotIO:
         }
 
     def get_warnings(self, now: float) -> dict[str, str]:
-        """Return code to text of what is unusual and holds nothing."""
+        """Return code to text of what is unusual but holds no robot."""
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}

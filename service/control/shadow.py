@@ -94,7 +94,7 @@ class Shadow:
             sizes = _frame_sizes(observation)
             if not self._served.is_compiled(sizes):
                 await self._compile(sizes)
-                return  # what was seen then is long over
+                return  # the observation is too old by now
             answer, seconds = await self._engine.run_trial(self._served, self._select_inputs(observation))
             self._add_comparison(answer, chunk, seconds)
         except PolicyFailed as error:
@@ -107,11 +107,11 @@ class Shadow:
         try:
             await self._engine.compile(self._served, sizes)
         except PolicyFailed:
-            self._is_off = True  # it would be tried again at every observation
+            self._is_off = True  # or it would fail again at every observation
             raise
 
     def _select_inputs(self, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What the shadow reads of what the first policy was shown: of its observations the newest ones."""
+        """Return the shadow's inputs out of those of the first policy; of its observations the newest ones."""
         requirements, steps = self._served.requirements, self._served.requirements.observation_steps
         features = dict(select_features(requirements, observation))
         if steps < self._first_steps:

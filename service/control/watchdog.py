@@ -36,17 +36,17 @@ class InputTimes:
     """Ages and gaps of one robot's input at one tick; times are monotonic.
 
     Attributes:
-        seen_at: when each camera's newest frame was seen, None before the first.
+        observed_at: when each camera's newest frame was seen, None before the first.
         lost_rooms: names of rooms that are down.
         is_pose_current: whether every joint is known and trusted.
-        plan_seen_at: when the frames of the queued actions were seen, or None when there are none.
+        plan_observed_at: when the frames of the queued actions were seen, or None when there are none.
         requested_at: when the inference that runs was asked for, or None.
     """
 
-    seen_at: Mapping[str, float | None]
+    observed_at: Mapping[str, float | None]
     lost_rooms: Sequence[str] = ()
     is_pose_current: bool = True
-    plan_seen_at: float | None = None
+    plan_observed_at: float | None = None
     requested_at: float | None = None
 
 
@@ -169,16 +169,16 @@ class Watchdog:
             ran = now - max(times.requested_at, self._resumed_at)
             if ran > self.slow_after:
                 holds["inference_slow"] = f"an inference runs for {ran:.2f} s, limit {self.slow_after:.2f} s"
-        plan_age = None if times.plan_seen_at is None else now - times.plan_seen_at
+        plan_age = None if times.plan_observed_at is None else now - times.plan_observed_at
         if plan_age is not None and safety.action_age_limit is not None and plan_age > safety.action_age_limit:
             limit = safety.action_age_limit
             holds["action_stale"] = f"the actions belong to what was seen {plan_age:.2f} s ago, limit {limit:g} s"
 
         # Cameras whose newest frame is too old, and since when there was no frame.
         stale: dict[str, float] = {}
-        for camera, seen_at in times.seen_at.items():
-            if seen_at is None or now - seen_at > self._frame_age:
-                stale[camera] = max(self._begun_at, seen_at or self._begun_at)
+        for camera, observed_at in times.observed_at.items():
+            if observed_at is None or now - observed_at > self._frame_age:
+                stale[camera] = max(self._begun_at, observed_at or self._begun_at)
         blind = stop = None
         if stale or times.lost_rooms or not times.is_pose_current:
             code, text, since = self._find_blindness(now, times, stale)
@@ -200,14 +200,16 @@ class Watchdog:
         comes bit by bit: one pause is one hold, until each had a frame since. One that does not soon is stale
         by itself.
         """
-        is_seen = all(seen_at is not None and seen_at >= self._resumed_at for seen_at in times.seen_at.values())
+        is_seen = all(
+            observed_at is not None and observed_at >= self._resumed_at for observed_at in times.observed_at.values()
+        )
         if now == self._resumed_at or (not is_seen and now - self._resumed_at <= self._frame_age):
             return True
         self._pause = None
         return False
 
     def _find_blindness(self, now: float, times: InputTimes, stale: Mapping[str, float]) -> tuple[str, str, float]:
-        """The oldest reason not to see, feel or reach the robot: code, text, and since when."""
+        """Return the oldest reason why the robot cannot be observed or reached: code, text, and since when."""
         reasons: dict[str, tuple[str, float]] = {}
         if times.lost_rooms:
             text = "room " + ", ".join(map(repr, sorted(times.lost_rooms))) + " lost"
@@ -216,14 +218,16 @@ class Watchdog:
             self._since.pop("link_lost", None)
         if stale:
             names = ", ".join(map(repr, sorted(stale)))
-            code = "camera_stale" if all(times.seen_at[camera] is not None for camera in stale) else "camera_missing"
+            code = (
+                "camera_stale" if all(times.observed_at[camera] is not None for camera in stale) else "camera_missing"
+            )
             reasons[code] = (f"camera {names}: no new frame", min(stale.values()))
         if times.is_pose_current:
             self._since.pop("joints_missing", None)
         else:
             since = self._since.setdefault("joints_missing", now)
             reasons["joints_missing"] = ("joints: not all of them are known", since)
-        # A lost link explains the others.
+        # A lost link is the cause of the others.
         code = "link_lost" if "link_lost" in reasons else min(reasons, key=lambda code: reasons[code][1])
         return code, reasons[code][0], min(since for _, since in reasons.values())
 

@@ -67,17 +67,17 @@ class LiveView:
         # One of a process that ended has nothing to look at, only a status.
         self._detach: Callable[[], None] = session.attach(self) if isinstance(session, Session) else lambda: None
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Keep the frame in place of the one before; nothing is copied."""
-        self.frames[camera] = NewestFrame(image, seen_at)
+        self.frames[camera] = NewestFrame(image, observed_at)
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         """Keep the chunk in place of the one before."""
         robot_io = self.session.robot_io
         rate = robot_io.controller.config.action_rate if robot_io is not None else 1.0
         indices = np.linspace(0, len(chunk) - 1, min(len(chunk), MAX_POINTS)).round().astype(int)
         number = 1 if self.plan is None else self.plan.number + 1
-        self.plan = PlannedChunk(number, chunk[indices], seen_at, seen_at + (len(chunk) - 1) / rate)
+        self.plan = PlannedChunk(number, chunk[indices], observed_at, observed_at + (len(chunk) - 1) / rate)
 
     def on_tick(self, tick: Tick) -> None:
         """Keep the tick."""

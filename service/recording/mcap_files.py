@@ -575,19 +575,21 @@ class McapWriter:
             channels[topic] = self._writer.register_channel(topic, "json", schemas[mcap_format.CAMERAS])
         return channels
 
-    def frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Write a picture of a camera: uint8 (h, w, 3), RGB."""
         size = (image.shape[0], image.shape[1])
         encoder = self._encoders.get(camera)
         if encoder is None or encoder.size != size:
             encoder = self._encoders[camera] = JpegEncoder(*size)
-        at = self._nanoseconds(seen_at)
+        at = self._nanoseconds(observed_at)
         self._add(mcap_format.camera_topic(camera), at, mcap_format.build_image(at, camera, encoder.encode(image)))
 
-    def chunk(self, actions: np.ndarray, seen_at: float, at: float) -> None:
+    def chunk(self, actions: np.ndarray, observed_at: float, at: float) -> None:
         """Write a chunk (t, a) of the policy."""
         now = self._nanoseconds(at)
-        self._add(mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(seen_at), actions.tolist()))
+        self._add(
+            mcap_format.CHUNKS, now, mcap_format.build_chunk(now, self._nanoseconds(observed_at), actions.tolist())
+        )
 
     def tick(self, tick: Tick) -> None:
         """Write one tick: where the joints are, what was sent, when, and why not."""

@@ -226,9 +226,11 @@ def build_tick(at: int, since_last: float, hold: str | None) -> bytes:
     return _build_message(at, since_last_ms=round(since_last * 1e3, 3), hold=hold or "")
 
 
-def build_chunk(at: int, seen_at: int, actions: Sequence[Sequence[float]]) -> bytes:
+def build_chunk(at: int, observed_at: int, actions: Sequence[Sequence[float]]) -> bytes:
     """Build the message of a chunk that joined the plan."""
-    return _build_message(at, seen_at=_build_time(seen_at), age_ms=round((at - seen_at) / 1e6, 3), actions=actions)
+    return _build_message(
+        at, seen_at=_build_time(observed_at), age_ms=round((at - observed_at) / 1e6, 3), actions=actions
+    )
 
 
 def build_event(at: int, level: int, code: str, text: str) -> bytes:

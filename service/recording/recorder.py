@@ -109,19 +109,19 @@ class Recorder:
 
     # On the event loop.
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Record a frame; between two episodes only the newest is kept, since the next one begins with it."""
-        self._newest_frames[camera] = (image, seen_at)
+        self._newest_frames[camera] = (image, observed_at)
         if self._is_running:
-            self._enqueue("frame", camera, image, seen_at, size=image.nbytes)
+            self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         """Record a chunk that joined the plan."""
         if (commit := self._get_commit()) != self._commit:
             self._commit = commit
             self.note_event("policy", f"another policy: {commit}")
         self._note_task()
-        self._enqueue("chunk", chunk, seen_at, at, size=chunk.nbytes)
+        self._enqueue("chunk", chunk, observed_at, at, size=chunk.nbytes)
 
     def on_tick(self, tick: Tick) -> None:
         """Record a tick."""
@@ -134,8 +134,8 @@ class Recorder:
         self._note_task()
         self._enqueue("event", time.monotonic(), mcap_format.INFO, "start", text)
         self._is_running = True
-        for camera, (image, seen_at) in self._newest_frames.items():
-            self._enqueue("frame", camera, image, seen_at, size=image.nbytes)
+        for camera, (image, observed_at) in self._newest_frames.items():
+            self._enqueue("frame", camera, image, observed_at, size=image.nbytes)
 
     def end_episode(self, text: str) -> None:
         """End the episode, as the robot was stopped."""

@@ -211,7 +211,7 @@ class Deployment:
             news.cancel()
             if not task.done():
                 task.cancel()
-                # What it raises while it ends is of no interest any more.
+                # Errors raised while it is being cancelled do not matter any more.
                 with suppress(asyncio.CancelledError, Exception):
                     await task
         self.raise_if_superseded()
@@ -446,7 +446,7 @@ class DeploymentQueue:
                 record.end("failed", "crash", f"{type(error).__name__}; the service's log says more")
             finally:
                 self._current = self._target = None
-            # That what is followed did not move is no news.
+            # A ref that did not move is not worth a record.
             if record.result != "noop" or reason.target is None:
                 await self._journal.finish(record)
 

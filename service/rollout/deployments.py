@@ -155,7 +155,7 @@ class Deployments:
         await self._journal.save(record)
         task = self._start_task(self._deploy_request(record, session_id, force))
         if wait:
-            await asyncio.shield(task)  # who asked may go away; the robot is not left halfway
+            await asyncio.shield(task)  # a client that disconnects must not leave the robot halfway
         return record
 
     async def save(self, record: Record) -> None:
@@ -173,13 +173,13 @@ class Deployments:
         self._queue.supersede(session_id, "rollback", ROLLED_BACK_TEXT, is_requested=True)
         for request in self._requests:
             request.is_withdrawn |= request.session == session_id
-        await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # who asked may go away
+        await asyncio.shield(self._start_task(self._roll_back(record, session_id)))  # the client may disconnect
         return record
 
     async def _roll_back(self, record: Record, session_id: str) -> None:
         record.begin_stage("swapping")
-        # A process that is killed here must not bring back what somebody wanted to be rid of. A disk that is slow, or
-        # away, is not waited for: the robot is what matters.
+        # Written first, so that a process that is killed here does not start with the commit that was rolled back. A
+        # disk that is slow or gone is not waited for: the robot matters more.
         await asyncio.wait((self._start_task(self._journal.save(record)),), timeout=WRITE_TIMEOUT)
         try:
             record.sha = self._state.get_session(session_id).sha  # another one may have taken over meanwhile
@@ -248,7 +248,7 @@ class Deployments:
         head = await self._ref_tracker.get_head(target)
         deployment = self._queue.get_preparing(target)
         if head is None or deployment is None:
-            return  # the hint stays, and its own deployment says why
+            return  # the trigger stays, and its own deployment reports the error
         if head != deployment.sha:
             deployment.supersede("newer", f"{head[:12]} came while it was being prepared")
         elif trigger := self._waiting.pop(target, None):
@@ -289,7 +289,7 @@ class Deployments:
         if record.result != "swapped" or record.sha is None:
             return
         if head is not None:
-            # Before anything that waited for this looks: what was asked for stays until something newer is pushed.
+            # Before waiting deployments choose their sessions: a requested commit stays until a newer one is pushed.
             self._state.declined[session_id] = head
         if force:
             await self.quarantine.release(record.sha, record.repo)
@@ -327,7 +327,7 @@ class DeploymentsLike(Protocol):
     async def rollback(self, session_id: str) -> RecordLike: ...
 
 
-# Codes of a record that did not go well -> whose matter it is, for the status of the answer.
+# Codes of a deployment that failed by its request, and by the policy's source: they decide the answer's status.
 _REQUEST_ERRORS = frozenset(
     {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
 )
@@ -366,10 +366,10 @@ class SessionUpdates:
             record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
         except self._error_type as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
-        # The record is the one thing that tells; it is ours, in this process and thread.
+        # Polled: the record has no event to wait for, and changes in this thread only.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_INTERVAL)
-        # It may have come here a moment ago: what is told is not forgotten when the server is killed.
+        # On disk before it is answered, so that a server that is killed next does not forget it.
         await self._deployments.save(record)
         return self._to_answer(record)
 

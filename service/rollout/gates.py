@@ -98,7 +98,7 @@ def judge_trial(trial: Trial, table: JointTable, limits: GateLimits) -> Verdict:
     if pairs:
         difference, joint = _find_worst([np.abs(chunk - old[: trial.executed]) / widths for chunk, old in pairs], table)
         figures["difference"] = round(difference, 4)
-        if not difference <= limits.difference:  # no number is no passport
+        if not difference <= limits.difference:  # NaN must not pass
             text = (
                 f"joint {joint!r}: differs from the running policy by {difference:.0%} of its range on what the robot "
                 f"saw lately, allowed are {limits.difference:.0%}"
@@ -112,7 +112,7 @@ def joint_widths(table: JointTable, seen: Sequence[np.ndarray]) -> np.ndarray:
     """Return (a,) the width of each joint's range; of a joint without one, the range the running policy uses."""
     widths = np.array([joint.high - joint.low for joint in table.joints], np.float64)
     if not seen:
-        # Plain units: better a gate that is too narrow than none.
+        # Widths of 1 in the joints' unit: a gate that is too narrow is better than none.
         return np.where(np.isfinite(widths), widths, 1.0)
     values = np.concatenate(seen).astype(np.float64)
     # A joint that stood still lately has a range too; joints of one robot have one unit.
@@ -221,7 +221,7 @@ class Probation:
         self._was_latched, self._had_failed = session.is_latched, session.stage is Stage.ERROR
         robot_io.controller.largest_step[:] = 0
         self._failure = robot_io.runner.begin_probation()
-        # At once, whoever waits: a few more failures would end the session.
+        # At once: a few more failures would end the session.
         self._failure.add_done_callback(self._start_rollback)
 
     def _start_rollback(self, trouble: asyncio.Future[tuple[str, str]]) -> None:
@@ -238,7 +238,7 @@ class Probation:
         try:
             while ran < settings.seconds:
                 done, _ = await asyncio.wait([self._failure], timeout=pause)
-                # What this process itself slept is no policy's fault.
+                # A pause of this process is not the policy's fault.
                 since, looked_at = min(time.monotonic() - looked_at, 2 * pause), time.monotonic()
                 if done:
                     return self._failure.result()

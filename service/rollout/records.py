@@ -149,7 +149,7 @@ def _load_records(connection: sqlite3.Connection, max_records: int) -> Sequence[
     records = [from_json(json.loads(row["record"])) for row in reversed(newest)]
     for record in records:
         if record.result is None:
-            # How long its last stage took nobody knows.
+            # The duration of its last stage is unknown.
             where = f", in {record.stages[-1].name}" if record.stages else ""
             record.result, record.reason = "failed", "interrupted"
             record.text = f"the process ended before the deployment did{where}"
@@ -271,14 +271,14 @@ class Journal:
         try:
             await self.records.save(record)
         except StoreError as error:
-            logger.error("deployment %s is not written down: %s", record.id, error)
+            logger.error("deployment %s could not be saved: %s", record.id, error)
 
     def save_blocking(self, record: Record) -> None:
         """Write a record as it is now, without awaiting."""
         try:
             self.records.save_blocking(record)
         except StoreError as error:
-            logger.error("deployment %s is not written down: %s", record.id, error)
+            logger.error("deployment %s could not be saved: %s", record.id, error)
 
     async def quarantine_commit(self, record: Record) -> None:
         """Put a record's commit into quarantine."""
@@ -302,4 +302,4 @@ class Journal:
             if inspect.isawaitable(answer):
                 await answer
         except Exception:
-            logger.exception("deployment %s: telling of %s crashed", record.id, event)
+            logger.exception("deployment %s: publishing %s crashed", record.id, event)

@@ -112,7 +112,7 @@ class Rollout:
         devices: Any = self._engine.get_stats()["devices"]
         if verdict.reason is None or any(device["failed"] is None for device in devices):
             return verdict
-        # Of engines that left a cluster nothing is listed any more.
+        # Devices of engines that left a cluster are not listed any more.
         why = devices[0]["failed"] if devices else "none is there"
         return replace(verdict, reason="busy", text=f"no device works: {why}")
 
@@ -147,7 +147,7 @@ class Rollout:
 
     async def _try_policy(self, robot_io: RobotIO, loaded: LoadedPolicy) -> Verdict:
         config = robot_io.controller.config
-        # Frames of a size that comes no more would be compiled for, and nothing is as slow as that.
+        # Or it would be compiled for a frame size that is not used any more, and compiling is the slowest step.
         seen: list[tuple[Mapping[str, np.ndarray], np.ndarray | None]] = [
             (observation, chunk)
             for observation, chunk in robot_io.runner.recent
@@ -164,7 +164,7 @@ class Rollout:
                 return Verdict("shape", f"it answers {chunk.dtype} {chunk.shape}, wanted floats {wanted}")
             if run < len(seen):
                 chunks.append(chunk[0])
-        # A chunk is done from where its answer finds it, and some of it while the next one takes over.
+        # Actions that are over when the answer comes are not done; some more are done until the next chunk takes over.
         late = round(robot_io.controller.late_by_chunk.percentile(90) or 0)
         executed = min(config.action_steps + late + config.overlap.lasting_actions, config.chunk)
         trial = Trial(
@@ -183,7 +183,7 @@ class Rollout:
         return verdict
 
     async def swap(self, session_id: str, sha: str) -> Verdict:
-        """Let the staged policy take over at the next chunk boundary; figures tell what that cost."""
+        """Let the staged policy take over at the next chunk boundary; the verdict's figures say what that cost."""
         began = time.monotonic()
         try:
             session = self._sessions.get_live(session_id)
@@ -297,7 +297,7 @@ def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, n
     requirements = loaded.requirements
     sizes = robot_io.buffer.sizes
     if len(sizes) < len(requirements.cameras):
-        sizes = requirements.cameras  # what some of them show is not what it was compiled for
+        sizes = requirements.cameras  # not all cameras have sent a frame yet; the trained sizes are compiled
     observation: dict[str, np.ndarray] = {
         f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in requirements.cameras
     }

@@ -99,7 +99,7 @@ class HubLimits:
 
 # Seconds and bytes to a context for one thread.
 LimitRequests = Callable[[float, int], AbstractContextManager[object]]
-# Bytes of an answer that is no file.
+# Largest answer of the Hub, in bytes, that is not a file.
 MAX_ANSWER_BYTES = 16 << 20
 
 
@@ -107,7 +107,7 @@ def _without_limits(seconds: float, size: int) -> AbstractContextManager[object]
     return nullcontext()
 
 
-# What an answer of other types, or a nested one, makes the client raise; and what `bounded` does.
+# Raised by the client for answers of unexpected types or depth, and by `bounded`.
 _BAD_ANSWER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 
 
@@ -369,7 +369,7 @@ class FolderSource:
         largest: int = 20 << 30,
         roots: Sequence[Path] | None = None,
     ):
-        """Nothing is read yet.
+        """Create the source; nothing is read yet.
 
         Args:
             cache: where copies are kept, the newest so many of each folder.
@@ -473,7 +473,7 @@ class FolderSource:
         return read.hexdigest()
 
     def _open(self, path: Path) -> BinaryIO:
-        # Its own copies are in no root.
+        # Copies made by this source are outside of the allowed roots.
         return open_regular_file(path, self._largest, None if self._cache in path.parents else self._roots)
 
     async def _run_in_thread(self, repo: str, call: Callable[[], Result]) -> Result:
@@ -484,7 +484,7 @@ class FolderSource:
         except FileNotFoundError as error:
             if not _is_folder(Path(repo)):
                 raise SourceError("unknown_repo", f"{repo} is not there, or is a link to what is not") from error
-            # A writer that replaces files takes them away for a moment. No path: not where a link leads to.
+            # A writer that replaces files removes them for a moment. The text names no path: it may be a link's target.
             name = Path(error.filename).name if error.filename else "a file"
             raise SourceError("changed_meanwhile", f"{repo}: {name} is not there") from error
         except OSError as error:
@@ -524,12 +524,12 @@ class RefTracker:
         except SourceError as error:
             if target not in self._unknown:
                 self._unknown.add(target)
-                logger.warning("the head of %s is not known; it is asked for silently from now on: %s", what, error)
+                logger.warning("the head of %s is not known; further failures are not logged: %s", what, error)
             return None
         except Exception:
             if target not in self._unknown:
                 self._unknown.add(target)
-                logger.exception("asking for the head of %s crashed", what)
+                logger.exception("reading the head of %s crashed", what)
             return None
         if target in self._unknown:
             self._unknown.discard(target)

@@ -11,7 +11,7 @@ from hooks.payload import WebhookPayload
 from service.rollout.rollout import FollowerLike
 
 BRANCH, TAG = "refs/heads/", "refs/tags/"
-# Proposals and what the Hub converts by itself are nobody's release.
+# Pull requests and the Hub's own conversions are not releases.
 IGNORED_REFS = ("refs/pr/", "refs/convert/")
 
 
@@ -77,7 +77,7 @@ def interpret_delivery(payload: WebhookPayload, followers: Iterable[FollowerLike
 
 def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpretation:
     if payload.updatedRefs is None:
-        return Interpretation(tuple(followed))  # it does not say which, so all of them are looked at
+        return Interpretation(tuple(followed))  # the delivery names no ref, so all followed refs are checked
     moved = [ref.ref for ref in payload.updatedRefs if ref.newSha is not None and not ref.ref.startswith(IGNORED_REFS)]
     targets = tuple(target for target in followed if any(matches_ref(target.ref, ref) for ref in moved))
     if not targets:
@@ -86,8 +86,8 @@ def _interpret_push(payload: WebhookPayload, followed: list[Target]) -> Interpre
     return Interpretation(targets)
 
 
-# Deliveries that are known by their ids for one look at a head, the newest of them: whoever has the secret may send any
-# number while a deployment lasts, and each would be written down with its record.
+# Delivery ids kept with one trigger, the newest ones: a sender with the secret may send any number while a deployment
+# lasts, and each would be saved with its record.
 MAX_DELIVERY_IDS = 100
 
 
@@ -146,7 +146,7 @@ class Debounce:
             return
         is_news = not trigger.delivery_ids or not set(trigger.delivery_ids) <= set(held.trigger.delivery_ids)
         held.trigger = trigger.merge(held.trigger)
-        # A poll that sees what a delivery already told is no further push.
+        # A poll that finds the same head as a delivery is not another push.
         if is_news and trigger.kind == "webhook":
             held.last = now
 

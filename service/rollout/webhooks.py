@@ -40,7 +40,7 @@ from service.state import StateTaken, load_registry_token, read_secrets, state_f
 
 logger = logging.getLogger(__name__)
 
-# What a start may fail with, besides settings: a database that cannot be used, say.
+# Errors of a start other than wrong settings, e.g. a database that cannot be opened.
 StartFailed = (HooksError, StateTaken)
 # The name that huggingface_hub's own server has for it.
 SECRET_VARIABLE = "WEBHOOK_SECRET"
@@ -48,7 +48,7 @@ ENDPOINT = "policies"
 WHEN_OPEN = "only this machine itself may deliver, until one is."
 # Seconds between looks at policy folders that sessions follow.
 FOLDER_POLL_INTERVAL = 1.0
-# Seconds that what happened at the very end gets to be written down.
+# Seconds that events of the shutdown get to be written to disk.
 FLUSH_TIMEOUT = 1.0
 
 
@@ -122,7 +122,7 @@ class Webhooks:
             )
         )
 
-    # What comes in.
+    # Deliveries.
 
     def build_blueprints(self) -> Sequence[Blueprint]:
         """Build the routes that receive deliveries, a page about them at ``/webhooks``, and the list of events."""
@@ -164,7 +164,7 @@ class Webhooks:
             "reason": interpretation.ignored or (interpretation.alert[1] if interpretation.alert else ""),
         }
 
-    # What sessions get.
+    # Updates of sessions.
 
     @asynccontextmanager
     async def open_updates(self, sessions: Sessions) -> AsyncIterator[SessionUpdates]:
@@ -210,7 +210,7 @@ class Webhooks:
             deployments.close()
 
     def _source(self, repo: str) -> Source:
-        # A folder that is gone for a moment is not looked for on the Hub: there its name may be a stranger's.
+        # A folder that is gone for a moment is not looked up on the Hub, where its name may be somebody else's repo.
         return self._folders if self._came_from_folder.get(repo, is_folder(repo)) else self._hub
 
     def identify_commits(self, load: LoadPolicy) -> LoadPolicy:
@@ -281,7 +281,7 @@ class Webhooks:
             seen = {folder: look for folder, look in seen.items() if folder in followed}
             await asyncio.sleep(FOLDER_POLL_INTERVAL)
 
-    # Who is told.
+    # Events for registered webhooks.
 
     def publish(self, event: str, payload: Mapping[str, object]) -> None:
         """Publish an event of a session to the registered webhooks, in this order."""
@@ -302,7 +302,7 @@ class Webhooks:
                 async with asyncio.timeout(FLUSH_TIMEOUT):
                     await self._events.join()
             except TimeoutError:
-                logger.error("%d events of sessions were not written down in time", self._events.qsize())
+                logger.error("%d events of sessions were not saved in time", self._events.qsize())
             publishing.cancel()
 
     async def _publish_events(self, registry: Registry) -> None:
@@ -340,7 +340,7 @@ def _file_states(folder: str) -> object:
     found = []
     with suppress(OSError):
         for entry in os.scandir(os.path.expanduser(folder)):
-            with suppress(OSError):  # gone since
+            with suppress(OSError):  # removed since it was listed
                 status = entry.stat()
                 found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Clients that stream to sessions without rooms: who may, and how many."""
+"""Clients that stream to sessions without rooms: permissions and limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class StreamSettings:
     Attributes:
         sockets: at a time, of everybody.
         sockets_of_one: of one key's owner, when there are keys.
-        silence: a client that is not heard of for so long is gone.
+        silence: a client that sends nothing for so long counts as gone.
         compile_patience: how long an observation of a socket waits for a compile.
         act_patience: how long an act by a single request does: less than its client waits for an answer.
         socket: limits of one socket; its ``bytes`` are those of an act's body, too.
@@ -40,7 +40,7 @@ class StreamClients:
     """
 
     def __init__(self, sessions: Callable[[], Sessions], settings: StreamSettings | None = None):
-        """``sessions`` are there when the first client comes."""
+        """``sessions`` is called when the first client comes, not before."""
         self.settings = settings or StreamSettings()
         self.direct = DirectTransport()
         self._sessions = sessions
@@ -66,7 +66,7 @@ class StreamClients:
         return known
 
     def count_socket(self, caller: Caller) -> Callable[[], None]:
-        """Count a socket; the returned function uncounts it.
+        """Count a socket; the returned function removes it from the count.
 
         Raises:
             TooManyRequests: there are too many.
@@ -79,7 +79,7 @@ class StreamClients:
         return lambda: self._socket_owners.remove(owner)
 
     def find_only_session(self, caller: Caller) -> AnySession:
-        """Return the direct session of a client that can name none.
+        """Return the direct session of a client whose protocol cannot name one.
 
         Raises:
             MoveRefused: the caller has none, or several.

@@ -28,12 +28,11 @@ _MAX_ON_LOOP = 1 << 17
 # of either takes five times as long to read.
 _MAX_ESCAPES = 1 << 17
 _MAX_BARE = 1 << 17
-_NICENESS = 5
-# An observation has fewer than a hundred; as many as this take half a millisecond to read.
+# An observation has fewer than a hundred values; so many take half a millisecond to read.
 _MAX_VALUES = 512
 _MAX_NUMBERS = 1 << 32  # numbers of an array, those of empty axes not counted
 _BY_NAME: Mapping[object, np.dtype] = {name: kind for name, kind in DTYPES.items() if name != "bfloat16"}
-# As numpy's `dtype.str` has them, in both byte orders.
+# Dtypes as `dtype.str` of numpy writes them, in both byte orders.
 _BY_CODE: Mapping[object, np.dtype] = {
     code: np.dtype(code)
     for kind in _BY_NAME.values()
@@ -142,7 +141,7 @@ def unpack_json(text: str | bytes) -> Any:
         raise TooLarge(f"JSON of more than {MAX_JSON} bytes; send msgpack")
     try:
         text = decode_text(text)
-        # Base64 has none of what stands between values.
+        # Base64 has none of the characters that separate values.
         if has_many_values(text, _MAX_JSON_VALUES):
             raise TooLarge("the JSON has too many values; send pictures as JPEG or PNG files, or msgpack")
         if len(text) > _MAX_ON_LOOP:
@@ -158,7 +157,7 @@ async def read_json(text: str | bytes) -> Any:
     """Unpack JSON without blocking the loop: a text of pictures is read in a thread."""
     if len(text) <= _MAX_ON_LOOP:
         return unpack_json(text)
-    return await call_in_thread(partial(unpack_json, text), "json", _NICENESS)
+    return await call_in_thread(partial(unpack_json, text), "json")
 
 
 def _check_cost(text: str) -> None:
@@ -169,7 +168,7 @@ def _check_cost(text: str) -> None:
     """
     if text.count("\\") > _MAX_ESCAPES:
         raise TooLarge(f"JSON with more than {_MAX_ESCAPES} backslashes; send pictures in base64, or msgpack")
-    # Of each string two quotes are left, and it has no more strings than values and names.
+    # Two quotes of each string are left; there are no more strings than values and names.
     plain = text.replace("\\\\", "").replace('\\"', "")
     if plain.count('"') > 4 * _MAX_JSON_VALUES + 4 or sum(map(len, plain.split('"')[::2])) > _MAX_BARE:
         raise TooLarge(

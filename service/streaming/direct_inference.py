@@ -28,12 +28,12 @@ from service.streaming.observation import Observation, ObservationSpec
 # Stages in which the session's own control loop stands still, and clients may control by themselves.
 IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
 _PUBLISH_INTERVAL = 0.01  # seconds
-# Of one session, at a time.
+# Acts under way of one session, at most.
 MAX_PENDING_ACTS = 32
 # Seconds after the last single action from which the arm is where it is measured, not where that action led.
 _MOTION_TIMEOUT = 2.0
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
-# Observations kept of each of the policy's steps, at most: whoever asks as fast as it can fills no memory.
+# Observations kept per step of the policy, at most: a client that asks as fast as it can must not fill the memory.
 _KEPT_PER_STEP = 8
 
 
@@ -60,7 +60,7 @@ class InferenceTrace(NamedTuple):
         return {name: round(seconds * 1e3, 3) for name, seconds in ({"decode": self.decode_seconds} | stages).items()}
 
 
-class _Seen(NamedTuple):
+class _ModelInput(NamedTuple):
     """Decoded observation of one act, with those before it that the policy looks at.
 
     Attributes:
@@ -98,7 +98,7 @@ class ObservationWindow:
 
         Args:
             snapshot: with a past, it is all that the policy looks at, and what came before is forgotten.
-            timestamp: by the client's clock; None where it says nothing, and ``snapshot.seen_at`` is taken.
+            timestamp: by the client's clock; None where it says nothing, and ``snapshot.observed_at`` is taken.
             steps: observations that the policy looks at.
             period: seconds between them.
 
@@ -113,7 +113,7 @@ class ObservationWindow:
         if snapshot.past or self._has_timestamps is not (timestamp is not None):
             self.clear()
         self._has_timestamps = timestamp is not None
-        at = snapshot.seen_at if timestamp is None else timestamp
+        at = snapshot.observed_at if timestamp is None else timestamp
         if at < self._newest and timestamp is not None:
             raise InvalidRequest(
                 f"timestamp is {timestamp:g}, and that of the observation before was {self._newest:g}; wanted seconds "
@@ -246,36 +246,36 @@ class DirectInference:
         self._plan, self._next_action, self._executed = None, 0, _NO_ACTIONS
 
     async def infer(
-        self, observed: Observation, executed: int | None = None, *, seen_at: float | None = None
+        self, observed: Observation, executed: int | None = None, *, observed_at: float | None = None
     ) -> InferenceTrace:
         """Run the policy on a complete observation, and on those before it where it looks at several.
 
         Args:
             executed: how many actions of the last chunk will have been done.
-            seen_at: monotonic time at which the observation came; now when None.
+            observed_at: monotonic time at which the observation came; now when None.
 
         Raises:
-            MoveRefused: it may not be told, or not any more.
+            MoveRefused: this client may not control the robot, or not any more.
             InvalidRequest: a picture cannot be decoded, or so many were not given out.
             PolicyFailed: the policy raised, or gave no chunk that may be done.
             Compiling: for pictures of a new size.
-            TooManyRequests: the session has enough to think about.
+            TooManyRequests: the session has too many acts under way.
         """
-        return await self._infer_seen(observed, executed, seen_at, None)
+        return await self._infer_observed(observed, executed, observed_at, None)
 
-    async def observe(self, observed: Observation, seen_at: float | None = None) -> None:
+    async def observe(self, observed: Observation, observed_at: float | None = None) -> None:
         """Keep a complete observation that nothing is asked about, for a policy that looks at several.
 
         Raises:
             As ``infer``.
         """
         robot_io = self.get_link()[1]
-        # While the session's own loop drives, that has a history of its own.
+        # While the session's own control loop runs, its own history counts.
         if robot_io.runner.loaded.requirements.observation_steps > 1 and self.session.stage in IDLE_STAGES:
-            await self._look(observed, robot_io, seen_at)
+            await self._read_observation(observed, robot_io, observed_at)
 
-    async def _infer_seen(
-        self, observed: Observation, executed: int | None, seen_at: float | None, seen: _Seen | None
+    async def _infer_observed(
+        self, observed: Observation, executed: int | None, observed_at: float | None, model_input: _ModelInput | None
     ) -> InferenceTrace:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
@@ -285,9 +285,9 @@ class DirectInference:
         executed_actions = self._list_executed(executed, robot_io)
         link.pending_acts += 1
         try:
-            if seen is None:
-                seen = await self._look(observed, robot_io, seen_at)
-            trace = await self._infer(link, robot_io, observed, seen, executed_actions)
+            if model_input is None:
+                model_input = await self._read_observation(observed, robot_io, observed_at)
+            trace = await self._infer(link, robot_io, observed, model_input, executed_actions)
         finally:
             link.pending_acts -= 1
         self.check_not_stopped()
@@ -295,7 +295,9 @@ class DirectInference:
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
         return trace
 
-    async def _look(self, observed: Observation, robot_io: RobotIO, seen_at: float | None) -> _Seen:
+    async def _read_observation(
+        self, observed: Observation, robot_io: RobotIO, observed_at: float | None
+    ) -> _ModelInput:
         """Decode an observation, and add those before it."""
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
@@ -305,20 +307,25 @@ class DirectInference:
         past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
-        snapshot = Snapshot(frames, pose, began if seen_at is None else seen_at, sizes, past=past)
+        snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
         for before, _ in past:
             observation.check_same_sizes(before, snapshot.sizes)
         if instruction != self._instruction:
-            self._window.clear()  # what was seen while something else was done is no past of this
+            self._window.clear()  # observations of another task are no history of this one
             self._instruction = instruction
         rate = robot_io.controller.config.action_rate
         snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
-        return _Seen(snapshot, instruction, out_of_range, decode_seconds)
+        return _ModelInput(snapshot, instruction, out_of_range, decode_seconds)
 
     async def _infer(
-        self, link: DirectLink, robot_io: RobotIO, observed: Observation, seen: _Seen, executed_actions: np.ndarray
+        self,
+        link: DirectLink,
+        robot_io: RobotIO,
+        observed: Observation,
+        model_input: _ModelInput,
+        executed_actions: np.ndarray,
     ) -> InferenceTrace:
-        snapshot, pose = seen.snapshot, seen.snapshot.joints
+        snapshot, pose = model_input.snapshot, model_input.snapshot.joints
         now = time.monotonic()
         is_published = now - link.published_at >= _PUBLISH_INTERVAL
         if is_published:
@@ -326,7 +333,7 @@ class DirectInference:
             self._publish_observation(robot_io, snapshot.frames, observed, now)
         runner = robot_io.runner
         loaded = runner.loaded
-        all_features = snapshot.observation() | task_input(seen.instruction)
+        all_features = snapshot.observation() | task_input(model_input.instruction)
         inputs = select_features(loaded.requirements, all_features)
         sizes = snapshot.sizes
         if not loaded.is_compiled(sizes):
@@ -340,11 +347,11 @@ class DirectInference:
         except PolicyFailed:
             runner.errors += 1
             raise
-        # What nobody waits for is done when the answer is on its way.
+        # Recording is done after the answer is sent: nobody waits for it.
         asyncio.get_running_loop().call_soon(
             self._record_inference, robot_io, inputs, all_features, inference, now, time.monotonic(), is_published
         )
-        return InferenceTrace(chunk, clamped, inference, seen.decode_seconds, seen.out_of_range)
+        return InferenceTrace(chunk, clamped, inference, model_input.decode_seconds, model_input.out_of_range)
 
     def _record_inference(
         self,
@@ -352,7 +359,7 @@ class DirectInference:
         inputs: Mapping[str, np.ndarray],
         all_features: Mapping[str, np.ndarray],
         inference: InferenceResult,
-        seen_at: float,
+        observed_at: float,
         at: float,
         is_published: bool,
     ) -> None:
@@ -361,13 +368,13 @@ class DirectInference:
         for stage in STAGES:
             runner.seconds[stage].add(getattr(inference, stage))
         if runner.recent and not is_published:
-            # Of whoever asks as fast as it can, not eight that are nearly the same: their 2.4 MB pushed all else out of
-            # the processor's cache, and a request took a tenth longer for it.
+            # Of a client that asks as fast as it can, eight observations are nearly the same: their 2.4 MB pushed all
+            # else out of the processor's cache, and a request took a tenth longer for it.
             runner.recent.pop()
         runner.recent.append((inputs, inference.chunk))
         if runner.shadow is not None:
             runner.shadow.compare(all_features, inference.chunk)
-        robot_io.observers.notify_chunk(inference.chunk[0], seen_at, at)
+        robot_io.observers.notify_chunk(inference.chunk[0], observed_at, at)
 
     def _publish_observation(
         self, robot_io: RobotIO, frames: Mapping[str, np.ndarray], observed: Observation, now: float
@@ -423,13 +430,13 @@ class DirectInference:
         return np.concatenate(parts)[-3:] if parts else _NO_ACTIONS
 
     async def next_action(
-        self, observed: Observation, *, seen_at: float | None = None
+        self, observed: Observation, *, observed_at: float | None = None
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
         """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
         one.
 
         Args:
-            seen_at: monotonic time at which the observation came; now when None.
+            observed_at: monotonic time at which the observation came; now when None.
 
         Raises:
             As ``infer``.
@@ -439,15 +446,15 @@ class DirectInference:
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
             self._forget_plan()
         steps = robot_io.controller.config.action_steps
-        # Where the policy looks at several, those between two chunks count.
+        # A policy that looks at several observations also needs those between two chunks.
         is_looking_back = robot_io.runner.loaded.requirements.observation_steps > 1
-        seen = await self._look(observed, robot_io, seen_at) if is_looking_back else None
+        model_input = await self._read_observation(observed, robot_io, observed_at) if is_looking_back else None
         if self._plan is None or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
-                trace = await self._infer_seen(observed, executed, seen_at, seen)
+                trace = await self._infer_observed(observed, executed, observed_at, model_input)
             except ServiceError:
-                self._forget_plan()  # the client got nothing: it does not go on
+                self._forget_plan()  # the client got no chunk, so there is no plan to continue
                 raise
             self._next_action = 0
         assert self._plan is not None
@@ -532,12 +539,12 @@ _INTEGER_LIMIT = 1 << 63
 
 
 async def answer_act(
-    inference: DirectInference, message: Mapping[str, Any], seen_at: float | None = None
+    inference: DirectInference, message: Mapping[str, Any], observed_at: float | None = None
 ) -> dict[str, Any]:
     """Answer an act; ``docs/robots/direct.md`` has the fields.
 
     Args:
-        seen_at: monotonic time at which it came; now when None.
+        observed_at: monotonic time at which it came; now when None.
 
     Raises:
         InvalidRequest: something of it cannot be used.
@@ -557,10 +564,10 @@ async def answer_act(
     if is_new:
         inference.reset()
     if want == "action":
-        action, left, trace = await inference.next_action(observed, seen_at=seen_at)
+        action, left, trace = await inference.next_action(observed, observed_at=observed_at)
         answer |= {"action": action, "left": left}
     else:
-        trace = await inference.infer(observed, executed, seen_at=seen_at)
+        trace = await inference.infer(observed, executed, observed_at=observed_at)
         answer |= {"actions": trace.actions}
     config = robot_io.controller.config
     answer |= {

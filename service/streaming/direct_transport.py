@@ -9,7 +9,7 @@ from typing import Protocol
 from service.sessions.request import DIRECT
 from service.transport.link import CreatedRooms, Inbox, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
 
-# What the link is called when it is lost.
+# Name of the link in messages about its loss.
 STREAM_ROOM = "stream"
 
 
@@ -77,7 +77,7 @@ class DirectLink:
         """Let a client be commanded; False while another one is, and sends messages.
 
         Args:
-            silence: seconds after which one that is not heard of is gone.
+            silence: seconds without a message after which the client in control counts as gone.
         """
         if self.driver is driver:
             return True

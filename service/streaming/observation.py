@@ -18,7 +18,6 @@ from PIL import Image
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.logging import sanitize_text
-from service.threads import lower_priority
 
 FORMATS = ("JPEG", "PNG")
 _MAX_PARTS = 256  # segments, chunks or scans
@@ -58,7 +57,7 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
     except TooLarge:
         raise
     except Exception as error:
-        # Of a file from anywhere, its decoder may raise anything; its words are not for the wire.
+        # A decoder may raise anything for a file from outside; its own message is not sent to clients.
         raise InvalidRequest(
             f"camera {camera!r}: the picture cannot be decoded ({type(error).__name__}); wanted a JPEG or PNG file, "
             "or an array",
@@ -110,7 +109,7 @@ def _walk_jpeg(view: memoryview) -> None:
         at += 2 + _SHORT.unpack_from(view, at + 2)[0]
     else:
         raise ValueError("too many parts")
-    # Before it there are no others; in it, a marker is no data.
+    # There is no scan before the first one; from there on, FF DA is always a marker, never picture data.
     scans = 0
     for start in range(at, len(view), _BASE64_PIECE):
         scans += bytes(view[start : start + _BASE64_PIECE + 1]).count(b"\xff\xda")
@@ -135,18 +134,17 @@ def _check_size(camera: str, height: int, width: int, max_pixels: int) -> None:
         raise TooLarge(f"camera {camera!r}: {width} x {height} is more than {max_pixels} pixels; send smaller pictures")
 
 
-# As few as leave a core to the ticks, and below them: whoever floods a door with pictures waits, robots do not.
-_DECODERS = ThreadPoolExecutor(
-    max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures", initializer=lower_priority, initargs=(5,)
-)
+# So few threads that one core is left to the ticks: a client that floods the server with pictures waits, robots do not.
+# At the event loop's own priority: see `service.threads.lower_priority`.
+_DECODERS = ThreadPoolExecutor(max(min((os.cpu_count() or 2) - 1, 4), 1), "pictures")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
 _PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
 _NOT_FINITE = "state holds NaN, infinity or what is as good as that"
-# What the instruction may be called: openpi's name, this service's, LeRobot's.
+# Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
-# In records, logs and on pages, control characters do what nobody asked for, and a lone surrogate breaks all of them.
+# Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -397,5 +395,5 @@ def _read_named_joints(
     missing = [name for place, name in enumerate(table.names) if place not in update.values]
     if is_complete and missing:
         problems.append(f"state lacks {', '.join(missing)}")
-    # As they came: whoever looks for values in another unit has to see them.
+    # Not clipped: the check for values in another unit needs them as they came.
     return {table.names[place]: update.out_of_range.get(place, value) for place, value in update.values.items()}

@@ -22,12 +22,12 @@ from service.streaming.observation import Observation, ObservationSpec
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 _STATE_KEYS = ("observation.state", "observation/state", "state")
-# DROID's arm and gripper, which are one state.
+# DROID sends arm and gripper apart; together they are the state.
 _DROID_KEYS = ("observation/joint_position", "observation/gripper_position")
 _PROMPT_KEYS = ("prompt", "task")
-# What openpi's own examples send of one camera; a policy of one camera has no other to mean.
+# Key of openpi's own examples with one camera; for a policy of one camera it cannot mean another.
 _IMAGE_KEYS = ("observation/image", "image", "observation/exterior_image_1_left")
-# How the policy's camera may be written, the exact name first.
+# Spellings of a camera's key, the exact name first.
 _CAMERA_KEYS = (
     "observation.images.{}",
     "observation/images/{}",
@@ -38,7 +38,7 @@ _CAMERA_KEYS = (
     "observation.{}",
 )
 
-# What openpi's robots call the pictures that its models call like this (openpi/policies/*_policy.py).
+# openpi's model names of pictures to the names that its robots use (openpi/policies/*_policy.py).
 _OPENPI_KEYS: Mapping[str, Sequence[str]] = {
     "base_0_rgb": ("observation/exterior_image_1_left", "images/cam_high", "observation/image"),
     "left_wrist_0_rgb": ("observation/wrist_image_left", "images/cam_left_wrist", "observation/wrist_image"),
@@ -152,7 +152,7 @@ def _check_picture(camera: str, picture: Any) -> Any:
 
 log = logging.getLogger(__name__)
 
-_KEY_CHECK_INTERVAL = 2.0  # seconds between looks at whether the client's key still counts
+_KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which may be revoked
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from service.transport.link import JointValue
 
 log = logging.getLogger(__name__)
 
-_CHECK_INTERVAL = 0.2  # seconds between looks at the session, and whether the client is still heard of
-_KEY_CHECK_INTERVAL = 2.0  # which is in a file
+_CHECK_INTERVAL = 0.2  # seconds between checks of the session, and of the client's newest message
+_KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which are read from a file
 _MAX_BAD_MESSAGES = 20  # messages in a row that make no sense
 # Bytes that wait to be sent before a command; as in rooms, more would be a backlog of old commands.
 _MAX_UNSENT = 4096
@@ -95,7 +95,7 @@ class Stream:
                 if task is not None:
                     task.cancel()
 
-    # What it says.
+    # Messages of the client.
 
     async def _handle_message(self, raw: memoryview | str) -> None:
         number = None
@@ -147,41 +147,41 @@ class Stream:
             self._newest_observation = (number, now)
         if observed.prompt is not None:
             await self._inference.resolve_instruction(observed, self._inference.get_link()[1])
-        seen_at = now - age / 1e3
+        observed_at = now - age / 1e3
         if observed.files:
             # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.
-            # Joints are told at once: decoded pictures must not bring back where the arm was before.
-            self._deliver({}, observed.joints, seen_at)
-            self._next_to_decode = (observed, seen_at)
+            # Joints are delivered at once: after the decoding they would replace newer ones that came meanwhile.
+            self._deliver({}, observed.joints, observed_at)
+            self._next_to_decode = (observed, observed_at)
             if self._decode_task is None or self._decode_task.done():
                 self._decode_task = asyncio.create_task(self._decode_pictures(spec), name="a stream's pictures")
         else:
-            self._deliver(observed.frames, observed.joints, seen_at)
-            await self._keep(observed, spec, seen_at)
+            self._deliver(observed.frames, observed.joints, observed_at)
+            await self._keep(observed, spec, observed_at)
 
-    async def _keep(self, observed: Observation, spec: ObservationSpec, seen_at: float) -> None:
+    async def _keep(self, observed: Observation, spec: ObservationSpec, observed_at: float) -> None:
         """Keep a complete observation for the acts after it, of a policy that looks at several."""
         if observed.is_complete(spec):
-            await self._inference.observe(observed, seen_at)
+            await self._inference.observe(observed, observed_at)
 
     async def _decode_pictures(self, spec: ObservationSpec) -> None:
         while self._next_to_decode is not None:
-            (observed, seen_at), self._next_to_decode = self._next_to_decode, None
+            (observed, observed_at), self._next_to_decode = self._next_to_decode, None
             try:
                 frames = await observed.decode_images(spec)
-                await self._keep(replace(observed, frames=frames, files={}), spec, seen_at)
+                await self._keep(replace(observed, frames=frames, files={}), spec, observed_at)
             except ServiceError as error:
                 self._send_error(error, None)
                 continue
             if self._link.driver is self:
-                self._deliver(frames, {}, seen_at)
+                self._deliver(frames, {}, observed_at)
 
-    def _deliver(self, frames: Mapping[str, Any], joints: Mapping[str, float], seen_at: float) -> None:
+    def _deliver(self, frames: Mapping[str, Any], joints: Mapping[str, float], observed_at: float) -> None:
         inbox = self._link.inbox
         for camera, image in frames.items():
-            inbox.on_frame(camera, image, seen_at)
+            inbox.on_frame(camera, image, observed_at)
         if joints:
-            inbox.on_joints(joints, seen_at)
+            inbox.on_joints(joints, observed_at)
 
     async def _begin_act(self, message: Mapping[str, Any]) -> None:
         act = message, self.last_message_at
@@ -194,23 +194,23 @@ class Stream:
             return
         self._act_task = asyncio.create_task(self._answer_acts(act), name="a stream's act")
 
-    async def _keep_superseded(self, message: Mapping[str, Any], seen_at: float) -> None:
-        """Keep what an act saw that is not answered: it is a past of those after it all the same."""
+    async def _keep_superseded(self, message: Mapping[str, Any], observed_at: float) -> None:
+        """Keep the observation of an act that is not answered: later acts may look back at it."""
         spec = self._inference.observation_spec()
         if spec.steps == 1:
             return
         try:
             observed = observation.read_observation(message, spec, is_complete=True)
-            await self._inference.observe(observed, seen_at)
+            await self._inference.observe(observed, observed_at)
         except ServiceError as error:
             self._send_error(error, direct_inference.read_integer(message, "number"))
 
     async def _answer_acts(self, act: tuple[Mapping[str, Any], float] | None) -> None:
         while act is not None:
-            message, seen_at = act
+            message, observed_at = act
             number = direct_inference.read_integer(message, "number")
             try:
-                answer = await direct_inference.answer_act(self._inference, message, seen_at)
+                answer = await direct_inference.answer_act(self._inference, message, observed_at)
             except ServiceError as error:
                 self._send_error(error, number)
             except Exception:
@@ -220,7 +220,7 @@ class Stream:
                 self._send("action" if "action" in answer else "chunk", **answer)
             act, self._next_act = self._next_act, None
 
-    # What it is told.
+    # Messages to the client.
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
         """Send a command of the session's control loop; False when it is not taken, because older ones are still
@@ -259,7 +259,7 @@ class Stream:
                 self._link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
             hold = None if session.robot_io is None else session.robot_io.controller.hold
             shown = (str(session.stage), session.reason, hold.text if hold else None, hold.code if hold else None)
-            # Texts of holds count seconds; only what it is about is news.
+            # The text of a hold counts seconds: only another code is sent again.
             if (shown[0], shown[1], shown[3]) != self._sent_status:
                 self._sent_status = (shown[0], shown[1], shown[3])
                 status, reason, text, code = shown

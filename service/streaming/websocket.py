@@ -132,8 +132,8 @@ def build_header(opcode: int, length: int) -> bytes:
     return _HEAD_10.pack(first, 127, length)
 
 
-_SCRATCH_BYTES = 2048  # bytes that heads and short messages are read into
-_MAX_FRAGMENTS = 64  # that a message may come in
+_SCRATCH_BYTES = 2048  # size of the buffer for headers and short messages
+_MAX_FRAGMENTS = 64  # frames that one message may be split into
 
 
 class FrameReader:
@@ -296,14 +296,14 @@ class FrameReader:
 
 log = logging.getLogger(__name__)
 
-_MAX_FRAMES_PER_TURN = 8  # frames read at a stretch
-_FRAME_BURST, _FRAME_RATE = 2000.0, 1000.0  # all at once, and as many in the long run
+_MAX_FRAMES_PER_TURN = 8  # frames read in one round of the event loop
+_FRAME_BURST, _FRAME_RATE = 2000.0, 1000.0  # token bucket of frames: its size, and frames per second
 _MAX_WAITING = 2  # messages that may wait to be taken before nothing more is read
 _CLOSE_TIMEOUT = 1.0  # seconds in which the peer may answer a close
 
 
 class SocketClosed(Exception):
-    """There will be no more messages."""
+    """The socket is closed: there will be no more messages."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class SocketLimits:
         text: likewise, of one that is text.
         unsent: bytes that may wait to be read by the peer; what comes on top is not taken.
         slow: a peer that reads nothing for so long, with something waiting for it, is cut off.
-        heartbeat: from one ping to the next; a peer that is not heard of for two of them is cut off.
+        heartbeat: from one ping to the next; a peer that sends nothing for two of them is cut off.
         message: from a message's first byte to its last; a peer that takes longer is cut off.
     """
 
@@ -377,7 +377,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         taken._queue_reading()
         return taken
 
-    # What asyncio calls.
+    # Called by asyncio (asyncio.BufferedProtocol).
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Prepare the connection, which may be read from."""
@@ -526,7 +526,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         if not (self._is_pausing or self._is_waiting):
             self._transport.resume_reading()
 
-    # What a door does.
+    # Called by the routes that own the socket.
 
     async def receive(self) -> memoryview | str:
         """Return the next message.
@@ -538,7 +538,7 @@ class StreamSocket(asyncio.BufferedProtocol):
         if self._charged and self.handler_seconds is not None:
             self._queue.correct_credit(self.handler_seconds - self._charged)
         if messages:
-            # Else a client that sends hundreds of small ones at once has the loop to itself until all are read.
+            # Or a client that sends hundreds of small messages at once would keep the event loop until all are read.
             await asyncio.sleep(0)
             await self._queue.wait_turn(self._receive_flow, MESSAGE)
         while not messages:
@@ -583,8 +583,8 @@ class StreamSocket(asyncio.BufferedProtocol):
         self._is_closing = True
         self._reader.discard_messages()
         self._wake_receiver()
-        # What it still sends is read, and thrown away: a connection that ends over unread bytes is reset, and the peer
-        # may never see the reason.
+        # Bytes that still come are read and thrown away: closing with unread bytes resets the connection, and the
+        # peer may never get the reason.
         self._timers["farewell"] = self._loop.call_later(_CLOSE_TIMEOUT, self._transport.abort)
         self._loop.call_soon(self._queue_reading)
 

@@ -36,14 +36,14 @@ class JointValue:
 class Inbox(Protocol):
     """Receiver of what a link delivers; every method is synchronous, quick, and called on the event loop.
 
-    ``seen_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
+    ``observed_at`` is ``time.monotonic()`` at the moment the data left the socket or the decoder.
     """
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         """Take one picture: uint8, (h, w, 3), RGB. The array is the receiver's to keep."""
         ...
 
-    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
+    def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
         """Take a partial joint update: wire name to value, as sent. Unknown names and non-finite values may occur."""
         ...
 

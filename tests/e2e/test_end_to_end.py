@@ -130,8 +130,8 @@ class Rig:
                 robot.send_joints(POSE)
                 await asyncio.sleep(1 / RATE)
 
-        def obey(values: Mapping[str, float], seen_at: float) -> None:
-            self.commands.append((seen_at, dict(values)))
+        def obey(values: Mapping[str, float], received_at: float) -> None:
+            self.commands.append((received_at, dict(values)))
 
         async with connect_robot(
             self.transport_url,

@@ -159,7 +159,7 @@ class History:
             if reading is None or at - reading.due_at <= usual:
                 continue
             # Late may have been the report, on its way in, and the command, on its way out.
-            limit = usual + self.late(reading.seen_at, at, 2)
+            limit = usual + self.late(reading.observed_at, at, 2)
             if at - reading.due_at > limit:
                 found.append(f"3: an action {(at - reading.due_at) * 1e3:.0f} ms after it was due, limit {limit:.3f} s")
         return found

@@ -33,12 +33,12 @@ class Reading:
 
     Attributes:
         is_hold: whether it is a pose that was measured, not an action; the jaw may be where it was sent last.
-        seen_at: when the robot reported what the command was computed from.
+        observed_at: when the robot reported what the command was computed from.
         due_at: when the action is due.
     """
 
     is_hold: bool
-    seen_at: float
+    observed_at: float
     due_at: float
 
 
@@ -62,8 +62,8 @@ class TellingPose:
             steps[-1] = 0  # a hold leaves the jaw where it was sent last, between two actions as they are joined
         if not 0 <= step <= CHUNK or np.abs(steps - step).max() > 0.1:
             return None
-        seen_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED
-        return Reading(step == 0, seen_at, seen_at + max(step - 1, 0) * PERIOD)
+        observed_at = self.began_at + (target["Rotation"] - step * STEP + 90) / SPEED
+        return Reading(step == 0, observed_at, observed_at + max(step - 1, 0) * PERIOD)
 
 
 class Life:

@@ -11,7 +11,7 @@ from tests.faults.robot import TellingPose, living_robot
 async def run(url: str, rooms: Rooms, began_at: float) -> None:
     pose = TellingPose()
     pose.began_at = began_at
-    async with living_robot(url, rooms, on_command=lambda values, seen_at: None, pose=pose.at):
+    async with living_robot(url, rooms, on_command=lambda values, received_at: None, pose=pose.at):
         sys.stdout.write(f"robot at {url}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()

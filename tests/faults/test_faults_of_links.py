@@ -55,7 +55,7 @@ async def test_f01_a_killed_transport_is_a_hold_until_it_is_back_and_a_fresh_fra
         await arm.moves()
         first = arm.history.pose.read(arm.history.motions(began)[0][1])
         assert first is not None
-        assert first.seen_at > back, "what it planned before the link was lost is not done any more"
+        assert first.observed_at > back, "what it planned before the link was lost is not done any more"
 
 
 async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
@@ -84,7 +84,7 @@ async def test_f02_a_half_open_link_is_noticed_by_its_heartbeat_within_11_s(
         first = arm.history.pose.read(arm.history.motions(healed)[0][1])
         assert first is not None
         # The robot's own link was whole: the pose that came with its newest frame may be that frame older.
-        assert first.seen_at > healed - 1 / FRAMES
+        assert first.observed_at > healed - 1 / FRAMES
 
 
 async def test_f03_a_stalled_camera_holds_within_350_ms(
@@ -104,7 +104,7 @@ async def test_f03_a_stalled_camera_holds_within_350_ms(
     fresh = time.monotonic()
     first = arm.history.pose.read(arm.history.motions(await arm.moves())[0][1])
     assert first is not None
-    assert first.seen_at > fresh - 0.1
+    assert first.observed_at > fresh - 0.1
     assert is_moving(arm.session) or await arm.until(is_moving, within=1)
     # A machine that stood still showed nothing either.
     assert 1 <= arm.session["stats"]["holds"]["camera_stale"] <= 1 + arm.meter.pauses(arm.history.calls[0].began)
@@ -152,7 +152,7 @@ async def test_f05_a_killed_producer_holds_within_350_ms_and_its_successor_goes_
         assert await arm.until(is_moving, within=2)
         action = arm.history.pose.read(arm.history.motions(back)[0][1])
         assert action is not None
-        assert action.seen_at > killed, "only what the new producer shows moves the robot again"
+        assert action.observed_at > killed, "only what the new producer shows moves the robot again"
 
 
 async def test_f06_joint_values_that_are_no_numbers_are_dropped_and_twenty_in_a_second_are_a_stop(
@@ -206,7 +206,7 @@ async def test_f24_a_paused_server_drops_what_expired_and_holds_once(
     paused.send(signal.SIGCONT)
     first = arm.history.pose.read(arm.history.motions(await arm.moves(20))[0][1])
     assert first is not None
-    assert first.seen_at > resumed - 0.1
+    assert first.observed_at > resumed - 0.1
     session = await arm.until(is_moving, within=1)
     # Of the machine's own pauses each is a hold, too.
     assert 1 <= sum(session["stats"]["holds"].values()) - holds <= 1 + arm.meter.pauses(began)

@@ -21,15 +21,15 @@ def good() -> History:
     ]
     history.calls.append(Call("POST", "/sessions/arm/start", 100.3, 100.35, 200, {}))
     for number in range(50):
-        seen_at = 100.5 + number // 10 * 10 * PERIOD
-        action(history, seen_at, number % 10, seen_at + number % 10 * PERIOD)
+        observed_at = 100.5 + number // 10 * 10 * PERIOD
+        action(history, observed_at, number % 10, observed_at + number % 10 * PERIOD)
     history.calls.append(Call("POST", "/sessions/arm/stop", 101.45, 101.46, 200, {}))
     history.heard(history.pose.at(101.4), 101.455)
     return history
 
 
-def action(history: History, seen_at: float, index: int, at: float) -> None:
-    pose = history.pose.at(seen_at)
+def action(history: History, observed_at: float, index: int, at: float) -> None:
+    pose = history.pose.at(observed_at)
     history.heard({joint: pose[joint] + (index + 1) * STEP for joint in JOINTS}, at)
 
 

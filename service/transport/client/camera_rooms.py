@@ -73,9 +73,9 @@ class CameraReceiver(SessionRoomListener):
         self._rejoin_at = 0.0
         self._last_error: str | None = None
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Queue a signal for ``run``; an emergency stop is passed on at once."""
-        super().on_message(message, seen_at)
+        super().on_message(message, received_at)
         if isinstance(message, WebrtcOffer) and len(message.offer["sdp"]) > MAX_SDP:
             self._counts["offers"] += 1
             self._refuse_offer(message, f"it has {len(message.offer['sdp'])} characters; at most {MAX_SDP} are read")
@@ -214,11 +214,11 @@ class CameraReceiver(SessionRoomListener):
                 if now > peer.created_at + self._timeouts.connect
                 else None
             )
-        seen_at = max(peer.connected_at, self._decoder.decoded_at or 0.0)
-        return f"no picture for {self._timeouts.silence} s" if now > seen_at + self._timeouts.silence else None
+        newest_at = max(peer.connected_at, self._decoder.decoded_at or 0.0)
+        return f"no picture for {self._timeouts.silence} s" if now > newest_at + self._timeouts.silence else None
 
-    def _deliver_frame(self, image: np.ndarray, seen_at: float) -> None:
-        self.inbox.on_frame(self.camera, image, seen_at)
+    def _deliver_frame(self, image: np.ndarray, observed_at: float) -> None:
+        self.inbox.on_frame(self.camera, image, observed_at)
 
     def _set_failure(self, error: BaseException) -> None:
         if not self._failure.done():
@@ -270,7 +270,7 @@ class CameraSender:
     def on_lost(self, reason: str) -> None:
         """Do nothing: peers go on without the room."""
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Queue a signal for ``run``; an emergency stop is passed on at once."""
         if isinstance(message, StopMessage):
             self._on_stop(message)

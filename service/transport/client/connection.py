@@ -198,8 +198,8 @@ class Membership:
             check: asked at once, then with every heartbeat and after every error from the server; returns why the
                 membership is worthless, or None.
         """
-        for message, seen_at in self._received_early:
-            on_message(message, seen_at)
+        for message, received_at in self._received_early:
+            on_message(message, received_at)
         self._received_early.clear()
         return await _wait_first(
             self._read(on_message, on_malformed),
@@ -355,8 +355,8 @@ class RoomListener(Protocol):
         """The room is joined, under this fresh participant id."""
         ...
 
-    def on_message(self, message: Message, seen_at: float) -> None:
-        """A message arrived; ``seen_at`` is monotonic."""
+    def on_message(self, message: Message, received_at: float) -> None:
+        """A message arrived; ``received_at`` is monotonic."""
         ...
 
     def on_lost(self, reason: str) -> None:
@@ -508,10 +508,10 @@ class RoomConnection:
         self._listener.on_lost(reason)
         await lost.leave(at_once=True)
 
-    def _on_message(self, message: Message, seen_at: float) -> None:
+    def _on_message(self, message: Message, received_at: float) -> None:
         if isinstance(message, Error | VideoError):
             self._last_error = f"the server says {message.message!r}"
-        self._listener.on_message(message, seen_at)
+        self._listener.on_message(message, received_at)
 
     async def _check_presence(self) -> str | None:
         """Check that the server still lists us in the room: one that lost or replaced it leaves our socket open and

@@ -23,7 +23,7 @@ class SessionRoomListener:
         """Report that the room is joined."""
         self.inbox.on_event(LinkUp(self.room))
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Report an emergency stop."""
         if isinstance(message, StopMessage):
             self.inbox.on_event(EmergencyStop(message.reason or "no reason given", message.source or "unknown"))
@@ -62,10 +62,10 @@ class JointOutputListener(SessionRoomListener):
         self._send_latched_stop()
         super().on_joined(participant_id)
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Report a message, except the echo of our own stop."""
         if not (isinstance(message, StopMessage) and message.source in self._own_ids):
-            super().on_message(message, seen_at)
+            super().on_message(message, received_at)
 
     async def on_presence(self, presence: Presence) -> None:
         """Announce a latched stop to a new participant of the room."""
@@ -98,7 +98,7 @@ class JointInputListener(SessionRoomListener):
         self._received_names.clear()
         super().on_joined(participant_id)
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Deliver joints. ``state_sync`` is left aside: a room keeps the joints of a robot that left long ago."""
         if isinstance(message, JointUpdate) and self._is_set_over_rest(message):
             self.inbox.on_event(BadInput({"not_the_robot": len(message.data)}))
@@ -110,8 +110,8 @@ class JointInputListener(SessionRoomListener):
                 self.inbox.on_event(BadInput({"contradicting": contradicting}))
             if values:
                 self.updates += 1
-                self.inbox.on_joints(values, seen_at)
-        super().on_message(message, seen_at)
+                self.inbox.on_joints(values, received_at)
+        super().on_message(message, received_at)
 
     def _is_set_over_rest(self, update: JointUpdate) -> bool:
         """Whether somebody set joints over REST beside the robot: what the robot does not report itself is no

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Seconds between two questions whether a latch is still there; a command that comes meanwhile asks sooner.
 LATCH_POLL_INTERVAL, MIN_LATCH_POLL_INTERVAL = 0.5, 0.05
-# Seconds for which the session may not have heard of a stop yet that this robot knows of; then it is told.
+# Seconds that the session gets to learn of a stop by itself; after them this robot reports it again.
 STOP_REPORT_DELAY = 2.0
 # A hold names the pose that this robot reported, at most so long ago (seconds) and so far away.
 POSE_MAX_AGE, POSE_TOLERANCE = 1.0, 1e-3
@@ -249,7 +249,7 @@ class Robot:
         if self._pose:
             self._input.send(_build_update(self._pose))
 
-    def _take_command(self, values: Mapping[str, float], seen_at: float) -> None:
+    def _take_command(self, values: Mapping[str, float], received_at: float) -> None:
         if self.latch is not None and not self._is_hold(values):
             self.refused += 1
             self._poll_now.set()
@@ -264,7 +264,7 @@ class Robot:
                     )
             return
         self.commands += 1
-        self._on_command(values, seen_at)
+        self._on_command(values, received_at)
 
     def _is_hold(self, values: Mapping[str, float]) -> bool:
         """Whether a command keeps the robot at a pose that it reported just now: that takes the force out of a joint
@@ -404,13 +404,13 @@ class JointRoomListener:
             self.send_stop(self._pending_stop)
         self._on_joined()
 
-    def on_message(self, message: Message, seen_at: float) -> None:
+    def on_message(self, message: Message, received_at: float) -> None:
         """Pass on commands, and stops of others; the echo of our own stop is dropped."""
         if isinstance(message, StopMessage):
             if message.source not in self._own_ids:
                 self._on_stop(message)
         elif isinstance(message, JointUpdate) and self._on_command is not None and message.data:
-            self._on_command(message.values, seen_at)
+            self._on_command(message.values, received_at)
 
     def on_lost(self, reason: str) -> None:
         """Do nothing: the connection joins again."""

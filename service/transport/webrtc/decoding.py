@@ -323,11 +323,10 @@ class FrameDecoder:
         newest, self._newest = self._newest, None
         if newest is None or self.is_muted:
             return
-        image, seen_at = newest
+        image, self.decoded_at = newest
         self.frames += 1
         self.size = (image.shape[0], image.shape[1])
-        self.decoded_at = seen_at
         try:
-            self._on_frame(image, seen_at)
+            self._on_frame(image, self.decoded_at)
         except Exception as error:  # whatever it is, it goes to the owner: aiortc would swallow it
             self._on_error(error)

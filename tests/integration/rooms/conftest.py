@@ -122,12 +122,12 @@ class RecordingInbox:
     posed_at: list[float] = field(default_factory=list)
     events: list[LinkEvent] = field(default_factory=list)
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
-        self.frames.append((camera, image, seen_at))
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
+        self.frames.append((camera, image, observed_at))
 
-    def on_joints(self, values, seen_at: float) -> None:
+    def on_joints(self, values, observed_at: float) -> None:
         self.poses.append(dict(values))
-        self.posed_at.append(seen_at)
+        self.posed_at.append(observed_at)
 
     def on_event(self, event: LinkEvent) -> None:
         self.events.append(event)

@@ -82,7 +82,7 @@ async def test_an_error_of_the_session_comes_out_as_it_is_and_the_rooms_go(conne
 
 
 async def test_an_inbox_that_raises_ends_the_session(both, seen):
-    def broken(values, seen_at):
+    def broken(values, received_at):
         raise ZeroDivisionError
 
     seen.on_joints = broken

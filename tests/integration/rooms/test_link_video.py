@@ -90,10 +90,10 @@ async def see(seen, until, colour, camera="front", within=30.0):
 async def test_a_known_colour_arrives_within_three_seconds_and_in_its_size(both, seen, until):
     async with both("front") as (_, robot), filming(robot, RED, height=120, width=160):
         await see(seen, until, RED, within=3)
-    _, image, seen_at = seen.frames[-1]
+    _, image, observed_at = seen.frames[-1]
     assert image.dtype == np.uint8
     assert image.shape == (120, 160, 3)
-    assert 0 <= time.monotonic() - seen_at < 5
+    assert 0 <= time.monotonic() - observed_at < 5
     assert not [thread for thread in threading.enumerate() if "decoder" in thread.name]
 
 

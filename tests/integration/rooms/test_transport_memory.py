@@ -23,7 +23,7 @@ async def test_a_session_gets_what_the_test_delivers_and_the_test_reads_what_it_
         assert seen.events == [LinkUp("s-front"), LinkUp("s-joint-input"), LinkUp("s-joint-output")]
         image = np.zeros((2, 3, 3), np.uint8)
         transport.link.deliver_frame("front", image)
-        transport.link.deliver_joints({"Jaw": 4.0}, seen_at=6.5)
+        transport.link.deliver_joints({"Jaw": 4.0}, observed_at=6.5)
         transport.link.deliver_emergency_stop("smoke", "operator")
         assert seen.frames == [("front", image, 7.0)]
         assert (seen.poses, seen.posed_at) == ([{"Jaw": 4.0}], [6.5])

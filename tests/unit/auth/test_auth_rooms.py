@@ -24,10 +24,10 @@ from service.transport.server.app import serve_transport
 class Deaf:
     """An inbox that keeps nothing."""
 
-    def on_frame(self, camera, image, seen_at):
+    def on_frame(self, camera, image, observed_at):
         pass
 
-    def on_joints(self, values, seen_at):
+    def on_joints(self, values, observed_at):
         pass
 
     def on_event(self, event):

@@ -14,8 +14,8 @@ def numbered(length: int, first: float = 0.0) -> np.ndarray:
     return np.arange(first, first + length, dtype=np.float32)[:, None]
 
 
-def join(queue: ActionQueue, chunk: np.ndarray, seen_at: float, now: float) -> None:
-    queue.push(queue.aggregate(chunk, seen_at), seen_at, now)
+def join(queue: ActionQueue, chunk: np.ndarray, observed_at: float, now: float) -> None:
+    queue.push(queue.aggregate(chunk, observed_at), observed_at, now)
 
 
 def first_of(action: np.ndarray | None) -> float | None:
@@ -43,29 +43,29 @@ def test_a_chunk_goes_on_with_the_first_action_after_a_moment(
 
 def test_each_tick_gives_the_action_that_is_due() -> None:
     queue = ActionQueue(PERIOD)
-    queue.push(numbered(4), seen_at=10.0, now=10.0)
+    queue.push(numbered(4), observed_at=10.0, now=10.0)
     ticks = [10.0 + number * PERIOD for number in range(5)]
     assert [first_of(queue.take(tick, tick)) for tick in ticks] == [0, 1, 2, 3, None]
-    assert (queue.late, queue.consumed, len(queue)) == (0, 4, 0)
+    assert (queue.late, queue.consumed, queue.left) == (0, 4, 0)
 
 
 def test_late_actions_are_dropped_and_counted() -> None:
     queue = ActionQueue(PERIOD)
-    usable = queue.push(numbered(10), seen_at=10.0, now=10.18)
+    usable = queue.push(numbered(10), observed_at=10.0, now=10.18)
     assert (usable, queue.late) == (6, 4)
     assert first_of(queue.take(10.2, 10.2)) == 4
 
 
 def test_a_chunk_that_is_wholly_late_gives_nothing() -> None:
     queue = ActionQueue(PERIOD)
-    assert queue.push(numbered(10), seen_at=10.0, now=11.0) == 0
+    assert queue.push(numbered(10), observed_at=10.0, now=11.0) == 0
     assert queue.late == 10
     assert queue.take(11.0, 11.0) is None
 
 
 def test_after_a_pause_the_expired_actions_are_dropped_and_not_sent_in_a_burst() -> None:
     queue = ActionQueue(PERIOD)
-    queue.push(numbered(100), seen_at=0.0, now=0.0)
+    queue.push(numbered(100), observed_at=0.0, now=0.0)
     assert first_of(queue.take(0.0, 0.0)) == 0
     assert first_of(queue.take(2.0, 2.0)) == 40
     assert queue.late == 39
@@ -73,17 +73,17 @@ def test_after_a_pause_the_expired_actions_are_dropped_and_not_sent_in_a_burst()
 
 def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
     queue = ActionQueue(PERIOD)
-    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
     queue.take(0.05, 0.05)
-    queue.push(numbered(10, first=100), seen_at=0.05, now=0.08)
+    queue.push(numbered(10, first=100), observed_at=0.05, now=0.08)
     assert first_of(queue.take(0.1, 0.1)) == 101
     assert queue.consumed == 1
 
 
 def test_due_times_say_what_is_left() -> None:
     queue = ActionQueue(PERIOD)
-    queue.push(numbered(3), seen_at=1.0, now=1.04)
+    queue.push(numbered(3), observed_at=1.0, now=1.04)
     assert queue.due_times() == pytest.approx([1.05, 1.10])
     queue.clear()
     assert queue.due_times() == []
@@ -93,7 +93,7 @@ def test_due_times_say_what_is_left() -> None:
 def test_the_phase_between_frames_and_ticks_never_costs_an_action() -> None:
     for phase in np.linspace(0, PERIOD, 41):
         queue = ActionQueue(PERIOD)
-        queue.push(numbered(50), seen_at=0.0, now=0.0)
+        queue.push(numbered(50), observed_at=0.0, now=0.0)
         jitter = np.random.default_rng(0).uniform(0, 0.4 * PERIOD, 40)
         given_out = [first_of(queue.take(phase + n * PERIOD, phase + n * PERIOD + jitter[n])) for n in range(40)]
         assert None not in given_out
@@ -120,7 +120,7 @@ def test_no_action_is_ever_given_out_later_than_its_due_time_and_one_period(
             delay, length = arrivals[tick]
             # Each action is its own due time, so that the property can be read off what comes out.
             due = (now - delay) + np.arange(length) * period
-            queue.push(due[:, None], seen_at=now - delay, now=now)
+            queue.push(due[:, None], observed_at=now - delay, now=now)
         action = queue.take(deadline, now)
         if action is not None:
             assert now - float(action[0]) <= 1.01 * period + 1e-6
@@ -129,7 +129,7 @@ def test_no_action_is_ever_given_out_later_than_its_due_time_and_one_period(
 
 def test_faster_ticks_move_between_actions_at_the_speed_that_was_trained() -> None:
     queue = ActionQueue(0.04, 0.01)
-    queue.push(numbered(3), seen_at=0.0, now=0.0)
+    queue.push(numbered(3), observed_at=0.0, now=0.0)
     taken = [first_of(queue.take(tick * 0.01, tick * 0.01)) for tick in range(12)]
     assert taken[:9] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2])
     # The last action is held for its own period.
@@ -140,7 +140,7 @@ def test_faster_ticks_move_between_actions_at_the_speed_that_was_trained() -> No
 
 def test_slower_ticks_skip_actions_at_the_speed_that_was_trained() -> None:
     queue = ActionQueue(0.02, 0.04)
-    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.push(numbered(10), observed_at=0.0, now=0.0)
     assert [first_of(queue.take(tick * 0.04, tick * 0.04)) for tick in range(5)] == [0, 2, 4, 6, 8]
 
 
@@ -152,7 +152,7 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
     for tick in range(30):
         chunk = random.normal(size=(8, 3)).astype(np.float32)
         now = tick * PERIOD
-        join(ours, chunk, seen_at=now, now=now)
+        join(ours, chunk, observed_at=now, now=now)
         expected = theirs.update(chunk[None])[0]
         actual = ours.take(now, now)
         assert actual is not None
@@ -161,20 +161,20 @@ def test_with_a_chunk_at_every_tick_ensembling_is_lerobots(coefficient: float) -
 
 def test_ensembling_aligns_predictions_by_the_moment_they_are_for() -> None:
     queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
-    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.take(0.0, 0.0)
     # The same plan seen three ticks later, and answered two ticks after that, changes nothing.
-    join(queue, numbered(10, first=3), seen_at=3 * PERIOD, now=5 * PERIOD)
+    join(queue, numbered(10, first=3), observed_at=3 * PERIOD, now=5 * PERIOD)
     assert first_of(queue.take(5 * PERIOD, 5 * PERIOD)) == 5
-    join(queue, numbered(10, first=16), seen_at=6 * PERIOD, now=6 * PERIOD)
+    join(queue, numbered(10, first=16), observed_at=6 * PERIOD, now=6 * PERIOD)
     assert first_of(queue.take(6 * PERIOD, 6 * PERIOD)) == pytest.approx((6 + 6 + 16) / 3)
 
 
 def test_clearing_forgets_the_predictions_of_an_ensemble() -> None:
     queue = ActionQueue(PERIOD, aggregation=EnsembleAggregation(0.0))
-    queue.push(numbered(10), seen_at=0.0, now=0.0)
+    queue.push(numbered(10), observed_at=0.0, now=0.0)
     queue.clear()
-    join(queue, numbered(10, first=50), seen_at=0.0, now=0.0)
+    join(queue, numbered(10, first=50), observed_at=0.0, now=0.0)
     assert first_of(queue.take(0.0, 0.0)) == 50
 
 

@@ -29,11 +29,11 @@ class Onlooker:
         self.ticks: list[Tick] = []
         self._failure = failure
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None:
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None:
         self.cameras.append(camera)
 
-    def on_chunk(self, chunk: np.ndarray, seen_at: float, at: float) -> None:
-        assert seen_at <= at
+    def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
+        assert observed_at <= at
         self.plans.append(chunk.shape)
 
     def on_tick(self, tick: Tick) -> None:

@@ -57,10 +57,10 @@ class Robot:
             return
         self.room.on_message(message, 1.0)
 
-    def on_frame(self, camera: str, image: np.ndarray, seen_at: float) -> None: ...
+    def on_frame(self, camera: str, image: np.ndarray, observed_at: float) -> None: ...
 
-    def on_joints(self, values: Mapping[str, float], seen_at: float) -> None:
-        self.buffer.put_joints(values, seen_at)
+    def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
+        self.buffer.put_joints(values, observed_at)
 
     def on_event(self, event: LinkEvent) -> None:
         if isinstance(event, BadInput):

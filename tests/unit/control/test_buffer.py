@@ -48,7 +48,7 @@ def test_a_snapshot_is_as_old_as_its_oldest_frame_and_has_the_policys_features()
     seen.put_joints(POSE, 0.5)
     snapshot = seen.snapshot(1.25)
     assert isinstance(snapshot, Snapshot)
-    assert snapshot.seen_at == 1.0
+    assert snapshot.observed_at == 1.0
     assert snapshot.sizes == {"front": (48, 64), "top": (24, 32)}
     observation = snapshot.observation()
     assert {name: (value.shape, value.dtype) for name, value in observation.items()} == {

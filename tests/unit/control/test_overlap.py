@@ -34,8 +34,8 @@ def constant(value: float, length: int = 10) -> np.ndarray:
 @pytest.mark.parametrize("name", LEROBOT)
 def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS[name])
-    queue.push(constant(1), seen_at=0.0, now=0.0)
-    joined = queue.aggregate(constant(2), seen_at=0.4)
+    queue.push(constant(1), observed_at=0.0, now=0.0)
+    joined = queue.aggregate(constant(2), observed_at=0.4)
     assert joined[:6, 0] == pytest.approx([LEROBOT[name]] * 6), "four actions of the old chunk are over"
     assert joined[6:, 0].tolist() == [2, 2, 2, 2], "beyond the old chunk there is only the new one"
 
@@ -43,29 +43,29 @@ def test_lerobots_functions_weigh_every_moment_that_both_chunks_have(name: str) 
 def test_lerobots_functions_take_what_was_joined_before_for_the_old_one() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     for number, value in enumerate((0, 4, 8)):
-        seen_at = 0.1 * number
-        queue.push(queue.aggregate(constant(value), seen_at), seen_at, seen_at)
+        observed_at = 0.1 * number
+        queue.push(queue.aggregate(constant(value), observed_at), observed_at, observed_at)
     assert queue.aggregate(constant(8), 0.2)[0, 0] == pytest.approx(6.5)
 
 
 def test_chunks_that_begin_between_two_actions_of_the_plan_are_weighed_against_the_points_there() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
     ramp = np.arange(10, dtype=np.float32)[:, None]
-    queue.push(ramp, seen_at=0.0, now=0.0)
+    queue.push(ramp, observed_at=0.0, now=0.0)
     # The same motion, seen two and a half actions later: nothing of it changes.
-    joined = queue.aggregate(ramp + 2.5, seen_at=0.25)
+    joined = queue.aggregate(ramp + 2.5, observed_at=0.25)
     assert joined[:, 0] == pytest.approx(ramp[:, 0] + 2.5)
 
 
 def test_a_chunk_that_was_seen_before_the_plan_begins_is_weighed_where_the_plan_has_something() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), seen_at=0.3, now=0.3)
-    assert queue.aggregate(constant(2), seen_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
+    queue.push(constant(1), observed_at=0.3, now=0.3)
+    assert queue.aggregate(constant(2), observed_at=0.1)[:4, 0].tolist() == [2, 2, 1.5, 1.5]
 
 
 def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
     queue = ActionQueue(0.1, aggregation=CrossfadeAggregation(3))
-    queue.push(constant(0), seen_at=0.0, now=0.0)
+    queue.push(constant(0), observed_at=0.0, now=0.0)
     joined = queue.aggregate(constant(4), 0.2, 3)
     assert joined[:, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 4, 4, 4], "the first that can be done is number 3"
     # Two actions are left of the plan.
@@ -75,7 +75,7 @@ def test_a_crossfade_begins_near_the_plan_and_ends_in_the_new_chunk() -> None:
 
 def test_a_plan_that_is_over_is_not_joined_with() -> None:
     queue = ActionQueue(0.1, aggregation=AGGREGATIONS["average"])
-    queue.push(constant(1), seen_at=0.0, now=5.0)
+    queue.push(constant(1), observed_at=0.0, now=5.0)
     new = constant(2)
     assert queue.aggregate(new, 0.5) is new
 
@@ -134,13 +134,13 @@ def line_at(moment: float) -> float:
 
 def line(snapshot: Snapshot) -> np.ndarray:
     """A straight motion that is the same whenever one looks: one unit per second."""
-    steps = (snapshot.seen_at - 100 + 0.05 * np.arange(20, dtype=np.float64))[None, :, None]
+    steps = (snapshot.observed_at - 100 + 0.05 * np.arange(20, dtype=np.float64))[None, :, None]
     return (np.array(list(POSE.values())) + steps).astype(np.float32)
 
 
 def noisy(snapshot: Snapshot) -> np.ndarray:
     """The same plan each time, off by an amount that changes from chunk to chunk."""
-    off = 0.5 if round(snapshot.seen_at * 20) % 2 else -0.5
+    off = 0.5 if round(snapshot.observed_at * 20) % 2 else -0.5
     return (plan(snapshot) + off).astype(np.float32)
 
 
@@ -207,7 +207,7 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
     chunks: list[tuple[float, np.ndarray, Snapshot]] = []
 
     def policy(snapshot: Snapshot) -> np.ndarray:
-        chunks.append((snapshot.seen_at, continuing(snapshot), snapshot))
+        chunks.append((snapshot.observed_at, continuing(snapshot), snapshot))
         return chunks[-1][1]
 
     world = (
@@ -217,13 +217,13 @@ def test_a_chunk_of_real_time_chunking_begins_with_what_is_executed_while_it_is_
     )
     sent = {round((at - 100) / 0.05): command for at, command in world.sent}
     assert len(chunks) > 8
-    for seen_at, chunk, snapshot in chunks[2:-1]:
+    for observed_at, chunk, snapshot in chunks[2:-1]:
         [delay], [length] = snapshot.prefix[PREFIX_DELAY], snapshot.prefix[PREFIX_LENGTH]
         # Three ticks pass while it is computed, and the tick that asks is one, too.
         assert (delay, length) == (4, 12)
         assert snapshot.prefix[PREFIX_ACTIONS].shape == (1, 20, 6)
         assert not snapshot.prefix[PREFIX_ACTIONS][0, length:].any()
-        tick = round((seen_at - 100) / 0.05)
+        tick = round((observed_at - 100) / 0.05)
         done = [sent[tick + number] for number in range(int(delay))]
         assert chunk[0, :delay] == pytest.approx(np.array(done))
     assert world.control.scheduler.delay == 4

@@ -18,7 +18,7 @@ def watchdog(executed: float = 0.4, covered: float = 0.4, frame_age: float = 0.3
 
 def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
     """Look at every tick from ``at`` to ``until``; the findings of the last look."""
-    seen = {"seen_at": {}, **times}
+    seen = {"observed_at": {}, **times}
     found = None
     for index in range(round((until - at) / PERIOD) + 1):
         found = dog.check(at + index * PERIOD, InputTimes(**seen))  # type: ignore[arg-type]
@@ -29,9 +29,9 @@ def walk(dog: Watchdog, until: float, at: float = 0.0, **times: object):
 @pytest.mark.parametrize(
     ("times", "code", "word"),
     [
-        ({"seen_at": {"front": 0.0, "wrist": None}}, "camera_missing", "'wrist'"),
-        ({"seen_at": {"front": 0.0}}, "camera_stale", "'front'"),
-        ({"lost_rooms": ("s-front",), "seen_at": {"front": 0.0}}, "link_lost", "'s-front'"),
+        ({"observed_at": {"front": 0.0, "wrist": None}}, "camera_missing", "'wrist'"),
+        ({"observed_at": {"front": 0.0}}, "camera_stale", "'front'"),
+        ({"lost_rooms": ("s-front",), "observed_at": {"front": 0.0}}, "link_lost", "'s-front'"),
         ({"is_pose_current": False}, "joints_missing", "joints"),
     ],
 )
@@ -58,7 +58,7 @@ def test_what_comes_back_is_no_blindness_any_more_and_counts_from_anew() -> None
     assert walk(dog, 22.0, 20.04, lost_rooms=("r",)).blind is None
     assert walk(dog, 50.0, 22.02, lost_rooms=("r",)).stop is None
     dog.begin(100.0)
-    found = walk(dog, 102.9, 100.0, seen_at={"front": 1.0}, is_pose_current=False)
+    found = walk(dog, 102.9, 100.0, observed_at={"front": 1.0}, is_pose_current=False)
     assert (found.blind, found.stop, found.holds) == (None, None, {})
 
 
@@ -103,10 +103,10 @@ def test_a_slow_inference_holds_from_twice_its_budget_on_but_never_while_its_chu
 
 
 def test_actions_whose_frame_is_too_old_are_not_done_where_a_limit_is_set() -> None:
-    assert walk(watchdog(), 60.0, plan_seen_at=0.0).holds == {}
+    assert walk(watchdog(), 60.0, plan_observed_at=0.0).holds == {}
     dog = watchdog(action_age_limit=0.5)
-    assert walk(dog, 0.48, plan_seen_at=0.0).holds == {}
-    assert list(walk(dog, 0.54, 0.5, plan_seen_at=0.0).holds) == ["action_stale"]
+    assert walk(dog, 0.48, plan_observed_at=0.0).holds == {}
+    assert list(walk(dog, 0.54, 0.5, plan_observed_at=0.0).holds) == ["action_stale"]
 
 
 def test_twenty_bad_values_in_a_second_stop_and_slower_ones_never_do() -> None:
@@ -158,20 +158,20 @@ def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
 
 def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
     dog = watchdog()
-    walk(dog, 1.0, seen_at={"front": 1.0}, requested_at=0.9)
+    walk(dog, 1.0, observed_at={"front": 1.0}, requested_at=0.9)
     # What the camera showed meanwhile comes bit by bit.
-    for now, seen_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
-        assert dog.check(now, InputTimes({"front": seen_at}, requested_at=0.9)).holds.keys() == {"paused"}
-    walk(dog, 3.1, 3.06, seen_at={"front": 3.01}, requested_at=0.9)
+    for now, observed_at in ((3.0, 1.0), (3.02, 2.69), (3.04, 2.9)):
+        assert dog.check(now, InputTimes({"front": observed_at}, requested_at=0.9)).holds.keys() == {"paused"}
+    walk(dog, 3.1, 3.06, observed_at={"front": 3.01}, requested_at=0.9)
     assert dog.check(5.0, InputTimes({"front": 4.99}, requested_at=0.9)).holds.keys() == {"paused"}
     assert dog.check(5.02, InputTimes({"front": 5.0}, requested_at=0.9)).holds == {}
 
 
 def test_a_camera_that_shows_nothing_after_a_pause_is_stale_by_itself() -> None:
     dog = watchdog()
-    walk(dog, 1.0, seen_at={"front": 1.0})
+    walk(dog, 1.0, observed_at={"front": 1.0})
     assert dog.check(3.0, InputTimes({"front": 1.0})).holds.keys() == {"paused"}
-    walk(dog, 3.4, 3.02, seen_at={"front": 1.0})
+    walk(dog, 3.4, 3.02, observed_at={"front": 1.0})
     found = dog.check(3.5, InputTimes({"front": 1.0}))
     assert found.holds == {}
     dog.begin(3.6)

@@ -392,7 +392,7 @@ async def test_a_stalled_camera_holds_in_time_says_why_and_resumes_by_itself(rig
     await until(lambda: held(link, -4) == kept(link, 4))
     # By what went out, and when: a machine that pauses sends nothing meanwhile.
     assert session.robot_io is not None
-    stalled = session.robot_io.buffer.seen_at["front"]
+    stalled = session.robot_io.buffer.observed_at["front"]
     assert stalled is not None
     assert link.sent[-5].values != link.sent[-4].values
     assert link.sent[-5].at - stalled <= 0.35
