@@ -421,7 +421,7 @@ class Policy:
         sent = time.perf_counter()
         chunk = program(self._weights, on_device)
         if not self._placement.is_host:
-            chunk.copy_to_host_async()  # travels as soon as it is there; asked for afterwards it took 0.4 ms on an H200
+            chunk.copy_to_host_async()  # travels as soon as it is there: 0.1 ms of 2.2 on an H200
         jax.block_until_ready(chunk)
         computed = time.perf_counter()
         actions = np.array(chunk)  # a copy: the buffer may be the device's own
