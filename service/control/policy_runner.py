@@ -96,7 +96,7 @@ class PolicyRunner:
         if self._engine.batch_compiler.idle.is_set():
             self._has_waited = False
         elif not self._has_waited:  # for no longer than ``COMPILE_WAIT``
-            text = "what was being compiled when the robot was started is let end"
+            text = "a compilation that was running when the robot was started is waited for"
             return PolicyAnswer(request, error=(COMPILING, text))
         features = snapshot.observation() | self._task
         observation = {**features, **snapshot.prefix}
