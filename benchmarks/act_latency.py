@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.measured import RESULTS, machine, write
 from benchmarks.processes import Child, child
+
+if TYPE_CHECKING:
+    from jaxmodels.policies.lerobot_folder import Checkpoint
 
 HERE = Path(__file__).parent
 CASES = {
@@ -44,12 +47,20 @@ def observation(cameras: int, height: int, width: int) -> dict[str, np.ndarray]:
 
 def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
     """A policy of LeRobot's default size with random weights, as LeRobot's files."""
+    from jaxmodels.policies import lerobot_folder
+
+    lerobot_folder.write_checkpoint(folder, build_checkpoint(cameras, height, width))
+
+
+def build_checkpoint(
+    cameras: int, height: int, width: int, draw: Callable[[str, tuple[int, ...]], np.ndarray] | None = None
+) -> "Checkpoint":
+    """The same in memory; `draw`: an array of weights by its name and shape, instead of what a training starts with."""
     from flax import nnx
 
     from jaxmodels.normalization import build_normalization
-    from jaxmodels.policies import lerobot_folder
     from jaxmodels.policies.act import Act, ActConfig
-    from jaxmodels.policies.lerobot_folder import Checkpoint
+    from jaxmodels.policies.lerobot_folder import Checkpoint, model_blueprint
     from jaxmodels.types import Feature
     from jaxmodels.weights import flatten
 
@@ -64,9 +75,11 @@ def write_policy(folder: Path, cameras: int, height: int, width: int) -> None:
         }
         for feature in (*inputs, *outputs)
     }
-    weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
-    normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
-    lerobot_folder.write_checkpoint(folder, Checkpoint(config, weights, normalization))
+    if draw is None:
+        weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+    else:
+        weights = {name: draw(name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
+    return Checkpoint(config, weights, build_normalization(inputs, outputs, config.normalization_mapping, stats))
 
 
 def load(folder: str, seen: dict[str, np.ndarray]) -> Callable[[], np.ndarray]:

@@ -90,6 +90,14 @@ def vla(found: Mapping[str, Any]) -> str:
     )
 
 
+def gpu(found: Mapping[str, Any]) -> str:
+    return f"{found['machine']['accelerator']}: " + "; ".join(
+        f"{case} {one['alone']['p50_ms']:.1f} ms, four together {one['4 together']['chunks_per_s']:.0f} chunks a second"
+        for case, one in found["cases"].items()
+        if "4 together" in one
+    )
+
+
 def load(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
     return f"{sum(bool(row['passes']) for row in rows)} of {len(rows)} rows hold: " + ", ".join(

@@ -198,6 +198,16 @@ ALL: Sequence[Benchmark] = (
         takes=LEROBOT,
     ),
     Benchmark(
+        "vla_gpu",
+        "How long do pi0.5, SmolVLA and ACT take on a GPU?",
+        "From NumPy frames of three cameras to NumPy actions, in bfloat16, one robot and four together, beside LeRobot "
+        "0.6.1 in torch. Without a GPU nothing is measured.",
+        (8, 1),
+        answers.gpu,
+        full=("--golden",),
+        takes=LEROBOT,
+    ),
+    Benchmark(
         "load",
         "Are the server's times kept under load?",
         "Rows L1 to L9, each with its target and, where it is about lateness, bare loops beside it. A row that misses "

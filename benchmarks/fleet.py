@@ -14,8 +14,8 @@ import numpy as np
 import jaxmodels
 from benchmarks.measured import percentiles
 from service.errors import ServiceError
+from service.inference.batching import LatencyModel
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.latency_model import LatencyModel
 
 COMPILED_WITHIN = 1800.0
 
@@ -102,7 +102,7 @@ class Side:
     def costs(self) -> LatencyModel:
         """What batches of its robots' pictures take."""
         sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
-        return self.served.replicas[0].latency_model(frozenset(sizes.items()))
+        return self.served.replicas[0].latencies[frozenset(sizes.items())]
 
     def observations(self, count: int) -> list[dict[str, np.ndarray]]:
         """What so many robots see; beyond 16 some see the same."""

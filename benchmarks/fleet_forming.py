@@ -6,8 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from service.inference.batching import BatchScheduler
-from service.inference.latency_model import WINDOW, LatencyModel
+from service.inference.batching import WINDOW, BatchScheduler, LatencyModel
 
 # What is rare makes robots late, so the ends are looked at closely.
 LEVELS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)

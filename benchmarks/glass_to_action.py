@@ -31,11 +31,10 @@ import numpy as np
 import uvloop
 
 from benchmarks.glass_server import CAMERA
-from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, write
+from benchmarks.measured import RESULTS, ROOT, SHIPPED, percentiles, quietness, result, sleep_until, write
 from benchmarks.pictures import stacked_bars
 from benchmarks.processes import Child, Refused, call, child
 from benchmarks.timed_pictures import BASE, number_of, picture, stamp
-from service.control.robot_io import sleep_until
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 

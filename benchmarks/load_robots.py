@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.measured import beat, percentiles
+from benchmarks.measured import beat, percentiles, sleep_until
 from benchmarks.processes import say
 from benchmarks.timed_pictures import picture
-from service.control.robot_io import sleep_until
 from service.stats import Recent
 from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot

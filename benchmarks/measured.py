@@ -78,6 +78,13 @@ def _version(name: str) -> str | None:
 # Bare loops: what an asyncio program on this machine can do at best.
 
 
+async def sleep_until(deadline: float) -> None:
+    """Sleep until a time of the monotonic clock; never wakes early."""
+    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
+    while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
+        await asyncio.sleep(left)
+
+
 async def beat(
     rate: float,
     act: Callable[[], object],
@@ -95,9 +102,7 @@ async def beat(
     number = 0
     while seconds is None or number < int(seconds * rate):
         deadline = start + number / rate
-        # Timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
-        while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-            await asyncio.sleep(left)
+        await sleep_until(deadline)
         now = time.monotonic()
         note(now - deadline)
         act()

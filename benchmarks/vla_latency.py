@@ -23,15 +23,19 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.measured import RESULTS, machine, write
 from benchmarks.processes import Child, child
+
+if TYPE_CHECKING:
+    from jaxmodels.policies.lerobot_folder import Checkpoint
 
 HERE = Path(__file__).parent
 CASES = ("smolvla", "diffusion", "pi05")
@@ -93,11 +97,11 @@ PALIGEMMA, PALIGEMMA_WORDS = "google/paligemma-3b-pt-224", ("<pad>", "<eos>", "<
 WORDS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>")
 
 
-def observation(case: str) -> dict[str, Any]:
-    """What a robot with two cameras sends, of one moment or of the two that Diffusion Policy looks at."""
+def observation(case: str, cameras: Sequence[str] = CAMERAS) -> dict[str, Any]:
+    """What a robot with these cameras sends, of one moment or of the two that Diffusion Policy looks at."""
     rng, time = np.random.default_rng(0), (2,) if case == "diffusion" else ()
     seen: dict[str, Any] = {
-        f"observation.images.{name}": rng.integers(0, 256, (1, *time, *FRAME, 3), np.uint8) for name in CAMERAS
+        f"observation.images.{name}": rng.integers(0, 256, (1, *time, *FRAME, 3), np.uint8) for name in cameras
     }
     seen["observation.state"] = rng.standard_normal((1, *time, STATE)).astype(np.float32)
     return seen | ({} if case == "diffusion" else {"task": [TASK]})
@@ -116,11 +120,32 @@ def shrink(vlm: dict[str, Any], parts: int) -> dict[str, Any]:
 
 def write_policy(folder: Path, case: str, parts: int = 1) -> None:
     """A policy of the size that people run, or a part of its width, with random weights, as LeRobot's files."""
+    from jaxmodels.policies import lerobot_folder
+
+    lerobot_folder.write_checkpoint(folder, build_checkpoint(folder, case, parts=parts))
+
+
+def build_checkpoint(
+    folder: Path,
+    case: str,
+    *,
+    parts: int = 1,
+    cameras: Sequence[str] = CAMERAS,
+    architecture: Mapping[str, Any] = ARCHITECTURE,
+    draw: Callable[[str, tuple[int, ...]], np.ndarray] | None = None,
+) -> "Checkpoint":
+    """A policy with random weights in memory.
+
+    Args:
+        folder: gets the files of tokenizer and vision-language model, which are read from there.
+        architecture: sizes of pi0 and pi0.5 that are not those in LeRobot's code.
+        draw: an array of weights by its name and shape; `_random` when None.
+    """
     from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep, build_normalization
-    from jaxmodels.policies import get_policy_type, lerobot_folder
+    from jaxmodels.policies import get_policy_type
     from jaxmodels.policies.lerobot_folder import Checkpoint, model_blueprint
 
-    shapes = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, *FRAME]} for name in CAMERAS}
+    shapes = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, *FRAME]} for name in cameras}
     values: dict[str, Any] = {
         "type": case,
         "input_features": {"observation.state": {"type": "STATE", "shape": [STATE]}, **shapes},
@@ -144,7 +169,7 @@ def write_policy(folder: Path, case: str, parts: int = 1) -> None:
             ProcessorStep("tokenizer_processor", tokenize, comes_after=False),
         )
     elif case == "pi05":
-        values |= {"architecture": ARCHITECTURE, "dtype": "float32"}
+        values |= {"architecture": dict(architecture), "dtype": "float32"}
         tokenize = {
             "max_length": 200,
             "task_key": "task",
@@ -169,12 +194,12 @@ def write_policy(folder: Path, case: str, parts: int = 1) -> None:
     }
     made = build_normalization(config.input_features, config.output_features, config.normalization_mapping, stats)
     inputs: Normalizer = made.inputs
-    rng = np.random.default_rng(0)
-    weights = {name: _random(rng, name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
+    draw = draw or partial(_random, np.random.default_rng(0))
+    weights = {name: draw(name, shape.shape) for name, shape in model_blueprint(config).shapes.items()}
     write_tokenizer = {"smolvla": lambda: _write_vlm(folder / "vlm"), "pi05": lambda: _write_words(folder / PALIGEMMA)}
     tokenizer = write_tokenizer[case]() if case in write_tokenizer else None
     normalization = Normalization(inputs, made.outputs, {}, steps)
-    lerobot_folder.write_checkpoint(folder, Checkpoint(config, weights, normalization, tokenizer=tokenizer))
+    return Checkpoint(config, weights, normalization, tokenizer=tokenizer)
 
 
 def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""LeRobot's side of benchmarks/vla_latency.py: run by a Python that has lerobot 0.6.1, which ours never has.
+"""LeRobot's side of benchmarks/vla_latency.py and vla_gpu.py: run by a Python with lerobot 0.6.1, which ours never has.
 
 Answers the same orders as `serve` there: load a policy folder, or measure some inferences, one line of JSON each.
 """
@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,49 @@ from benchmarks.vla_latency import time_calls
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarray]:
-    """Reads a policy; what it gives runs the path of LeRobot's robot client: frames in [0, 1], both processors."""
+def load(
+    folder: str,
+    case: str,
+    *,
+    is_compiled: bool,
+    device: str = "cpu",
+    dtype: str = "float32",
+    cameras: Sequence[str] | None = None,
+    has_weights: bool = True,
+    is_small: bool = True,
+) -> Callable[..., np.ndarray]:
+    """Reads a policy; what it gives runs the path of LeRobot's robot client: frames in [0, 1], both processors.
+
+    Args:
+        dtype: bfloat16 is what pi0.5's config asks for, and for others autocast, as LeRobot's `use_amp` does it.
+        cameras: two when None.
+        has_weights: otherwise the folder has none, and the policy those that it begins a training with.
+        is_small: pi0.5 has the sizes of `vla_latency.ARCHITECTURE`.
+    """
     from lerobot.configs import PreTrainedConfig  # pyright: ignore[reportMissingImports]
     from lerobot.policies.factory import (  # pyright: ignore[reportMissingImports]
         get_policy_class,
         make_pre_post_processors,
     )
 
-    from benchmarks.vla_latency import ARCHITECTURE, noise_of, observation
+    from benchmarks.act_latency import observation as observe_act
+    from benchmarks.vla_latency import ARCHITECTURE, CAMERAS, FRAME, noise_of, observation
 
-    if case == "pi05":
+    if case == "pi05" and is_small:
         use_sizes(ARCHITECTURE)
 
     os.chdir(folder)  # names of models in it are relative
     config = PreTrainedConfig.from_pretrained(folder)
-    policy = get_policy_class(case).from_pretrained(folder, config=config, strict=False).eval()
-    before, after = make_pre_post_processors(config, pretrained_path=folder)
+    config.device = device
+    if case == "pi05":
+        config.dtype = dtype
+    if has_weights:
+        policy = get_policy_class(case).from_pretrained(folder, config=config, strict=False).eval()
+    else:
+        with torch.device(device):
+            policy = get_policy_class(case)(config).to(device).eval()
+    moved = {"device_processor": {"device": device}}
+    before, after = make_pre_post_processors(config, pretrained_path=folder, preprocessor_overrides=moved)
     if is_compiled and case != "diffusion":
         policy.model.sample_actions = torch.compile(policy.model.sample_actions)
     elif is_compiled:
@@ -45,23 +72,28 @@ def load(folder: str, case: str, *, is_compiled: bool) -> Callable[[], np.ndarra
         encoders = policy.diffusion.rgb_encoder  # one for each camera, or one for all
         for encoder in encoders if isinstance(encoders, torch.nn.ModuleList) else (encoders,):
             encoder.compile()
-    seen, noise = observation(case), torch.from_numpy(noise_of(case))
+    if case == "act":
+        seen: dict[str, Any] = observe_act(len(cameras or CAMERAS), *FRAME)
+    else:
+        seen = observation(case, cameras or CAMERAS)
+    given = {"noise": torch.from_numpy(noise_of(case))} if has_weights and case != "act" else {}
 
-    def prepare(array: Any) -> Any:
-        tensor = torch.from_numpy(array)
+    def prepare(array: Any, batch: int) -> Any:
+        tensor = torch.from_numpy(np.repeat(array, batch, axis=0) if batch > 1 else array)
         if tensor.dtype == torch.uint8:
             tensor = (tensor.type(torch.float32) / 255).movedim(-1, -3).contiguous()
         return tensor
 
-    def act() -> np.ndarray:
-        with torch.inference_mode():
-            batch = {name: value if name == "task" else prepare(value) for name, value in seen.items()}
+    def act(batch: int = 1) -> np.ndarray:
+        is_mixed = dtype == "bfloat16" and case != "pi05"
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=is_mixed):
+            batches = {name: value * batch if name == "task" else prepare(value, batch) for name, value in seen.items()}
             if case != "diffusion":
-                return after(policy.predict_action_chunk(before(batch), noise=noise)).numpy()
-            batch = before(batch)
-            images = [batch[key] for key in policy.config.image_features]
-            batch["observation.images"] = torch.stack(images, dim=-4)
-            return after(policy.diffusion.generate_actions(batch, noise=noise)).numpy()
+                return after(policy.predict_action_chunk(before(batches), **given)).float().numpy()
+            batches = before(batches)
+            images = [batches[key] for key in policy.config.image_features]
+            batches["observation.images"] = torch.stack(images, dim=-4)
+            return after(policy.diffusion.generate_actions(batches, **given)).numpy()
 
     return act
 
@@ -89,7 +121,7 @@ def use_sizes(sizes: dict[str, Any]) -> None:
     module.get_gemma_config = lambda variant: module.GemmaConfig(**sizes[variant])
 
 
-def nothing_loaded() -> np.ndarray:
+def nothing_loaded(batch: int = 1) -> np.ndarray:
     raise SystemExit("the first order must be to load a policy")
 
 
@@ -101,13 +133,14 @@ def main() -> None:
         order = json.loads(line)
         if order["do"] == "load":
             start = time.perf_counter()
-            act = load(order["folder"], order["case"], is_compiled="--compile" in sys.argv)
+            del order["do"]
+            act = load(**order, is_compiled="--compile" in sys.argv)
             loaded = time.perf_counter()
             chunk = act()
             answer = {"load_s": loaded - start, "compile_s": time.perf_counter() - loaded}
             answer["chunk"] = chunk[0].tolist()
         else:
-            answer = time_calls(act, order["count"])
+            answer = time_calls(partial(act, order.get("batch", 1)), order["count"])
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -241,7 +241,8 @@ def configure_logging(level: str, form: str, file: RotatingLogFile | None = None
         handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     background = BackgroundHandler(*handlers)
     logging.basicConfig(level=level.upper(), handlers=[background], force=True)
-    # What these say at their default levels is about connections, and there is one per poll.
+    # What these say at their default levels is about connections, and there is one per poll; Orbax (absl) writes 200
+    # lines of itself for each checkpoint that it reads.
     for noisy in (
         "aioice",
         "aiortc",
@@ -251,6 +252,7 @@ def configure_logging(level: str, form: str, file: RotatingLogFile | None = None
         "websockets",
         "asyncio",
         "jax",
+        "absl",
         "httpx2",
     ):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,5 +1,6 @@
 """Percentiles, rates and tallies in constant memory."""
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,22 @@ class Recent:
         """The newest sample in milliseconds, for samples in seconds."""
         return None if self.newest is None else round(self.newest * 1e3, 3)
 
+    def upper_estimate(self) -> float | None:
+        """Return an upper estimate of the next sample, or None before the first.
+
+        The ninth of ten of the newest 16, so that one that stands out counts little and what is over is soon forgotten;
+        but when it jumps, two of the newest three are believed at once.
+        """
+        if not self.count:
+            return None
+        kept, end = min(self.count, len(self._ring), 16), self.count % len(self._ring)
+        newest = self._ring[max(end - kept, 0) : end].tolist()
+        if end < kept:
+            newest = self._ring[end - kept :].tolist() + newest
+        ordered = sorted(newest)
+        usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        return max(usual, sorted(newest[-3:])[1]) if len(ordered) > 2 else ordered[-1]
+
     def percentile(self, percent: float) -> float | None:
         """Return a percentile of the kept samples, or None before the first."""
         return self._percentiles(percent)[0] if self.count else None
@@ -73,22 +90,16 @@ class Recent:
         return self._cached[2]
 
 
-class Rate:
-    """Rate of an event, from its newest times."""
+class Rate(Recent):
+    """The newest times of an event, and its rate."""
 
     def __init__(self, size: int = 32, max_age: float = 2.0):
-        self.count = 0
-        self._times = np.zeros(size)
+        super().__init__(size)
         self._max_age = max_age
-
-    def add(self, now: float) -> None:
-        """Note one event at this time."""
-        self._times[self.count % len(self._times)] = now
-        self.count += 1
 
     def per_second(self, now: float) -> float:
         """Return events per second; 0 when the newest is older than ``max_age`` seconds."""
-        kept = self._times[: min(self.count, len(self._times))]
+        kept = self.samples
         if len(kept) < 2 or now - kept.max() > self._max_age:
             return 0.0
         span = float(kept.max() - kept.min())

@@ -197,13 +197,13 @@ async def test_the_way_from_a_frame_to_its_command_grows_no_longer_and_calls_nob
     for _ in range(5):
         trace = await house.trace_of_a_frame()
         functions = {(call.file, call.function) for call in trace.calls}
-        if len(functions) <= 72:  # more where the machine stood still meanwhile, and the robot was held for it
+        if len(functions) <= 62:  # more where the machine stood still meanwhile, and the robot was held for it
             break
     assert {"Controller.tick", "Engine.infer", "InferenceWorker._run", "Guard.judge"} <= {name for _, name in functions}
     assert [call for call in trace.calls if call.is_callback] == []
-    assert len({file for file, _ in functions}) <= 15
-    # 67, and on a slow machine those by which the device's timer looks at the batch.
-    assert len(functions) <= 72, sorted(functions)
+    assert len({file for file, _ in functions}) <= 13
+    # 55, and on a slow machine those by which the device's timer looks at the batch.
+    assert len(functions) <= 62, sorted(functions)
 
 
 def test_within_a_package_nothing_knows_what_stands_above_it() -> None:

@@ -100,16 +100,11 @@ def restore(folder: Path, target: Tree) -> Tree:
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_get_sharding(x) or device) for name, x in flat.items()
     }
     before = check_tree(folder)
-    try:
-        with _checkpointer() as checkpointer:
-            _check(folder, checkpointer, abstract)
-            restored = _flatten(checkpointer.restore(folder.resolve(), abstract))
-        if check_tree(folder) != before:
-            raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
-    except CheckpointError:
-        raise
-    except UNREADABLE as error:
-        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    with _explain_unreadable(folder), _checkpointer() as checkpointer:
+        _check(folder, checkpointer, abstract)
+        restored = _flatten(checkpointer.restore(folder.resolve(), abstract))
+    if check_tree(folder) != before:
+        raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
     return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in flat])
 
 
@@ -139,18 +134,13 @@ def restore_parts(
             batches, room = [*batches, []], most
         batches[-1].append(name)
         room -= sizes[name]
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            for names in batches:
-                item = _nest({name: target[name] for name in names})
-                how = jax.tree.map(
-                    lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item
-                )
-                arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-                arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
-                yield {name: np.asarray(arrays[name]) for name in names}
-    except UNREADABLE as error:
-        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    with _explain_unreadable(folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        for names in batches:
+            item = _nest({name: target[name] for name in names})
+            how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=host, global_shape=x.shape, dtype=x.dtype), item)
+            arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+            arrays = _flatten(checkpointer.restore(folder.resolve(), args=arguments))
+            yield {name: np.asarray(arrays[name]) for name in names}
     if check_tree(folder) != before:
         raise CheckpointError(f"{folder.name}: was changed while it was read; load it once more")
 
@@ -173,18 +163,29 @@ def float_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder.name}: no Orbax checkpoint there")
     check_tree(folder)
-    try:
-        with _checkpointer() as checkpointer:
-            shapes = {
-                name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
-                for name, entry in _metadata(folder, checkpointer).items()
-            }
-    except UNREADABLE as error:
-        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({type(error).__name__})") from error
+    with _explain_unreadable(folder), _checkpointer() as checkpointer:
+        shapes = {
+            name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
+            for name, entry in _metadata(folder, checkpointer).items()
+        }
     others = [f"{name} ({x.dtype})" for name, x in shapes.items() if not jnp.issubdtype(x.dtype, jnp.floating)]
     if others:
         raise CheckpointError(f"{folder.name}: arrays that are no floats: {', '.join(others)}")
     return shapes
+
+
+@contextmanager
+def _explain_unreadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # For a file that is cut off TensorStore raises an Exception of no kind, whose text is a page of its settings.
+        if not isinstance(error, UNREADABLE) and type(error) is not Exception:
+            raise
+        reason = "a file is damaged" if type(error) is Exception else type(error).__name__
+        raise CheckpointError(f"{folder.name}: unreadable Orbax checkpoint ({reason})") from error
 
 
 def _checkpointer() -> "StandardCheckpointer":

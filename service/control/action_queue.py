@@ -25,6 +25,7 @@ class ActionQueue:
         period: seconds from one action to the next.
         is_between: whether ticks take points between two actions.
         aggregation: how a new chunk is joined with what is left of the plan.
+        left: how many actions are left.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
         observed_at, dry_at: when the frames of the newest chunk were taken, and when its last action is over,
@@ -42,11 +43,7 @@ class ActionQueue:
         self._counts = np.zeros(0, np.int64)
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
         self.observed_at = self.dry_at = 0.0
-        self._next = 0
-
-    def __len__(self) -> int:
-        """Return how many actions are left."""
-        return len(self._chunk) - self._next
+        self.left = 0
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
         """Join chunks in another way from the next one on; what is left counts as one prediction then."""
@@ -60,7 +57,7 @@ class ActionQueue:
             the first index of such a chunk that something is planned for, the actions (n, a) from there on, and of how
             many predictions (n,) each of them is made. n is 0 when nothing is left of the plan.
         """
-        if not len(self):
+        if not self.left:
             return 0, self._chunk[:0], self._counts[:0]
         position = (observed_at - self.observed_at) / self.period
         whole = math.floor(position + 0.5)
@@ -80,6 +77,8 @@ class ActionQueue:
 
         ``first_usable`` is the index of the first that can still be done.
         """
+        if not self.left:
+            return chunk
         first, planned, counts = self.remaining(observed_at, len(chunk))
         if not len(planned):
             return chunk
@@ -100,15 +99,16 @@ class ActionQueue:
         Returns:
             how many actions are still usable.
         """
-        first, planned, counts = self.remaining(observed_at, len(chunk))
-        self._counts = np.ones(len(chunk), np.int64)
-        self._counts[first : first + len(planned)] += counts
-        self._chunk, self.observed_at, self.consumed = chunk, observed_at, 0
+        made_of = np.ones(len(chunk), np.int64)
+        if self.left:
+            first, planned, counts = self.remaining(observed_at, len(chunk))
+            made_of[first : first + len(planned)] += counts
+        self._chunk, self._counts, self.observed_at, self.consumed = chunk, made_of, observed_at, 0
         self.dry_at = observed_at + len(chunk) * self.period
-        self._next = 0
-        self._next = min(max(math.floor(self._position(now) + 0.5), 0), len(chunk))
-        self.late += self._next
-        return len(self)
+        over = min(max(math.floor(self._position(now, 0) + 0.5), 0), len(chunk))
+        self.left = len(chunk) - over
+        self.late += over
+        return self.left
 
     def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
         """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
@@ -132,25 +132,25 @@ class ActionQueue:
         last = len(self._chunk) - 1
         if last < 0:
             return None
-        position, present = self._position(deadline), (now - self.observed_at) / self.period
+        before = len(self._chunk) - self.left
+        position, present = self._position(deadline, before), (now - self.observed_at) / self.period
         if present > position + 1:
             # This tick itself runs so late that its own action is over: do the one that belongs to now.
-            position = self._position(now)
+            position = self._position(now, before)
         is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
         index = last + 1 if is_over else math.floor(position + 0.5)
-        if index < self._next and not (self.is_between and self.consumed):
+        if index < before and not (self.is_between and self.consumed):
             return None
-        before = self._next
         if index > before:
             # Ticks slower than actions pass over some of them on purpose.
             self.late += 0 if self.is_between else index - before
-            self._next = index
+            self.left = len(self._chunk) - index
         if is_over:
             return None
-        if index == self._next:
-            self._next += 1
-            done = self._next - before if self.is_between and self.consumed else 1
+        if index >= before:
+            self.left -= 1
+            done = index + 1 - before if self.is_between and self.consumed else 1
             self.consumed += done
             self._taken.extend([deadline] * done)
         return self._interpolate(position) if self.is_between else self._chunk[index]
@@ -167,8 +167,7 @@ class ActionQueue:
     def clear(self) -> None:
         """Drop all that is left; it does not count as late."""
         self._chunk, self._counts = self._chunk[:0], self._counts[:0]
-        self._next = 0
-        self.consumed = 0
+        self.left = self.consumed = 0
 
     def due(self, index: int) -> float:
         """Monotonic time at which action ``index`` of this chunk is due."""
@@ -185,15 +184,18 @@ class ActionQueue:
 
     def due_times(self) -> list[float]:
         """Return the monotonic times at which the remaining actions are due."""
-        return [self.due(index) for index in range(self._next, len(self._chunk))]
+        return [self.due(index) for index in range(len(self._chunk) - self.left, len(self._chunk))]
 
-    def _position(self, moment: float) -> float:
-        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions."""
+    def _position(self, moment: float, following: int) -> float:
+        """Index of a moment in the chunk: a whole number, unless ticks take points between two actions.
+
+        ``following`` is the index of the action that comes next.
+        """
         position = (moment - self.observed_at) / self.period
         if self.is_between:
             return position
         # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
-        return float(self._next) if abs(position - self._next) < 0.501 else math.floor(position + 0.5)
+        return float(following) if abs(position - following) < 0.501 else math.floor(position + 0.5)
 
     def _interpolate(self, position: float) -> np.ndarray:
         before = int(position)

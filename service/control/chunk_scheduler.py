@@ -1,10 +1,8 @@
 """Chunk scheduler: when to ask for the next chunk, by measured delays, and with which prefix of the plan."""
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +10,7 @@ import numpy as np
 from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH
 from service.control.action_queue import ActionQueue
 from service.control.config import ControlConfig
-from service.control.observation_buffer import Snapshot
+from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.stats import Recent, Tally
 
 # Codes of answers without a chunk: a program is being compiled, so the request was not carried out; the inference did
@@ -20,28 +18,6 @@ from service.stats import Recent, Tally
 COMPILING, STUCK = "compiling", "stuck"
 # Whether an answer came when the plan was to be taken over, give or take one action.
 EARLY, ON_TIME, LATE = "early", "on_time", "late"
-
-
-class Estimate:
-    """An upper estimate of the next of a series of figures.
-
-    The ninth of ten of the newest 16, so that one that stands out counts little and what is over is soon forgotten;
-    but when it jumps, two of the newest three are believed at once.
-
-    Attributes:
-        value: the estimate, or None before the first figure.
-    """
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-        self._newest: deque[float] = deque(maxlen=16)
-
-    def add(self, figure: float) -> None:
-        """Take one measured figure into account."""
-        self._newest.append(figure)
-        ordered = sorted(self._newest)
-        usual = ordered[min(math.ceil(0.9 * len(ordered)), len(ordered)) - 1]
-        self.value = max(usual, median(list(self._newest)[-3:])) if len(ordered) > 2 else ordered[-1]
 
 
 @dataclass(frozen=True)
@@ -88,6 +64,7 @@ class ChunkScheduler:
         in_flight: the request that has no answer yet, or None.
         discarded: answers that came back after a hold or a stop and were thrown away.
         latency: seconds from asking to answer, on the event loop's side.
+        delays: actions that were over of each of the newest chunks when it came, as ``delay`` counts them.
         delay: actions given out between what the newest chunk was seen and the chunk; None before one that followed
             another. Time in which nothing was done, as while a program is compiled, is no delay.
         timing: how many answers came early, on time and late, against ``action_steps`` of the chunk before.
@@ -98,45 +75,44 @@ class ChunkScheduler:
         self.ahead = config.ask_ahead or 0.0
         self.in_flight: PolicyRequest | None = None
         self.discarded = 0
-        self.latency = Recent(32)
+        self.latency, self.delays = Recent(32), Recent(16)
         self.delay: int | None = None
         self.timing = Tally()
-        self._latency, self._delay = Estimate(), Estimate()
         self._motion = 0
         self._is_hurried = False
-
-    def is_due(self, queue: ActionQueue) -> bool:
-        """Whether it is time to request a chunk, with the actions that are left in this queue."""
-        if self.in_flight is not None:
-            return False
-        if self._is_hurried:
-            return True
-        delay = self.ahead / queue.period
-        # One action of margin: an answer that comes during a tick is used at the next.
-        is_running_dry = len(queue) <= math.ceil(delay) + 1
-        return is_running_dry or queue.consumed + math.floor(delay) >= self.config.action_steps
 
     def adjust(self, config: ControlConfig) -> None:
         """Schedule requests by another configuration from now on."""
         self.config = config
-        self.ahead = (self._latency.value or 0.0) if config.ask_ahead is None else config.ask_ahead
+        self.ahead = (self.latency.upper_estimate() or 0.0) if config.ask_ahead is None else config.ask_ahead
 
-    def request(self, snapshot: Snapshot, queue: ActionQueue, now: float) -> PolicyRequest:
-        """Ask for a chunk that follows this snapshot and what is left of the plan."""
+    def next_request(
+        self, snapshot: Snapshot, history: ObservationHistory, queue: ActionQueue, now: float
+    ) -> PolicyRequest | None:
+        """Ask for a chunk that follows this snapshot and what is left of the plan; None while it is not time for it."""
+        if self.in_flight is not None:
+            return None
+        delay = self.ahead / queue.period
+        # One action of margin: an answer that comes during a tick is used at the next.
+        is_running_dry = queue.left <= math.ceil(delay) + 1
+        has_done_enough = queue.consumed + math.floor(delay) >= self.config.action_steps
+        if not (self._is_hurried or is_running_dry or has_done_enough):
+            return None
+        if history.steps > 1:
+            snapshot = replace(snapshot, past=history.before(now, snapshot))
         if self.config.overlap.sends_plan:
             snapshot = replace(snapshot, prefix=self.prefix(queue, snapshot.observed_at))
-        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if len(queue) else None, self._motion)
+        self.in_flight = PolicyRequest(snapshot, now, queue.dry_at if queue.left else None, self._motion)
         self._is_hurried = False
         return self.in_flight
 
     def prefix(self, queue: ActionQueue, observed_at: float) -> Mapping[str, np.ndarray]:
         """Return the plan from ``observed_at`` on as inputs of a policy that continues it, with a batch axis of 1."""
         _, plan, _ = queue.remaining(observed_at, self.config.chunk)
-        if self._delay.value is not None:
-            delay = math.ceil(self._delay.value)
-        else:
-            delay = math.ceil((self._latency.value or 0.0) / queue.period)
-        return plan_prefix(plan[:, : self.config.width], delay, self.config)
+        delay = self.delays.upper_estimate()
+        if delay is None:
+            delay = (self.latency.upper_estimate() or 0.0) / queue.period
+        return plan_prefix(plan[:, : self.config.width], math.ceil(delay), self.config)
 
     def end_motion(self) -> None:
         """End the motion: the answer to the request in flight will be dropped."""
@@ -151,8 +127,12 @@ class ChunkScheduler:
         """Forget the request in flight: it was not carried out."""
         self.in_flight = None
 
-    def close(self, request: PolicyRequest) -> bool:
-        """Note that this request was answered; False when the answer is of an earlier motion."""
+    def close(self, answer: PolicyAnswer, queue: ActionQueue, now: float) -> bool:
+        """Note that the request in flight was answered; False when the answer is of an earlier motion.
+
+        A chunk also says how long answers take. It is yet to be joined with the plan in this queue.
+        """
+        request = answer.request
         if request is not self.in_flight:
             return False
         self.in_flight = None
@@ -160,24 +140,19 @@ class ChunkScheduler:
             # Its frames are from before a hold or a stop.
             self.discarded += 1
             return False
-        return True
-
-    def measure(self, request: PolicyRequest, queue: ActionQueue, now: float) -> None:
-        """Learn from a usable answer, which is yet to be joined with the plan in this queue."""
-        latency = now - request.requested_at
-        self.latency.add(latency)
-        self._latency.add(latency)
+        if answer.error is not None:
+            return True
+        self.latency.add(now - request.requested_at)
         if self.config.ask_ahead is None:
-            self.ahead = self._latency.value or 0.0
-        if request.due is None:
-            return
-        self.delay = queue.count_taken_since(request.snapshot.observed_at)
-        self._delay.add(self.delay)
-        done = queue.consumed
-        if not len(queue) or done > self.config.action_steps + 1:
-            self.timing.add(LATE)
-        else:
-            self.timing.add(EARLY if done < self.config.action_steps - 1 else ON_TIME)
+            self.ahead = self.latency.upper_estimate() or 0.0
+        if request.due is not None:
+            self.delay = queue.count_taken_since(request.snapshot.observed_at)
+            self.delays.add(self.delay)
+            if not queue.left or queue.consumed > self.config.action_steps + 1:
+                self.timing.add(LATE)
+            else:
+                self.timing.add(EARLY if queue.consumed < self.config.action_steps - 1 else ON_TIME)
+        return True
 
     def get_stats(self, period: float) -> dict[str, object]:
         """Latencies and delays in actions of ``period`` seconds, and how timely answers were; JSON-ready."""

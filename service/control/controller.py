@@ -184,6 +184,7 @@ class Controller:
         queue: actions that are planned; each of them twice, side by side: as the guard lets it pass, and as the policy
             wanted it.
         is_running: between ``begin`` and ``halt``.
+        refused_since: when the link refused the first of the newest commands; None when it took the last one.
         command: the last command given out (a,), or None.
         lost_rooms: rooms whose connection is lost, with the reason.
         is_blind: whether the robot cannot be seen, felt or reached for so long that its session is degraded.
@@ -224,6 +225,7 @@ class Controller:
             period=self.period,
         )
         self.is_running = self.is_blind = False
+        self.refused_since: float | None = None
         self.command: np.ndarray | None = None
         self.lost_rooms: dict[str, str] = {}
         self.largest_step = np.zeros(config.width, np.float32)
@@ -237,7 +239,6 @@ class Controller:
         self._failures = 0
         self._is_moving = self._is_dry = self._keeps_grip = False
         self._moved_at = 0.0
-        self._refused_since: float | None = None
         self._target: np.ndarray | None = None
 
     # Ticks.
@@ -269,12 +270,7 @@ class Controller:
             command = self._hold_command()
         else:
             command = self._move(action, snapshot.joints, now)
-        request = None
-        if self.scheduler.is_due(self.queue):
-            if history.steps > 1:
-                snapshot = replace(snapshot, past=history.before(now, snapshot))
-            request = self.scheduler.request(snapshot, self.queue, now)
-        return TickResult(command, request, events)
+        return TickResult(command, self.scheduler.next_request(snapshot, history, self.queue, now), events)
 
     def _check_input(self, now: float) -> tuple[ControlEvent, ...]:
         """Apply what the watchdog finds to the tick that comes; a stop is done at once."""
@@ -285,7 +281,7 @@ class Controller:
                 self.buffer.observed_at,
                 tuple(self.lost_rooms),
                 self.buffer.is_pose_current,
-                self.queue.observed_at if len(self.queue) else None,
+                self.queue.observed_at if self.queue.left else None,
                 in_flight and in_flight.requested_at,
             ),
         )
@@ -319,7 +315,8 @@ class Controller:
             self._history.append(self._keep_grip(pose))
         self.command = self.guard.limit(allowed, self._history[-1])
         self._history.append(self.command)
-        self._hold_state.end()
+        if not self._is_moving:  # whatever holds a robot ends its motion first
+            self._hold_state.end()
         self._moved_at = now
         self._is_moving, self._is_dry, self._keeps_grip = True, False, True
         return self.command
@@ -331,7 +328,7 @@ class Controller:
         if not self._is_moving:
             return
         self._history.rest()
-        if not self._is_dry and not len(self.queue):
+        if not self._is_dry and not self.queue.left:
             self._is_dry = True
             self.starvations += 1
         waited = now - self._moved_at
@@ -342,17 +339,19 @@ class Controller:
             self._enter_hold(NotReady("starved", text), now)
 
     def confirm(self, is_sent: bool, now: float) -> None:
-        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before."""
+        """Note whether a link that is up took the newest command; if not, the robot is where it was sent before.
+
+        That it took one more after others is no news.
+        """
         if is_sent:
-            if self._refused_since is not None or CHOKED in self._obstacles:
-                self._refused_since = None
-                self.clear(CHOKED)
+            self.refused_since = None
+            self.clear(CHOKED)
         elif not self.is_running:
             self._hold_state.retry()
         elif self._is_moving:
             self.command = self._history.take_back()
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since > self.config.control.starved_after:
+            self.refused_since = self.refused_since or now
+            if now - self.refused_since > self.config.control.starved_after:
                 limit = self.config.control.starved_after * 1e3
                 self.obstruct(CHOKED, f"the link took no command for longer than {limit:.0f} ms")
         elif CHOKED in self._obstacles:
@@ -370,7 +369,7 @@ class Controller:
                 return self.fail(text, now, failure=answer.error)
             self.obstruct(COMPILING, text)
             return TickResult()
-        if not self.scheduler.close(request):
+        if not self.scheduler.close(answer, self.queue, now):
             return TickResult(failure=answer.error)
         if answer.error is not None:
             return self._note_failure("policy_failed", answer.error[1], now, answer.error)
@@ -379,7 +378,6 @@ class Controller:
             self.rejected += 1
             return self._note_failure("policy_invalid", plan[1], now, plan)
         self._failures = 0
-        self.scheduler.measure(request, self.queue, now)
         if answer.fade is not None:
             self.queue.clear()
         self.chunks += 1
@@ -472,7 +470,7 @@ class Controller:
         self._hold_state.end()
         self.release_grip()
         self._failures = 0
-        self._refused_since = None
+        self.refused_since = None
         self.clear(CHOKED)
         self.is_blind = False
         self.is_running = True

@@ -14,7 +14,7 @@ import numpy as np
 from service.control.limits import REFUSAL_SLACK, MotionLimits
 from service.stats import Tally
 
-# Stands for "no limit" where a sum with infinity would be no number.
+# Stands for "no limit" where sums with infinity would be NaN.
 UNLIMITED = 1e30
 
 
@@ -34,7 +34,7 @@ class ChunkClamp:
         self.speed = np.minimum(speed, UNLIMITED)
         self.acceleration, self.jerk = np.minimum(acceleration, UNLIMITED), np.minimum(jerk, UNLIMITED)
         self.is_smooth = bool((np.minimum(acceleration, jerk) < UNLIMITED).any())
-        # Braking in no time, where nobody limits it; infinity would be no number in the sums below.
+        # Where nobody limits the braking it takes no time; infinity would make the sums below NaN.
         widest = np.where(self.speed < UNLIMITED, self.speed, np.minimum(self.high - self.low, 1e6))
         self._brake = np.minimum(self.acceleration, 1e3 * widest)
 

@@ -14,7 +14,7 @@ from service.control.controller import TickResult
 from service.control.shadow import Shadow
 from service.errors import DeviceAway, PolicyFailed
 from service.inference.engine import Engine, FrameSizes, InferenceStuck, LoadedPolicy, describe_sizes
-from service.inference.loaded_policy import select_features, task_input
+from service.inference.loaded_policy import task_input, unread_features
 from service.stats import Recent
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class PolicyRunner:
         self.tokens_cut = 0
         self.instruct(instruction)
         self.loaded = loaded
+        self._unread = unread_features(loaded.requirements)
         self.shadow = shadow
         self.seconds = {stage: Recent(samples) for stage in STAGES}
         self.errors = 0
@@ -89,15 +90,18 @@ class PolicyRunner:
         if self._successor is not None and self._successor.loaded.is_compiled(sizes):
             self._change_over()
         loaded, instruction = self.loaded, self.instruction
-        if not loaded.is_compiled(sizes):
+        # Frames of the sizes that it was trained with are compiled when it is loaded.
+        if sizes != loaded.requirements.cameras and not loaded.is_compiled(sizes):
             return PolicyAnswer(request, error=(COMPILING, f"compiling for {describe_sizes(sizes)}"))
         if self._engine.batch_compiler.idle.is_set():
             self._has_waited = False
         elif not self._has_waited:  # for no longer than ``COMPILE_WAIT``
-            text = "what was being compiled when the robot was started is let end"
+            text = "a compilation that was running when the robot was started is waited for"
             return PolicyAnswer(request, error=(COMPILING, text))
         features = snapshot.observation() | self._task
-        observation = select_features(loaded.requirements, features) | dict(snapshot.prefix)
+        observation = {**features, **snapshot.prefix}
+        for name in self._unread:
+            observation.pop(name, None)
         self.frame_age.add(time.monotonic() - snapshot.observed_at)
         inputs = _Inputs(loaded, instruction, features, observation)
         try:
@@ -162,6 +166,7 @@ class PolicyRunner:
         if successor is None or successor.done.done():
             return
         self.loaded = successor.loaded
+        self._unread = unread_features(self.loaded.requirements)
         self._fading = (successor.loaded, successor.fade)
         # The next policy is compared with observations of this one only.
         self.recent.clear()

@@ -25,13 +25,6 @@ _INPUT_ROUNDS = 8
 _MAX_DECISION_TIME = 0.1
 
 
-async def sleep_until(deadline: float) -> None:
-    """Sleep on the running loop; never wakes early by more than the grid of ticks forgives."""
-    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock and may be early.
-    while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
-        await asyncio.sleep(left)
-
-
 class RobotIO:
     """Input and output of one robot: the only part around its controller that sleeps, sends and starts tasks. It is a
     link's inbox.
@@ -59,9 +52,9 @@ class RobotIO:
         observers: SessionObservers | None = None,
         is_dry: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = sleep_until,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
-        """``sleep`` waits until a time of ``clock``, which is monotonic."""
+        """``clock`` is monotonic; ``sleep`` waits for seconds of it, and may wake early."""
         self.table = table
         self.controller = controller
         self.runner = runner
@@ -98,8 +91,11 @@ class RobotIO:
                         await self._wake.wait()
                         previous = None
                         continue
-                    await self._sleep(controller.clock.next_deadline(self._clock()))
-                    now = self._clock()
+                    deadline = controller.clock.next_deadline(now := self._clock())
+                    # A loop because timers are coarse: uvloop's count in whole milliseconds of a cached clock.
+                    while now < deadline:
+                        await self._sleep(deadline - now)
+                        now = self._clock()
                     if previous is not None and now - previous > 2 * controller.period:
                         # The loop was blocked: what came meanwhile, a stop above all, is read before anything is sent.
                         for _ in range(_INPUT_ROUNDS):
@@ -120,9 +116,9 @@ class RobotIO:
             self.controller.watchdog.note_frame(camera, image, observed_at)
             if self.observers.attached:
                 self.observers.notify_frame(camera, image, observed_at)
-        newest = self.buffer.sizes
+        newest, loaded = self.buffer.sizes, self.runner.loaded
         are_new = newest is not sizes and len(newest) == len(self.buffer.frames)
-        if are_new and not self.runner.loaded.is_compiled(newest):
+        if are_new and newest != loaded.requirements.cameras and not loaded.is_compiled(newest):
             self._prepare(newest)
 
     def on_joints(self, values: Mapping[str, float], observed_at: float) -> None:
@@ -170,7 +166,8 @@ class RobotIO:
                 # Whoever stops several robots must reach the others too; this one's session ends by it.
                 if not self.broken.done():
                     self.broken.set_exception(error)
-            if not (self.is_dry or self.controller.lost_rooms or self._link is None):
+            is_news = not is_sent or self.controller.refused_since is not None
+            if is_news and not (self.is_dry or self.controller.lost_rooms or self._link is None):
                 self.controller.confirm(is_sent, self._clock())
         if self.observers.attached and (is_tick or result.command is not None):
             hold = self.controller.hold
@@ -312,7 +309,7 @@ class RobotIO:
         return {
             "frame_age_ms": {camera: age(observed_at) for camera, observed_at in self.buffer.observed_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
-            "chunk_age_ms": age(controller.queue.observed_at if len(controller.queue) else None),
+            "chunk_age_ms": age(controller.queue.observed_at if controller.queue.left else None),
             "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
             "bad_inputs": controller.watchdog.count_bad_inputs(now),

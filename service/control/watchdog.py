@@ -9,10 +9,10 @@ import numpy as np
 
 from service.control.config import SafetySettings
 
-# Frames are compared by about so many of their points at first, and by all of them only when those are equal.
+# Frames are compared at so many points along each axis first, and in full only when those are equal.
 POINTS = 32
-# Seconds that nothing ran, after which a robot is held whatever age its frames may have: an event loop counts as
-# blocked from here on, too, and a robot that receives nothing for 0.5 s is held by its own side.
+# Seconds without a tick after which a robot is held, however long its frames may last: from here on the event loop
+# counts as blocked, and a robot that receives nothing for 0.5 s holds itself.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0

@@ -23,7 +23,8 @@ from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
 from service.errors import DeviceAway
 from service.http.array_limits import DTYPES
-from service.inference.loaded_policy import IMAGES, FrameSizes
+from service.inference.batching import IMAGES
+from service.inference.loaded_policy import FrameSizes
 
 if TYPE_CHECKING:
     import jaxmodels  # a server of one host listens before it imports JAX

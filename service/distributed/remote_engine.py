@@ -14,15 +14,13 @@ from jaxmodels import PolicyFolder, Requirements, find_policy
 from service.distributed.engine_actor import EngineFacts, Refusal
 from service.distributed.replication import Copy, Engines, PolicyReplication, check_answer
 from service.errors import PolicyFailed
+from service.inference.batching import FrameSizesKey, LatencyModel, read_layout
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
-from service.inference.latency_model import LatencyModel
 from service.inference.loaded_policy import (
     FrameSizes,
-    FrameSizesKey,
     InferenceResult,
     InferenceStuck,
     Replica,
-    frame_sizes_of,
 )
 from service.inference.policy_sources import copy_roots
 from service.inference.sandbox import begin_building
@@ -237,7 +235,7 @@ class RemoteWorker:
         due_in = None if due is None else due - now
         arguments = (policy.handle, dict(observation), due_in)
         self._sender.submit(self._post, arguments, partial(settle_threadsafe, loop, outcome), outcome)
-        answer = asyncio.create_task(self._answer(outcome, replica, frame_sizes_of(observation), now))
+        answer = asyncio.create_task(self._answer(outcome, replica, read_layout(observation).frames, now))
         answer.add_done_callback(mark_retrieved)
         if may_move:
             usual = self._usual_latency
@@ -262,11 +260,11 @@ class RemoteWorker:
     ) -> InferenceResult:
         done, _ = await asyncio.wait([outcome], timeout=self._stuck_after)
         if not done:
-            raise InferenceStuck(f"inference did not return in {self._stuck_after:g} s")
+            raise InferenceStuck.after(self._stuck_after)
         total = time.monotonic() - sent_at
         inference = _to_result(outcome.result(), total)
         self._latency.record(1, total)
-        replica.latency_model(frames).record(inference.batch, inference.compute)
+        replica.latencies[frames].record(inference.batch, inference.compute)
         return inference
 
     def _post(self, arguments: tuple[Any, ...], done: Callable[[Any], None], outcome: asyncio.Future[Any]) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ReferenceType, ref
 
-from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import FrameSizes, FrameSizesKey, LoadedPolicy, describe_sizes
+from service.inference.batching import FrameSizesKey, LatencyModel
+from service.inference.loaded_policy import FrameSizes, LoadedPolicy, describe_sizes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def estimate_load(loaded: LoadedPolicy, frames: FrameSizesKey, rates: Sequence[f
     first, devices = loaded.replicas[0], len(loaded.replicas)
     return (
         sum(rates)
-        * estimate_latency(first.latency_model(frames), first.batch_sizes.get(frames, (1,)), rates, devices)[0]
+        * estimate_latency(first.latencies[frames], first.batch_sizes.get(frames, (1,)), rates, devices)[0]
         / devices
     )
 
@@ -56,7 +56,7 @@ def costliest_frames(loaded: LoadedPolicy, known: Iterable[FrameSizesKey]) -> Fr
         known: by others with the same policy.
     """
     first = loaded.replicas[0]
-    return max((first.trained_frames, *known), key=lambda frames: first.latency_model(frames).measured(1).median)
+    return max((first.trained_frames, *known), key=lambda frames: first.latencies[frames].measured(1).median)
 
 
 def compute_admission(
@@ -78,7 +78,7 @@ def compute_admission(
     """
     first, devices = loaded.replicas[0], len(loaded.replicas)
     frames = first.trained_frames if frames is None else frames
-    latency = first.latency_model(frames)
+    latency = first.latencies[frames]
     seconds, batch = estimate_latency(latency, first.batch_sizes.get(frames, (1,)), (*peer_rates, per_second), devices)
     before = other_load + sum(peer_rates) * seconds / devices
     share = per_second * seconds / devices
@@ -184,7 +184,7 @@ def _measured_frames(loaded: LoadedPolicy, read_sizes: ReadFrameSizes) -> FrameS
     """
     sizes = read_sizes()
     frames = None if sizes is None else frozenset(sizes.items())
-    return frames if frames is not None and loaded.replicas[0].latency_model(frames).is_measured else None
+    return frames if frames is not None and loaded.replicas[0].latencies[frames].is_measured else None
 
 
 def _known_frames(loaded: LoadedPolicy, rates: Iterable[tuple[LoadedPolicy, FrameSizesKey]]) -> list[FrameSizesKey]:

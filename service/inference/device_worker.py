@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import time
@@ -10,14 +9,21 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from service.errors import PolicyFailed
-from service.inference.batching import BatchScheduler, Shape, StackingBuffers, stacking_shape
-from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica, frame_sizes_of
+from service.inference.batching import (
+    BatchScheduler,
+    LatencyModel,
+    ObservationLayout,
+    Shape,
+    StackingBuffers,
+    read_layout,
+)
+from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
 from service.threads import lower_priority
 
 
@@ -137,7 +143,7 @@ class Request:
         may_move: another device can be asked when this one takes too long.
         batch: the newest one it is in.
         shape: what the observations must share that are stacked with this one; None: it is run alone.
-        due: when it should be answered, monotonic; the device's thread works it out when it takes the request in.
+        latency: what batches of such observations take; the device's thread looks it up when it takes the request in.
     """
 
     replica: Replica
@@ -149,7 +155,20 @@ class Request:
     may_move: bool = False
     batch: "Batch | None" = None
     shape: tuple[Shape, ...] | None = None
-    due: float = math.inf
+    latency: LatencyModel | None = None
+    _due: float | None = None
+
+    @property
+    def due(self) -> float:
+        """When it should be answered, monotonic. Worked out on the device's thread, once, and only where several
+        wait.
+        """
+        if self._due is None:
+            due = self.deadline
+            if due is None:
+                due = self.submitted + (2 * self.latency.measured(1).p90 if self.latency is not None else 0.0)
+            self._due = min(due, self.submitted + LONGEST_WAIT)
+        return self._due
 
     @property
     def is_awaited(self) -> bool:
@@ -163,7 +182,6 @@ class Batch:
 
     Attributes:
         latency: what such batches take.
-        overdue: seconds after which it keeps others waiting for longer than they have to.
         paused: seconds in which this whole process stood still, and the batch with it.
         is_abandoned: whether the device goes on without it; it may still come back.
     """
@@ -172,9 +190,15 @@ class Batch:
     size: int
     latency: LatencyModel
     started: float
-    overdue: float
     paused: float = 0.0
     is_abandoned: bool = False
+
+    @cached_property
+    def overdue(self) -> float:
+        """Seconds after which it keeps others waiting for longer than they have to. Most batches are never asked."""
+        if not self.latency.is_measured:
+            return OVERDUE_UNMEASURED
+        return max(3 * self.latency.measured(self.size).median, MIN_OVERDUE)
 
 
 class _Inbox:
@@ -215,19 +239,15 @@ class _Inbox:
                 return False
             replica = request.replica
             try:
-                frames, shape = frame_sizes_of(request.observation), stacking_shape(request.observation)
+                frames, shape = read_layout(request.observation)
             except Exception:  # the policy, asked alone, says what is wrong with it
-                frames, shape = frozenset(), None
+                frames, shape = ObservationLayout(frozenset(), None)
             if request.is_alone or shape is None:
                 request.is_alone, shape = True, None
-            request.shape = shape
-            latency, due = replica.latency_model(frames), request.deadline
-            if due is None:
-                due = request.submitted + 2 * latency.measured(1).p90
-            request.due = min(due, request.submitted + LONGEST_WAIT)
+            request.shape, request.latency = shape, replica.latencies[frames]
             sizes = () if request.is_alone else replica.batch_sizes.get(frames, ())
             # What runs alone has the place in line that its policy has, with such frames.
-            self.scheduler.add((replica, frames, shape), request, latency, sizes)
+            self.scheduler.add((replica, frames, shape), request, request.latency, sizes)
         return True
 
 
@@ -387,7 +407,7 @@ class InferenceWorker:
         if waiting:
             logger.error("an inference did not return in %.1f s; its thread is replaced", self.stuck_after)
         for member in waiting:
-            member.outcome.set_exception(InferenceStuck(f"inference did not return in {self.stuck_after:g} s"))
+            member.outcome.set_exception(InferenceStuck.after(self.stuck_after))
 
     def _requeue(self, member: Request) -> None:
         if member.is_awaited:
@@ -426,9 +446,7 @@ class InferenceWorker:
             is_idle = plan is None
             if plan is None:
                 continue
-            usual = plan.latency.measured(plan.size).median
-            overdue = max(3 * usual, MIN_OVERDUE) if plan.latency.is_measured else OVERDUE_UNMEASURED
-            batch = Batch(plan.members, plan.size, plan.latency, time.monotonic(), overdue)
+            batch = Batch(plan.members, plan.size, plan.latency, time.monotonic())
             with self._lock:
                 self._current = batch
             results = _run_batch(batch, stacks)

@@ -10,12 +10,9 @@ import numpy as np
 from jaxmodels import Requirements
 from jaxmodels.types import TASK, rename_cameras
 from service.errors import PolicyFailed
-from service.inference.latency_model import LatencyModel
+from service.inference.batching import IMAGES, FrameSizesKey, LatencyModel
 
 FrameSizes = Mapping[str, tuple[int, int]]
-# Cameras with the size of their frames, as a key.
-FrameSizesKey = frozenset[tuple[str, tuple[int, int]]]
-IMAGES = "observation.images."
 Value = TypeVar("Value")
 # How often a batch size is tried: three times, and more often where there is time for it.
 PROFILE_RUNS = (3, 16)
@@ -102,6 +99,18 @@ class InferenceResult(NamedTuple):
 class InferenceStuck(PolicyFailed):
     """An inference did not return in time; its thread was abandoned."""
 
+    @classmethod
+    def after(cls, seconds: float) -> "InferenceStuck":
+        """The error of one that was given up after so many seconds."""
+        return cls(f"inference did not return in {seconds:g} s; one that needs longer here wants more (stuck_after)")
+
+
+class LatencyModels(dict[FrameSizesKey, LatencyModel]):
+    """Latencies of batches by the sizes of their frames; those of new sizes begin empty. Read by any thread."""
+
+    def __missing__(self, frames: FrameSizesKey) -> LatencyModel:
+        return self.setdefault(frames, LatencyModel())
+
 
 class Replica:
     """A policy's copy on one device, with the latencies measured there.
@@ -109,13 +118,14 @@ class Replica:
     Attributes:
         policy: itself, with its weights there.
         worker_id: number of the device worker that runs it.
+        latencies: frame sizes to what batches of them take.
         batch_sizes: frame sizes to the batch sizes that are compiled for them.
     """
 
     def __init__(self, policy: Policy, worker_id: int = 0):
         self.policy = policy
         self.worker_id = worker_id
-        self._latency_models: dict[FrameSizesKey, LatencyModel] = {}
+        self.latencies = LatencyModels()
         self.batch_sizes: dict[FrameSizesKey, tuple[int, ...]] = {}
         self._inherited: dict[FrameSizesKey, list[int]] = {}
 
@@ -134,19 +144,13 @@ class Replica:
         """Frame sizes whose programs and latencies come from another policy."""
         return tuple(self._inherited)
 
-    def latency_model(self, frames: FrameSizesKey) -> LatencyModel:
-        """Return the latencies of batches of frames of these sizes."""
-        return self._latency_models.get(frames) or self._latency_models.setdefault(frames, LatencyModel())
-
     def get_latency_stats(self) -> dict[str, dict[str, float]]:
         """Return batch size to median and p90 in milliseconds, JSON-ready; other frame sizes than the trained ones are
         named.
         """
-        own = self.latency_model(trained := self.trained_frames).get_stats()
+        own = self.latencies[trained := self.trained_frames].get_stats()
         others = {
-            describe_sizes(dict(frames)): costs
-            for frames, costs in tuple(self._latency_models.items())
-            if frames != trained
+            describe_sizes(dict(frames)): costs for frames, costs in tuple(self.latencies.items()) if frames != trained
         }
         return own | {
             f"{size} of {words}": figures
@@ -163,7 +167,7 @@ class Replica:
         frames = self.trained_frames if cameras is None else frozenset(cameras.items())
         self.policy.compile(batch, cameras)
         if batch not in self._inherited.get(frames, ()):
-            self._profile(batch, cameras, self.latency_model(frames), profile_seconds)
+            self._profile(batch, cameras, self.latencies[frames], profile_seconds)
         self.batch_sizes[frames] = tuple(sorted({1, *self.batch_sizes.get(frames, ()), batch}))
 
     def _profile(self, batch: int, cameras: FrameSizes | None, latency: LatencyModel, profile_seconds: float) -> None:
@@ -185,7 +189,7 @@ class Replica:
         for frames, sizes in tuple(before.batch_sizes.items()):
             shared = [size for size in sizes if self.policy.is_compiled(size, dict(frames))]
             if inherited := [
-                size for size in shared if self.latency_model(frames).copy_from(before.latency_model(frames), size)
+                size for size in shared if self.latencies[frames].copy_from(before.latencies[frames], size)
             ]:
                 self._inherited[frames] = inherited
 
@@ -221,7 +225,7 @@ class LoadedPolicy:
     @property
     def latency_model(self) -> LatencyModel:
         """Latencies on the first device, for frames of the sizes that the policy was trained with."""
-        return self.replicas[0].latency_model(self.replicas[0].trained_frames)
+        return self.replicas[0].latencies[self.replicas[0].trained_frames]
 
     def add_replica(self, replica: Replica) -> None:
         """Add a copy on one more device; it is compiled for all that the others are compiled for."""
@@ -293,15 +297,6 @@ class RenamedPolicy(LoadedPolicy):
         return self._policy.is_compiled(self.to_own_names(sizes))
 
 
-def frame_sizes_of(observation: Mapping[str, np.ndarray]) -> FrameSizesKey:
-    """Return the sizes of an observation's frames."""
-    sizes = set()
-    for name, value in observation.items():
-        if name.startswith(IMAGES) and isinstance(value, np.ndarray) and value.ndim in (4, 5):
-            sizes.add((name[len(IMAGES) :], value.shape[-3:-1]))
-    return frozenset(sizes)
-
-
 def describe_sizes(sizes: FrameSizes) -> str:
     """Describe frame sizes as ``480x640 frames``, or camera by camera when they differ."""
     different = {f"{height}x{width}" for height, width in sizes.values()}
@@ -333,14 +328,16 @@ def _encode_instruction(instruction: str) -> np.ndarray:
     return text
 
 
+def unread_features(requirements: Requirements) -> frozenset[str]:
+    """Return the features of a robot's observation that a policy does not read; frame sizes are compared elsewhere."""
+    is_unread = {STATE: requirements.state is None, TASK: not requirements.language}
+    return frozenset(name for name, unread in is_unread.items() if unread)
+
+
 def select_features(requirements: Requirements, observation: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the features that a policy reads; frame sizes are compared elsewhere."""
-    selected = dict(observation)
-    if requirements.state is None:
-        selected.pop(STATE, None)
-    if not requirements.language:
-        selected.pop(TASK, None)
-    return selected
+    """Return the features that a policy reads."""
+    unread = unread_features(requirements)
+    return {name: value for name, value in observation.items() if name not in unread}
 
 
 def check_instruction(requirements: Requirements, instruction: str | None) -> str | None:

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import LoadsStuck, PolicyError, PolicyFailed
+from service.inference.batching import FrameSizesKey
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import (
     FrameSizes,
-    FrameSizesKey,
     LoadedPolicy,
     LoadPolicy,
     Policy,

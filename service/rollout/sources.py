@@ -97,7 +97,7 @@ class HubLimits:
     niceness: int = 10
 
 
-# Seconds and bytes to a context for one thread.
+# Makes a context that limits one thread's requests, of a time limit in seconds and a size limit in bytes.
 LimitRequests = Callable[[float, int], AbstractContextManager[object]]
 # Largest answer of the Hub, in bytes, that is not a file.
 MAX_ANSWER_BYTES = 16 << 20
@@ -352,7 +352,8 @@ def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
-# A file that was written so short before it was read may be written again within the same tick of the file system.
+# Seconds between the last write of a file and its reading below which its hash is not cached: another write could
+# get the same time stamp from the file system.
 SETTLE_SECONDS = 2.0
 READ_BYTES = 1 << 20
 
@@ -460,7 +461,8 @@ class FolderSource:
         if held is not None and held[0] == mark:
             return held[1]
         content = self._content_hash(path)
-        # A clock that was set back makes it a file of the time to come; read anew at each look, it would load the disk.
+        # The absolute difference: after a clock was set back files seem to come from the future, and hashing them at
+        # each look would load the disk.
         if abs(time.time() - max(status.st_mtime, status.st_ctime)) > SETTLE_SECONDS:
             self._hashes[path] = (mark, content)
         return content

@@ -237,8 +237,8 @@ class Webhooks:
             return load(path, revision, **more)
         before = _file_states(path)
         policy = load(path, revision, **more)
-        # Only now that its files are proved: a hash takes as long as they are. Written to meanwhile: nobody knows
-        # what was read, and the next look brings what is there then.
+        # After loading, which refuses bad files before the time that a hash takes is spent. Files that changed
+        # meanwhile have no known content; the next look at the folder brings what is there then.
         content = self._hash_folder(path)
         policy.commit = content if before == _file_states(path) else None
         return policy
@@ -247,7 +247,7 @@ class Webhooks:
         deployments = self._deployments
         if deployments is None or commit is None:
             return
-        # By what was read, not by what a branch points to: that may have moved while it was read.
+        # The commit that was read, not the one that the branch points to: the branch may have moved meanwhile.
         if one := deployments.quarantine.get(_expand(path), commit):
             raise PolicyError(
                 f"{commit} is in quarantine ({one.reason}: {one.text}); push another one, make the session with the "

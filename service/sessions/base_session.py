@@ -153,7 +153,7 @@ def _control_stats(session: SessionView, robot_io: RobotIO, now: float) -> dict[
         "joints_received": buffer.joint_updates.count,
         "commands_sent": robot_io.commands_sent,
         "errors": robot_io.runner.errors + controller.rejected,
-        "actions_in_queue": len(controller.queue),
+        "actions_in_queue": controller.queue.left,
         "policy_type": session.new.policy_type,
         # Why it does not move.
         "hold": hold.text if hold else None,
@@ -225,7 +225,7 @@ def build_queue(session: SessionView, robot_io: RobotIO | None, now: float) -> d
     return {
         "session_id": session.new.session_id,
         "status": str(session.stage),
-        "queue_length": len(controller.queue),
+        "queue_length": controller.queue.left,
         "queue_max": controller.config.chunk,
         "due_in_ms": [round((due - now) * 1e3, 1) for due in controller.queue.due_times()],
         "control_hz": controller.config.rate,

@@ -30,7 +30,7 @@ IDLE_STAGES = frozenset({Stage.READY, Stage.STOPPED, Stage.TIMEOUT})
 _PUBLISH_INTERVAL = 0.01  # seconds
 # Acts under way of one session, at most.
 MAX_PENDING_ACTS = 32
-# Seconds after the last single action from which the arm is where it is measured, not where that action led.
+# Seconds after the last single action from which the next motion begins at the measured pose, not at that action.
 _MOTION_TIMEOUT = 2.0
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
 # Observations kept per step of the policy, at most: a client that asks as fast as it can must not fill the memory.

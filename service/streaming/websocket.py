@@ -512,7 +512,7 @@ class StreamSocket(asyncio.BufferedProtocol):
     def _continue_reading(self) -> None:
         self._is_pausing = self._is_waiting = False
         self._reader.begun_at = time.monotonic()
-        # Before the transport is asked for more: it may have no room for it.
+        # Frames that are buffered first: without room in the buffer the transport could not read on.
         self._read_frames()
         while self._early and not (self._is_pausing or self._is_waiting or self._reader.is_over):
             buffer = self.get_buffer(len(self._early))

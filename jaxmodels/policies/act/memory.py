@@ -39,7 +39,7 @@ def compute_sizes(
 
     vision = 0
     if eye is not None:
-        is_stacked = sum(height * columns for height, columns in views) <= STACKED_PIXELS
+        is_stacked = platform != "cpu" or sum(height * columns for height, columns in views) <= STACKED_PIXELS
         for size in dict.fromkeys(views):
             count = views.count(size)
             together = batch * (count if is_stacked else 1)

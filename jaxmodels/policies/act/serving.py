@@ -76,20 +76,29 @@ class Serving:
     def _image_tokens(self, images: tuple[Float[Array, "b _ _ 3"], ...]) -> list[Float[Array, "b _ d"]]:
         """Tokens of each camera, (b, m, d) with an m of its own; cameras of one size go through the backbone together.
 
-        Small frames as one batch, which reads the kernels once. Large ones one after the other in a loop, whose body
-        is compiled once: side by side their intermediates would not fit the cache.
+        Small frames as one batch, which reads the kernels once. Large ones on a CPU one after the other in a loop,
+        whose body is compiled once: side by side their intermediates would not fit the cache. Accelerators take all as
+        one batch: a loop is a row of small programs to them.
         """
+
+        def look(together: Float[Array, "k b h w 3"]) -> Float[Array, "k b h2 w2 c"]:
+            features = self._backbone(rearrange(together, "k b h w c -> (k b) h w c"))
+            return rearrange(features, "(k b) h w c -> k b h w c", b=together.shape[1])
+
+        def look_one_by_one(together: Float[Array, "k b h w 3"]) -> Float[Array, "k b h2 w2 c"]:
+            return lax.map(self._backbone, together)
+
         tokens: dict[int, Array] = {}
         for size in dict.fromkeys(image.shape for image in images):
             indices = [i for i, image in enumerate(images) if image.shape == size]
-            batch, height, width = size[:3]
+            _, height, width = size[:3]
             together = jnp.stack([images[i] for i in indices])
             if len(indices) * height * width <= STACKED_PIXELS:
-                features = self._backbone(rearrange(together, "k b h w c -> (k b) h w c"))
-                features = rearrange(features, "(k b) h w c -> k b (h w) c", b=batch)
+                features = look(together)
             else:
-                features = rearrange(lax.map(self._backbone, together), "k b h w c -> k b (h w) c")
-            tokens |= dict(zip(indices, self._linear("image_in", features), strict=True))
+                features = lax.platform_dependent(together, cpu=look_one_by_one, default=look)
+            flat = rearrange(features, "k b h w c -> k b (h w) c")
+            tokens |= dict(zip(indices, self._linear("image_in", flat), strict=True))
         return [tokens[i] for i in range(len(images))]
 
     def _encoder_layer(self, layer: str, x: Float[Array, "b n d"]) -> Float[Array, "b n d"]:

@@ -1,6 +1,6 @@
 """The network of pi0, most of it also of pi0.5: PaliGemma sees and reads, an expert denoises a chunk of actions."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxmodels.layers.images import resize_as_pillow, resize_with_padding
 from jaxmodels.policies.pi0.config import GemmaSizes, Pi0Config
 from jaxmodels.types import Observation
 from jaxmodels.vlm.decoder import DecoderSizes
-from jaxmodels.vlm.gemma import EPSILON, Expert, ExpertModulations, PaliGemma, PrefixCache
+from jaxmodels.vlm.gemma import EPSILON, Expert, PaliGemma, PrefixCache
 from jaxmodels.vlm.siglip import VisionSizes
 
 
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
     """
 
     hidden: Float[Array, "*s d"] | None
-    modulations: ExpertModulations | None
+    modulations: Float[Array, "*s norms 3 d"] | None
 
 
 def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float[Array, "b s s 3"]:
@@ -68,7 +68,13 @@ def fit_into_square(config: Pi0Config, frames: Float[Array, "b h w 3"]) -> Float
 
 
 class PiModel(nnx.Module):
-    """What pi0 and pi0.5 share: images and words become keys and values once per chunk."""
+    """What pi0 and pi0.5 share: images and words become keys and values once per chunk.
+
+    Attributes:
+        has_state_token: whether the expert sees the state as a token in front of the actions.
+    """
+
+    has_state_token: ClassVar[bool]
 
     def __init__(self, config: Pi0Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -112,7 +118,7 @@ class PiModel(nnx.Module):
         each = seen.shape[1]
         is_seen = jnp.ones((batch, len(present)), bool) if masks is None else masks[:, np.asarray(present)]
         is_valid = jnp.concatenate((jnp.repeat(is_seen, each, axis=1), language.mask), axis=1)
-        return self.paligemma.compute_cache(tokens, is_valid)
+        return self.paligemma.compute_cache(tokens, is_valid, self.config.chunk_size + self.has_state_token)
 
     def prepare_steps(self, times: Float[np.ndarray, " s"]) -> StepInputs:
         """What each of some times contributes, for all steps of a sampler at once; in float32."""
@@ -138,6 +144,8 @@ class Pi0Model(PiModel):
 
     Source: https://arxiv.org/abs/2410.24164; openpi/models/pi0.py.
     """
+
+    has_state_token = True
 
     def __init__(self, config: Pi0Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

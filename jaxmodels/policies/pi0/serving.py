@@ -118,6 +118,7 @@ def denoise_behind(
     Args:
         still: what time 0 contributes, which is theirs.
     """
-    is_still = (t == 0)[..., None]
-    step = jax.tree.map(lambda noisy, clean: jnp.where(is_still, clean, noisy), step, still)
+    step = jax.tree.map(
+        lambda noisy, clean: jnp.where((t == 0).reshape(*t.shape, *(1,) * noisy.ndim), clean, noisy), step, still
+    )
     return model.denoise(prefix, None, x, step)

@@ -16,6 +16,8 @@ class Pi05Model(PiModel):
     Source: https://arxiv.org/abs/2504.16054; openpi/models/pi0.py.
     """
 
+    has_state_token = False
+
     def __init__(self, config: Pi05Config, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         width = config.expert.width

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmodels.errors import InputError
 from jaxmodels.layers.embeddings import flow_time_sinusoid
-from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix
+from jaxmodels.layers.grouped_attention import KeyValues, compute_rotation, mask_after_prefix, pad_keys, pad_mask
 from jaxmodels.layers.images import resize_with_padding
 from jaxmodels.layers.norm import RMSNorm
 from jaxmodels.policies.smolvla.config import SmolVlaConfig
@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         key_values: what each layer of the action expert looks at: the language model's keys and values, or for
-            cross-attention what the layer makes of them.
+            cross-attention what the layer makes of them; maybe with zeros behind them (`pad_keys`).
         is_valid: which of their tokens count.
     """
 
@@ -82,7 +82,9 @@ class SmolVlaModel(nnx.Module):
         context = []
         for layer, step in zip(self.layers, self.config.expert_steps, strict=True):
             own = cache[step.vlm_layer]
-            context.append(layer.attention.project_again(own) if step.is_cross else own)
+            # Actions look at their own keys, too, where they do not look at others only.
+            behind = 0 if step.is_cross else self.config.chunk_size
+            context.append(pad_keys(layer.attention.project_again(own) if step.is_cross else own, behind))
         return Encoded(tuple(context), tokens.is_valid)
 
     def _embed_words(self, language: Language) -> Tokens:
@@ -157,12 +159,13 @@ class SmolVlaModel(nnx.Module):
         own = jnp.arange(count, dtype=jnp.int32)[None]
         first = jnp.sum(encoded.is_valid, axis=1, dtype=jnp.int32)[:, None]
         behind, alone = (compute_rotation(at, config.expert.head_width) for at in (first + own, own))
-        # An action sees those before it in the chunk.
-        causal = mask_after_prefix(encoded.is_valid, np.ones(count, bool))
         for layer, seen, plan in zip(self.layers, encoded.key_values, config.expert_steps, strict=True):
+            is_valid = pad_mask(encoded.is_valid, seen)
             if plan.is_cross:
-                tokens = layer.cross_attend(tokens, alone, seen, encoded.is_valid[:, None])
+                tokens = layer.cross_attend(tokens, alone, seen, is_valid[:, None])
             else:
+                # An action sees those before it in the chunk.
+                causal = mask_after_prefix(is_valid, np.ones(count, bool))
                 tokens, _ = layer(tokens, behind, causal, seen)
         # In float32 whatever the weights are, like the integration that follows.
         kernel, bias = self.action_out.kernel, self.action_out.bias

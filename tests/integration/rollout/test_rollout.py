@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from service.distributed.host_group import HostSilent, HostsLost
-from service.inference.latency_model import LatencyModel
+from service.inference.batching import LatencyModel
 from service.rollout.gates import GateLimits, ProbationSettings, Verdict
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
@@ -588,7 +588,7 @@ async def test_the_plan_of_a_policy_that_is_taken_back_is_not_done_to_its_end(pa
         assert (await rig.prepare(ScriptedPolicy(LONG, step=0.01))).reason is None
         assert (await rig.rollout.swap("s", NEXT)).reason is None
         await rig.sessions.start("s")
-        await until(lambda: session.robot_io is not None and len(session.robot_io.controller.queue) > 200)
+        await until(lambda: session.robot_io is not None and session.robot_io.controller.queue.left > 200)
         began = time.monotonic()
         assert (await rig.rollout.rollback("s")).reason is None
         assert pauses.running(began) < 0.5

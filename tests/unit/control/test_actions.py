@@ -46,7 +46,7 @@ def test_each_tick_gives_the_action_that_is_due() -> None:
     queue.push(numbered(4), observed_at=10.0, now=10.0)
     ticks = [10.0 + number * PERIOD for number in range(5)]
     assert [first_of(queue.take(tick, tick)) for tick in ticks] == [0, 1, 2, 3, None]
-    assert (queue.late, queue.consumed, len(queue)) == (0, 4, 0)
+    assert (queue.late, queue.consumed, queue.left) == (0, 4, 0)
 
 
 def test_late_actions_are_dropped_and_counted() -> None:

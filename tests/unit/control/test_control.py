@@ -490,9 +490,9 @@ class Loop:
         runner = PolicyRunner(policy, engine=Engine(switch_interval=None))
         self.io = RobotIO(world.buffer.joints, world.control, runner, clock=lambda: world.now, sleep=self._sleep)
 
-    async def _sleep(self, deadline: float) -> None:
-        self.slept.append(deadline)
-        self.world.now = max(self.world.now, deadline)
+    async def _sleep(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.slept.append(self.world.now)
         self.world.buffer.put_frame("front", FRAME, self.world.now)
         self._passes()
         await asyncio.sleep(0)

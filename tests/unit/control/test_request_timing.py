@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from service.control.aggregation import AGGREGATIONS
-from service.control.chunk_scheduler import Estimate
 from service.control.observation_buffer import Snapshot
+from service.stats import Recent
 from tests.unit.control.test_control import FRAME, PACE, POSE, World
 
 STEADY = replace(PACE, action_steps=8)
@@ -25,17 +25,17 @@ def answers(world: World) -> dict[str, int]:
 
 
 def test_one_that_stands_out_counts_little_and_a_jump_is_believed_the_second_time() -> None:
-    expected = Estimate()
-    assert expected.value is None
+    expected = Recent(32)
+    assert expected.upper_estimate() is None
     for _ in range(20):
         expected.add(0.04)
     expected.add(0.5)
-    assert expected.value == 0.04
+    assert expected.upper_estimate() == 0.04
     expected.add(0.5)
-    assert expected.value == 0.5
+    assert expected.upper_estimate() == 0.5
     for _ in range(16):
         expected.add(0.04)
-    assert expected.value == 0.04
+    assert expected.upper_estimate() == 0.04
 
 
 @pytest.mark.parametrize("latency", [0.001, 0.1, 0.22, 0.3])

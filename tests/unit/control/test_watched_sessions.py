@@ -75,14 +75,14 @@ async def test_a_link_that_stays_lost_ends_in_a_stop_for_a_session_without_camer
 async def test_after_a_lost_link_only_a_frame_and_a_pose_from_then_on_let_it_move(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         session = await rig.running()
-        await until(lambda: len(session.robot_io.controller.queue) > 0)
+        await until(lambda: session.robot_io.controller.queue.left > 0)
         rig.is_dark = rig.is_dumb = True
         before = time.monotonic()
         rig.link.reconnect()
         sent = len(rig.link.sent)
-        assert len(session.robot_io.controller.queue)
+        assert session.robot_io.controller.queue.left
         await until(lambda: session.robot_io.controller.hold is not None)
-        assert len(session.robot_io.controller.queue) == 0, "the plan from before is gone"
+        assert session.robot_io.controller.queue.left == 0, "the plan from before is gone"
         rig.link.deliver_frame("front", np.ones((48, 64, 3), np.uint8), before)
         assert "no frame since a link was lost" in session.robot_io.buffer.not_ready(time.monotonic()).text
         rig.is_dark = False
@@ -268,7 +268,7 @@ async def test_after_a_pause_of_the_process_there_is_one_hold_and_nothing_of_the
         sent, plans, paused = len(rig.link.sent), Plans(rig.link), control.holds["paused"]
         session.attach(plans)
         time.sleep(0.7)  # noqa: ASYNC251 - as SIGSTOP and SIGCONT do
-        assert len(control.queue), "there is a plan that must not be done"
+        assert control.queue.left, "there is a plan that must not be done"
         await until(lambda: bool(plans.sent))
         until_then = [one.values["Rotation"] for one in rig.link.sent[sent : plans.sent[0]]]
         assert until_then

@@ -94,8 +94,8 @@ async def test_an_answer_is_handed_on_and_the_way_counts_as_waiting(
     assert (found.to_device, found.compute, found.to_host, found.batch) == (0.02, 0.03, 0.04, 4)
     assert found.total > 0.12
     assert worker.pending == 0
-    assert replica.latency_model(replica.trained_frames).is_measured is False
-    assert replica.latency_model(frozenset()).measured(4).median == 0.03
+    assert replica.latencies[replica.trained_frames].is_measured is False
+    assert replica.latencies[frozenset()].measured(4).median == 0.03
 
 
 async def test_what_an_answer_took_counts_for_pictures_of_its_size(
@@ -104,8 +104,8 @@ async def test_what_an_answer_took_counts_for_pictures_of_its_size(
     for height, seconds in ((48, 0.001), (480, 0.004)):
         engine.answers = [check_answer(compute=seconds)]
         await worker.submit(replica, {"observation.images.front": np.zeros((1, height, 64, 3), np.uint8)}, None)
-    assert replica.latency_model(replica.trained_frames).measured(4).median == 0.001
-    assert replica.latency_model(frozenset({("front", (480, 64))})).measured(4).median == 0.004
+    assert replica.latencies[replica.trained_frames].measured(4).median == 0.001
+    assert replica.latencies[frozenset({("front", (480, 64))})].measured(4).median == 0.004
 
 
 async def test_a_chunk_may_be_written_to(engine: Engine, worker: RemoteWorker, replica: Replica) -> None:

@@ -93,7 +93,7 @@ def test_pictures_of_another_size_are_reckoned_with_what_they_take() -> None:
 
 def test_only_robots_with_pictures_of_one_size_share_batches() -> None:
     policy, claims = served(b1=0.010, b2=0.010), Reservations(0.9)
-    policy.replicas[0].latency_model(frozenset(LARGE.items())).record(1, 0.040)
+    policy.replicas[0].latencies[frozenset(LARGE.items())].record(1, 0.040)
     claims.reserve("small", policy, 5, lambda: {"front": (48, 64)})
     assert claims.check_admission(policy, 5, read_sizes=lambda: {"front": (48, 64)}).load == pytest.approx(5 * 0.005)
     alone = claims.check_admission(policy, 5, read_sizes=lambda: LARGE)
@@ -142,7 +142,7 @@ def test_pictures_that_are_not_measured_yet_are_expected_to_take_what_the_deares
     assert claims.load == pytest.approx(0.1)
     claims.reserve("other", policy, 1, lambda: LARGE)
     assert claims.load == pytest.approx(11 * 0.04)
-    policy.replicas[0].latency_model(frozenset(shown.items())).record(1, 0.050)
+    policy.replicas[0].latencies[frozenset(shown.items())].record(1, 0.050)
     assert claims.load == pytest.approx(0.5 + 0.04)
 
 

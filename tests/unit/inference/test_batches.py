@@ -12,7 +12,7 @@ import pytest
 
 from jaxmodels.errors import ObservationError
 from service.errors import PolicyFailed
-from service.inference.batching import ALIGNMENT, StackingBuffers, stacking_shape
+from service.inference.batching import ALIGNMENT, StackingBuffers, read_layout
 from service.inference.engine import Engine, InferenceResult, InferenceStuck, LoadedPolicy
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
@@ -284,7 +284,7 @@ async def test_what_a_batch_takes_is_learnt_with_care_where_no_robot_waits_and_q
 
 def test_what_is_left_in_a_batch_is_never_refused() -> None:
     stacks = StackingBuffers()
-    shape = stacking_shape(seen())
+    shape = read_layout(seen()).shapes
     assert shape is not None
     stacks.stack(shape, [seen(0), seen(np.nan)], 4)
     stacked = stacks.stack(shape, [seen(1), seen(2), seen(3)], 4)
@@ -293,6 +293,6 @@ def test_what_is_left_in_a_batch_is_never_refused() -> None:
 
 
 def test_what_has_no_batch_axis_of_one_is_not_stacked() -> None:
-    assert stacking_shape({"a": np.zeros((2, 3))}) is None
-    assert stacking_shape({"a": np.array(1.0)}) is None
-    assert stacking_shape(seen()) == stacking_shape(dict(reversed(seen().items())))
+    assert read_layout({"a": np.zeros((2, 3))}).shapes is None
+    assert read_layout({"a": np.array(1.0)}).shapes is None
+    assert read_layout(seen()) == read_layout(dict(reversed(seen().items())))

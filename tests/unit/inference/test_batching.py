@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.inference.batching import BatchPlan, BatchScheduler
-from service.inference.latency_model import STALE_AFTER, WINDOW, LatencyModel
+from service.inference.batching import STALE_AFTER, WINDOW, BatchPlan, BatchScheduler, LatencyModel
 from tests.unit.inference.test_costs import costs
 
 SIZES = (1, 2, 4, 8)

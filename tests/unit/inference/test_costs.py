@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from service.inference.latency_model import PACE_WINDOW, STALE_AFTER, WINDOW, LatencyModel
+from service.inference.batching import PACE_WINDOW, STALE_AFTER, WINDOW, LatencyModel
 
 
 def costs(**seconds: float) -> LatencyModel:
@@ -122,7 +122,7 @@ def test_what_two_threads_learn_at_one_moment_is_learnt_both(monkeypatch: pytest
         known.record(2, 0.002)
         other_is_through.set()
 
-    monkeypatch.setattr("service.inference.latency_model.insort", interrupted)
+    monkeypatch.setattr("service.inference.batching.insort", interrupted)
     other = threading.Thread(target=learn_another)
     other.start()
     known.record(1, 0.001)

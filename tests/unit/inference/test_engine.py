@@ -361,7 +361,7 @@ async def test_waiting_behind_a_slow_inference_is_not_being_stuck(monkeypatch: p
 
 async def test_policies_of_several_sessions_take_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both take equally long, whatever a busy machine makes of it: who takes longer would be due later.
-    monkeypatch.setattr("service.inference.latency_model.LatencyModel.record", lambda costs, size, seconds: None)
+    monkeypatch.setattr("service.inference.batching.LatencyModel.record", lambda costs, size, seconds: None)
     order: list[str] = []
     both = asyncio.Barrier(2)
     policies = {name: ScriptedPolicy(latency=0.005) for name in "ab"}

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from jaxmodels import Requirements
+from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.latency_model import LatencyModel
-from service.inference.loaded_policy import frame_sizes_of
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
@@ -83,7 +82,7 @@ async def test_each_size_of_pictures_has_its_own_figures() -> None:
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
         assert served.latency_model.measured(1).median == 0.001
-        large = served.replicas[0].latency_model(LARGE_FRAMES)
+        large = served.replicas[0].latencies[LARGE_FRAMES]
         assert large.measured(4).median == 0.4
         assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
 
@@ -157,7 +156,7 @@ async def test_of_two_that_are_due_at_one_time_the_one_with_large_pictures_goes_
 
 async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
     async with asked_with_both(Sized()) as (engine, served):
-        counted = served.replicas[0].latency_model(LARGE_FRAMES)._windows[1][0].numbers
+        counted = served.replicas[0].latencies[LARGE_FRAMES]._windows[1][0].numbers
         before = len(counted)
         (worker,) = engine._devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
@@ -177,4 +176,4 @@ def test_a_policy_may_be_blind() -> None:
     blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
     blind.replicas[0].prepare(1, None)
     assert blind.latency_model.is_measured
-    assert frame_sizes_of({"observation.state": np.zeros((1, 6), np.float32)}) == blind.replicas[0].trained_frames
+    assert read_layout({"observation.state": np.zeros((1, 6), np.float32)}).frames == blind.replicas[0].trained_frames

@@ -16,7 +16,7 @@ from jaxmodels.text import TextConfig
 from jaxmodels.types import ACTION, STATE, Feature
 from jaxmodels.weights import blueprint_of
 from service.errors import InvalidRequest
-from service.inference.batching import StackingBuffers, stacking_shape
+from service.inference.batching import StackingBuffers, read_layout
 from service.inference.engine import Engine
 from service.inference.loaded_policy import task_input
 from service.inference.measurement import make_observation
@@ -103,7 +103,7 @@ def test_robots_with_different_instructions_share_a_batch_and_get_their_own(fold
     policy = jaxmodels.load_policy(folder)
     tasks = [RED, BLUE, "put it down", "wave", RED]
     seen = [make_observation(policy.requirements) | task_input(task) for task in tasks]
-    shapes = {stacking_shape(one) for one in seen}
+    shapes = {read_layout(one).shapes for one in seen}
     assert len(shapes) == 1, "the engine would put them into lines of their own"
     [shape] = shapes
     assert shape is not None

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import ObservationError
+from service.inference.batching import WINDOW
 from service.inference.engine import Engine, LoadedPolicy
-from service.inference.latency_model import WINDOW
 from service.inference.loaded_policy import Replica
 from service.inference.policy_cache import PolicyCache
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
@@ -73,7 +73,7 @@ def giving(policy: ScriptedPolicy) -> Callable[..., ScriptedPolicy]:
 
 
 def costs_of(replica: Replica) -> list[dict[str, dict[str, float]]]:
-    return [replica.latency_model(frames).get_stats() for frames in (TRAINED_FRAMES, LARGE_FRAMES)]
+    return [replica.latencies[frames].get_stats() for frames in (TRAINED_FRAMES, LARGE_FRAMES)]
 
 
 @dataclass
@@ -97,8 +97,8 @@ async def rig() -> AsyncIterator[Rig]:
         await made.until_grown()
         for replica in served.replicas:
             for _ in range(WINDOW):
-                replica.latency_model(TRAINED_FRAMES).record(1, 0.001)
-                replica.latency_model(LARGE_FRAMES).record(2, 0.004 + replica.worker_id)
+                replica.latencies[TRAINED_FRAMES].record(1, 0.001)
+                replica.latencies[LARGE_FRAMES].record(2, 0.004 + replica.worker_id)
         engine.has_running_robot = lambda: True
         yield made
     await engine.close()
@@ -112,7 +112,7 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
         assert served.latency_model.measured(1).median == 0.001
-        assert [replica.latency_model(LARGE_FRAMES).measured(2).median for replica in served.replicas] == [
+        assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [
             0.004,
             1.004,
         ], "each its worker's"
@@ -125,7 +125,7 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
                 "for robots at once"
             )
         before = costs_of(rig.served.replicas[0])
-        served.replicas[0].latency_model(TRAINED_FRAMES).record(1, 1.0)
+        served.replicas[0].latencies[TRAINED_FRAMES].record(1, 1.0)
         assert costs_of(rig.served.replicas[0]) == before, "from now on each learns what its own take"
 
 
@@ -140,11 +140,11 @@ async def test_a_push_of_another_architecture_takes_nothing_over(rig: Rig) -> No
     later = rig.policy.pushed(compiled=[], batches=[], latency=0.5)
     async with rig.engine.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
         for replica in served.replicas:
-            assert replica.latency_model(TRAINED_FRAMES).get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
+            assert replica.latencies[TRAINED_FRAMES].get_stats() == {"1": {"p50": 500.0, "p90": 500.0}}
             assert isinstance(replica.policy, Shipped)
             assert replica.policy.profiled == [(1, TRAINED)] * 3
             assert replica.compiled_frames == (TRAINED_FRAMES,)
-            assert not replica.latency_model(LARGE_FRAMES).is_measured
+            assert not replica.latencies[LARGE_FRAMES].is_measured
 
 
 async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> None:
@@ -153,7 +153,7 @@ async def test_what_was_not_compiled_for_the_one_before_is_learnt(rig: Rig) -> N
         await rig.until_grown()
         await rig.engine.compile(served, small := {"front": (4, 6)})
         assert later.profiled == [(1, small)] * 3
-        assert served.replicas[0].latency_model(frozenset(small.items())).measured(1).median == 0.5
+        assert served.replicas[0].latencies[frozenset(small.items())].measured(1).median == 0.5
 
 
 async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(rig: Rig) -> None:
@@ -178,7 +178,7 @@ async def test_on_a_device_of_its_own_a_copy_is_compiled_anew_and_learns_anew() 
     async with engine.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with engine.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert [replica.latency_model(TRAINED_FRAMES).measured(1).median for replica in served.replicas] == [
+            assert [replica.latencies[TRAINED_FRAMES].measured(1).median for replica in served.replicas] == [
                 0.010,
                 0.5,
             ]

@@ -170,9 +170,9 @@ async def test_a_push_of_other_weights_takes_over_what_the_programs_of_a_compile
             assert len(profiled) == after
             for frames in (before.trained_frames, large):
                 assert replica.batch_sizes[frames] == (1, 2)
-                known = replica.latency_model(frames).get_stats()
+                known = replica.latencies[frames].get_stats()
                 assert set(known) == {"1", "2"}
-                assert known == before.latency_model(frames).get_stats()
+                assert known == before.latencies[frames].get_stats()
             seen = {
                 "observation.images.front": np.zeros((1, 48, 64, 3), np.uint8),
                 "observation.state": np.array([list(POSE.values())], np.float32),

@@ -177,8 +177,13 @@ def garbled(folder: Path) -> None:
     (folder / "_METADATA").write_text("{")
 
 
-@pytest.mark.parametrize("edit", [edited_shape, edited_name, garbled])
-def test_orbax_with_edited_metadata_is_refused(tmp_path: Path, edit) -> None:
+def cut_off(folder: Path) -> None:
+    largest = max((path for path in folder.rglob("*") if path.name.isdigit()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("edit", [edited_shape, edited_name, garbled, cut_off])
+def test_orbax_with_edited_or_damaged_files_is_refused(tmp_path: Path, edit) -> None:
     folder = tmp_path / "weights"
     # One plain file per array, so that a shape can be edited with a text editor.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
@@ -187,6 +192,8 @@ def test_orbax_with_edited_metadata_is_refused(tmp_path: Path, edit) -> None:
     edit(folder)
     with pytest.raises(CheckpointError, match="weights"):
         orbax.restore(folder, SHAPES)
+    with pytest.raises(CheckpointError, match="weights"):  # as a folder of openpi is
+        list(orbax.restore_parts(folder, orbax.float_shapes(folder)))
 
 
 def test_a_policy_folder_may_hold_orbax_weights(small, checkpoint_of, observation_of, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from jaxmodels.layers.grouped_attention import (
     count_positions,
     mask_after_prefix,
     mask_blocks,
+    pad_keys,
+    pad_mask,
     rotate,
 )
 from jaxmodels.layers.images import resize_with_padding
@@ -38,6 +40,19 @@ def test_grouped_attention_is_that_of_each_head_alone_and_blind_rows_get_the_mea
         powers[:, 3] = 1
         expected = powers / powers.sum(-1, keepdims=True) @ value[:, :, head // 3]
         np.testing.assert_allclose(found[:, :, head], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "keys"), [(jnp.bfloat16, 61), (jnp.float32, 7)])
+def test_zeros_behind_keys_in_half_precision_change_nothing(dtype, keys: int) -> None:
+    query, key, value = (
+        jnp.asarray(array, dtype) for array in (normal(2, 5, 6, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8))
+    )
+    is_valid = jnp.asarray(RANDOM.random((2, 7)) < 0.8).at[:, 0].set(True)
+    cache = KeyValues(key, value)
+    padded = pad_keys(cache, behind=3)
+    assert padded.key.shape[1] == keys
+    found = attend_grouped(query, padded, pad_mask(is_valid, padded)[:, None])
+    np.testing.assert_array_equal(found, attend_grouped(query, cache, is_valid[:, None]))
 
 
 def test_rotary_scores_depend_on_the_distance_of_positions_alone() -> None:

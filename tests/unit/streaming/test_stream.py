@@ -226,10 +226,10 @@ async def test_a_robot_that_takes_the_place_of_another_between_two_ticks_gets_no
         await client.hear("command")
         robot_io, link = server.app.ctx.sessions.get("arm").robot_io, server.app.ctx.stream_clients.direct.links["arm"]
         driver, sent = link.driver, link.health()["commands_sent"]
-        assert len(robot_io.controller.queue)
+        assert robot_io.controller.queue.left
         link.release_control(driver, "gone")
         link.take_control(driver, 2.0)
-        assert not len(robot_io.controller.queue)
+        assert not robot_io.controller.queue.left
         # It showed one of its joints; where the other robot's are is nothing to hold it at.
         link.inbox.on_joints({"Elbow": 20.0}, time.monotonic())
         robot_io.halt(always_hold=True)

@@ -1,0 +1,351 @@
+"""How long do pi0.5, SmolVLA, Diffusion Policy and ACT take on a GPU, from NumPy frames to NumPy actions?
+
+    python benchmarks/vla_gpu.py --golden --lerobot-python /path/to/venv/bin/python
+
+Targets, on an H200 in bfloat16 with three cameras of 480x640 and 10 steps: pi0.5 43 ms (p50) for one robot and 33
+chunks a second for four together, SmolVLA 20 ms, ACT 2.5 ms. Policies have the sizes that people run (pi0.5 with all of
+its 3.35 billion parameters) and random weights, which are made in memory; with --files SmolVLA's and ACT's are written
+to a folder and read from there. A measurement starts with uint8 frames and float32 states in NumPy arrays and ends when
+the un-normalised chunk is a NumPy array. Beside that: seconds to load and to compile, the parts of a chunk, each as a
+program of its own, memory, and (--golden) how far this device's chunks are from those that LeRobot recorded on a CPU.
+
+Each case runs in a process of its own with a time limit, and what is measured is written at once, so that a case that
+fails takes nothing with it. Without a GPU it says so and measures nothing. The peer is any Python 3.12 with lerobot
+0.6.1, its extras smolvla and pi, and a torch for this GPU; it runs after ours, as both want the GPU's memory.
+
+Last result, an H200 with 16 cores of a Xeon: benchmarks/results/vla_gpu.json
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import act_latency, vla_latency
+from benchmarks.measured import RESULTS, accelerator, result, write
+from benchmarks.processes import Child, child
+
+QUESTION = "How long do pi0.5, SmolVLA and ACT take on a GPU, from NumPy frames to NumPy actions?"
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "tests" / "golden"
+CAMERAS = ("camera1", "camera2", "camera3")
+PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy, the dtype it computes in, and what is wanted of it."""
+
+    policy: str
+    dtype: str = "bfloat16"
+    target_ms: float | None = None
+    target_chunks_per_s: float | None = None
+
+
+CASES = {
+    "act": Case("act", target_ms=2.5),
+    "act float32": Case("act", "float32"),
+    "smolvla": Case("smolvla", target_ms=20.0),
+    "pi05": Case("pi05", target_ms=43.0, target_chunks_per_s=33.0),
+    "diffusion": Case("diffusion"),
+}
+GOLDENS = ("pi05_two_cameras", "pi0_two_cameras", "smolvla_two_cameras", "act_two_cameras_no_vae")
+TOGETHER = 4
+BLOCK = 1 << 25
+
+
+class RandomBlocks:
+    """Random weights of billions of numbers in seconds: arrays of one spread are views of one block."""
+
+    def __init__(self, dtype: Any):
+        self._numbers = np.random.default_rng(0).standard_normal(BLOCK, np.float32)
+        self._dtype = dtype
+        self._blocks: dict[int, np.ndarray] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) < 2:
+            return np.full(shape, 1.0 if name.endswith(("scale", "variance")) else 0.0, self._dtype)
+        fan = shape[1] if name.endswith("weight") else int(np.prod(shape[:-1]))  # weights are (out, in)
+        if fan not in self._blocks:
+            self._blocks[fan] = (self._numbers * np.float32(fan**-0.5)).astype(self._dtype)
+        return (
+            np.resize(self._blocks[fan], shape)
+            if np.prod(shape) > BLOCK
+            else self._blocks[fan][: int(np.prod(shape))].reshape(shape)
+        )
+
+
+def build_checkpoint(case: Case, folder: Path, *, is_small: bool, draw: Any = None) -> Any:
+    """A policy of random weights in memory; the folder gets its tokenizer's files.
+
+    Args:
+        draw: an array of weights by its name and shape, instead of random ones.
+    """
+    import ml_dtypes
+
+    if case.policy == "act":
+        return act_latency.build_checkpoint(len(CAMERAS), *vla_latency.FRAME, draw or RandomBlocks(np.float32))
+    parts, architecture = (4, vla_latency.ARCHITECTURE) if is_small else (1, {})
+    if case.policy == "pi05":
+        draw = draw or RandomBlocks(ml_dtypes.bfloat16)
+    return vla_latency.build_checkpoint(
+        folder, case.policy, parts=parts, cameras=CAMERAS, architecture=architecture, draw=draw
+    )
+
+
+def observe(case: Case, batch: int) -> dict[str, Any]:
+    """What this many robots with three cameras send."""
+    if case.policy == "act":
+        one: dict[str, Any] = act_latency.observation(len(CAMERAS), *vla_latency.FRAME)
+    else:
+        one = vla_latency.observation(case.policy, CAMERAS)
+    return {key: value * batch if key == "task" else np.repeat(value, batch, axis=0) for key, value in one.items()}
+
+
+def summarize(seconds: Sequence[float], batch: int) -> dict[str, float]:
+    """Milliseconds of a batch, and chunks a second."""
+    milliseconds = np.array(seconds) * 1e3
+    found = {f"p{percent}_ms": round(float(np.percentile(milliseconds, percent)), 3) for percent in PERCENTS}
+    found["min_ms"] = round(float(milliseconds.min()), 3)
+    return found | {"chunks_per_s": round(batch * 1e3 / found["p50_ms"], 1)}
+
+
+def name_batch(batch: int) -> str:
+    return f"{batch} together" if batch > 1 else "alone"
+
+
+class Measured:
+    """The measured side: orders to answers, as `vla_latency.serve` has them."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._policy: Any = None
+        self._case = CASES["act"]
+
+    def load(self, case: str, device: str | None, is_small: bool, from_files: bool) -> dict[str, Any]:
+        self._case = CASES[case]
+        import jaxmodels
+        from jaxmodels.policies import lerobot_folder
+        from jaxmodels.policy import Policy
+
+        checkpoint = build_checkpoint(self._case, self._folder, is_small=is_small)
+        if from_files := from_files and self._case.policy != "pi05":
+            lerobot_folder.write_checkpoint(self._folder, checkpoint)
+        made = time.perf_counter()
+        if from_files:
+            self._policy = jaxmodels.load_policy(self._folder, dtype=self._case.dtype, device=device)
+        else:
+            self._policy = Policy(checkpoint, dtype=self._case.dtype, device=device)
+        sizes = self._policy.sizes
+        return {
+            "is_of_files": from_files,
+            "load_s": round(time.perf_counter() - made, 2),
+            "dtype": self._policy.dtype,
+            "parameters": sizes.parameters,
+            "operations": sizes.operations,
+        }
+
+    def compile(self, batch: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._policy.compile(batch)
+        return {"compile_s": round(time.perf_counter() - start, 2)}
+
+    def measure(self, batch: int, count: int) -> dict[str, Any]:
+        seen = observe(self._case, batch)
+        warm = [self._policy.act(seen) for _ in range(5)]
+        seconds, parts = [], []
+        for _ in range(count):
+            start = time.perf_counter()
+            self._policy.act(seen)
+            seconds.append(time.perf_counter() - start)
+            parts.append(dict(self._policy.timings))
+        found = summarize(seconds, batch)
+        within = {name: round(float(np.median([one[name] for one in parts])) * 1e3, 3) for name in parts[0]}
+        return found | {
+            "within_ms": within | {"reading": round(found["p50_ms"] - sum(within.values()), 3)},
+            "count": count,
+            "is_finite": bool(np.isfinite(warm).all()),
+        }
+
+    def stages(self, runs: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        stages = self._policy.profile_stages(runs)
+        found: dict[str, Any] = {f"{stage.name}_ms": round(stage.seconds * 1e3, 3) for stage in stages}
+        return found | {"compile_and_run_s": round(time.perf_counter() - start, 2)}
+
+    def memory(self) -> dict[str, Any]:
+        import jax
+
+        stats: Mapping[str, int] = jax.local_devices()[0].memory_stats() or {}
+        return {
+            f"{name}_gb": round(stats[name] / 1e9, 2) for name in ("peak_bytes_in_use", "bytes_in_use") if name in stats
+        }
+
+    def trace(self, into: str, batch: int) -> dict[str, Any]:
+        import jax
+
+        seen = observe(self._case, batch)
+        with jax.profiler.trace(into):
+            for _ in range(3):
+                self._policy.act(seen)
+        return {}
+
+    def golden(self, name: str, device: str | None, dtype: str) -> dict[str, Any]:
+        """Largest difference to the chunk that LeRobot recorded on a CPU, over its largest magnitude."""
+        import jaxmodels
+        from jaxmodels.checkpoints.files import write_safetensors
+        from tests.testing.models import seeded_weights
+
+        golden, folder = GOLDEN / f"lerobot_{name.partition('_')[0]}" / name, self._folder / name
+        with np.load(golden / "io.npz") as file:
+            io = dict(file)
+        if not folder.exists():
+            shutil.copytree(golden, folder, copy_function=shutil.copyfile)
+            write_safetensors(
+                folder / "model.safetensors", seeded_weights(json.loads((golden / "keys.json").read_text()), io)
+            )
+        seen: dict[str, Any] = {key.removeprefix("in.0."): io[key] for key in io if key.startswith("in.0.obs")}
+        if "in.0.task" in io:
+            seen["task"] = io["in.0.task"].tolist()
+        policy = jaxmodels.load_policy(folder, dtype=dtype, device=device)
+        chunk, wanted = policy.act(seen, noise=io.get("in.0.noise")), io["out.0.chunk"]
+        return {"error": float(np.abs(chunk - wanted).max() / np.abs(wanted).max())}
+
+
+def serve() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        measured = Measured(Path(name))
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(getattr(measured, order.pop("do"))(**order)), flush=True)
+
+
+@contextmanager
+def limit(process: Child, seconds: float) -> Iterator[None]:
+    """Ends a process that takes longer than this; whoever waits for its answer is told that it ended."""
+    timer = threading.Timer(seconds, process.process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def run_case(name: str, options: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Everything about one case, in a process of its own; `note` is given figures as soon as they are there."""
+    case, count = CASES[name], options.count
+    with child(__file__, "--serve") as process, limit(process, options.limit):
+        where = {"device": options.device, "is_small": options.small, "from_files": options.files}
+        note("loaded", **process.order(do="load", case=name, **where))
+        for batch in (1, TOGETHER):
+            found = process.order(do="compile", batch=batch) | process.order(do="measure", batch=batch, count=count)
+            if batch == 1 and case.target_ms is not None:
+                found |= {"target_ms": case.target_ms, "is_met": found["p50_ms"] <= case.target_ms}
+            if batch == TOGETHER and case.target_chunks_per_s is not None:
+                target = case.target_chunks_per_s
+                found |= {"target_chunks_per_s": target, "is_met": found["chunks_per_s"] >= target}
+            note(name_batch(batch), **found)
+            if options.trace is not None:
+                process.order(do="trace", into=str(options.trace.resolve() / f"{name} {batch}"), batch=batch)
+        note("memory", **process.order(do="memory"))
+        note("parts", **process.order(do="stages", runs=count))
+
+
+def run_peer(name: str, options: argparse.Namespace, note: Callable[..., None]) -> None:
+    """LeRobot's own policy of the same config in torch, eager, with the weights that it begins a training with."""
+    from jaxmodels.checkpoints.files import write_json
+    from jaxmodels.policies.lerobot_processors import write_processors
+
+    case, count, device = CASES[name], options.count, "cpu" if options.device == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        checkpoint = build_checkpoint(case, folder, is_small=options.small, draw=lambda name, shape: np.empty(0))
+        write_json(folder / "config.json", checkpoint.config.to_json(), indent=1)
+        write_processors(folder, checkpoint.normalization, device)
+        for file, values in checkpoint.config.dump_architecture().items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            write_json(folder / file, dict(values), indent=1)
+        python, peer = str(options.lerobot_python), str(HERE / "vla_latency_peer.py")
+        with child(peer, python=python) as process, limit(process, options.limit):
+            order = {"case": case.policy, "device": device, "dtype": case.dtype, "cameras": CAMERAS}
+            found = process.order(do="load", folder=place, has_weights=False, is_small=options.small, **order)
+            for batch in (1, TOGETHER):
+                process.order(do="measure", batch=batch, count=3)
+                seconds = process.order(do="measure", batch=batch, count=count)["seconds"]
+                note(f"lerobot {name_batch(batch)}", load_s=round(found["load_s"], 2), **summarize(seconds, batch))
+
+
+def run_goldens(options: argparse.Namespace, note: Callable[..., None]) -> None:
+    """Errors of chunks in float32 and bfloat16."""
+    with child(__file__, "--serve") as process, limit(process, options.limit):
+        for name in GOLDENS:
+            errors = {
+                dtype: process.order(do="golden", name=name, device=options.device, dtype=dtype)["error"]
+                for dtype in ("float32", "bfloat16")
+            }
+            note(name, **errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", choices=tuple(CASES), action="append", help="only this one; may be given again")
+    parser.add_argument("--count", type=int, default=100, help="chunks of each measurement")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a case may take")
+    parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1 and has this GPU")
+    parser.add_argument("--golden", action="store_true", help="also compare with chunks that LeRobot recorded")
+    parser.add_argument("--files", action="store_true", help="write weights to files and load them, but pi0.5's")
+    parser.add_argument("--trace", type=Path, help="a folder for profiles of three chunks each (XProf, Perfetto)")
+    parser.add_argument("--device", default="gpu")
+    parser.add_argument("--small", action="store_true", help="a quarter of the width, two layers of pi0.5")
+    parser.add_argument("--output", type=Path, default=RESULTS / "vla_gpu.json")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    if options.device != "cpu" and accelerator() is None:
+        print("no GPU here (nvidia-smi finds none), nothing measured; --device cpu --small shows that everything works")
+        return
+    command = " ".join(["benchmarks/vla_gpu.py", *sys.argv[1:]])
+    found = result(QUESTION, command, {}, "jaxlib", frame=vla_latency.FRAME, cameras=len(CAMERAS), cases={})
+
+    def note_under(name: str) -> Callable[..., None]:
+        figures = found["cases"].setdefault(name, {})
+
+        def note(part: str, **values: Any) -> None:
+            figures[part] = values
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name:12} {part:12} " + "  ".join(f"{key} {value}" for key, value in values.items()), flush=True)
+
+        return note
+
+    for name in options.case or CASES:
+        note = note_under(name)
+        try:
+            run_case(name, options, note)
+            if options.lerobot_python and CASES[name].dtype == "bfloat16" and name != "diffusion":
+                run_peer(name, options, note)
+        except RuntimeError as error:
+            note("failed", why=str(error)[-2000:])
+    if options.golden:
+        note = note_under("golden")
+        try:
+            run_goldens(options, note)
+        except RuntimeError as error:
+            note("failed", why=str(error)[-2000:])
+    write(options.output, found)
+
+
+if __name__ == "__main__":
+    main()
