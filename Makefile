@@ -23,9 +23,9 @@ demo: setup rendering ## server, rooms and a simulated arm that picks up cubes
 
 # Containers like to set it; then each of the processes that tests start, more than a hundred, compiles all files anew.
 unexport PYTHONDONTWRITEBYTECODE
-# tests/testing/stages.py: what runs beside what.
+# tests/testing/stages.py: what runs beside what, and in how many of these processes.
 test: setup-dev rendering ## the whole test suite, or a part: make test ARGS=tests/unit/hooks
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 # Without what Material for MkDocs prints at each start, about the end of its own life.
 docs: setup-dev ## the guides as a site, with search: site/index.html

@@ -4,22 +4,26 @@ Models are compiled first. What takes long in one piece starts early, so that no
 are done. Tests that keep real time against a grid of milliseconds (``timed``) begin when no process computes any more:
 each of them mostly waits, and leaves a core to another one. What bears nothing beside it comes last (``alone``).
 
-The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile
---no-loadscope-reorder``), and at the two borders processes wait for each other: each holds a lock on every border that
-it has not reached. A process that ended holds none. A third process would save 46 s of what keeps real time, and be
-beside it: with one, a robot of a test was held for a frame that came too late.
+The order of the list makes the stages. xdist gives the files out in this order (``--dist loadfile``), to three
+processes, as the tests before those that keep real time compute half of the time, and wait for servers and processes in
+the other. The third ends where the others begin to keep time: it would save 46 s there, and be beside it; with one, a
+robot of a test was held for a frame that came too late. At the two borders processes wait for each other: each holds a
+lock on every border that it has not reached. A process that ended holds none.
 """
 
 import gc
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+from xdist.scheduler import LoadFileScheduling
 
 STAGES = ("models", "long", "", "timed", "alone")  # by mark; without any it is the third
 BORDERS = ("timed", "alone")
@@ -39,7 +43,10 @@ FOLDERS = {
 # After how many new objects garbage is looked for: Python's own numbers, and those of tests that trace models, which
 # makes objects by the million. With the former it takes a tenth of their time, and a third of collecting all tests.
 GARBAGE = gc.get_threshold(), (50_000, 20, 20)
+KEEPING_TIME = 2  # processes at the most
 HELD = "PYTEST_STAGES"  # the folder of the locks, for all processes of a run
+# In it: files that keep real time, for the process that gives the files out, which collects nothing itself.
+TIMED = "timed.json"
 stages = pytest.StashKey[dict[Path, int]]()
 reached = pytest.StashKey[str]()  # the stage of the last test
 locks = pytest.StashKey[dict[str, FileLock]]()
@@ -86,6 +93,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             0 if stage[item.path] == models else -size[item.path],
         )
     )
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        timed = sorted({item.nodeid.split("::")[0] for item in items if STAGES[stage[item.path]] in BORDERS})
+        written = Path(os.environ[HELD]) / f"{worker}.json"
+        written.write_text(json.dumps(timed))
+        written.replace(written.with_name(TIMED))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "Scheduler | None":
+    return Scheduler(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class Scheduler(LoadFileScheduling):
+    """Files in the order of the list; those that keep real time for the first processes alone."""
+
+    _timed: frozenset[str]
+
+    def schedule(self) -> None:
+        if self.collection is None:
+            self._timed = frozenset(json.loads((Path(os.environ[HELD]) / TIMED).read_text()))
+            self.config.option.loadscopereorder = False
+        super().schedule()
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if next(iter(self.workqueue)) in self._timed and self.nodes.index(node) >= KEEPING_TIME:
+            node.shutdown()
+        else:
+            super()._assign_work_unit(node)
 
 
 def pytest_collection_finish() -> None:

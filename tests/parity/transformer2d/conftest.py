@@ -208,7 +208,7 @@ def to_torch() -> Callable[[Any], Any]:
 
 def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
     """Ours without files, with random weights that are the same whatever the options; nothing is compiled for them."""
-    import jax.numpy as jnp
+    import jax
 
     from jaxmodels.transformer2d import Transformer2DModel
     from jaxmodels.weights import blueprint
@@ -225,8 +225,8 @@ def model_of(config: Mapping[str, Any], seed: int = 0, **options: Any) -> Any:
             x /= np.sqrt(inputs)
         else:
             x = 0.3 * x + float(name.endswith("scale"))
-        weights[name] = jnp.asarray(x, wanted.dtype)
-    return plan.assemble(weights)
+        weights[name] = np.float32(x).astype(wanted.dtype)
+    return plan.assemble(jax.device_put(weights))
 
 
 @pytest.fixture(name="model_of", scope="session")
