@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxmodels
-from tests.testing.compiling import compiling_quickly
+from tests.testing.compiling import FLAGS, compiling_quickly
 
 PUBLIC = (
     "jaxmodels",
@@ -92,6 +94,9 @@ def test_it_runs_from_top_to_bottom(
     monkeypatch.setenv("ROBOJAX_COMPILE_CACHE", "off")
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path / "frames"))
     monkeypatch.setenv("MPLBACKEND", "agg")
+    jax.jit(abs)(-1)  # XLA reads its flags once in a process: these are for those that a notebook starts
+    monkeypatch.setenv("XLA_FLAGS", " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     names: dict = {"__name__": "__main__"}
     try:
         with compiling_quickly():

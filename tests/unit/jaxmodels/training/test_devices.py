@@ -40,7 +40,7 @@ if {address!r}:
 dataset = open_dataset(Path({data!r}))
 start = new_policy(dataset, "act", values={policy!r})
 config = TrainingConfig(steps=4, batch_size=16, optimizer=OptimizerConfig(lr=1e-2, eps=1e-3),
-                        scheduler=SchedulerConfig(), log_freq=2, save_freq=2, num_workers=1, ema_decay=0.9)
+                        scheduler=SchedulerConfig(), log_freq=2, save_freq=4, num_workers=1, ema_decay=0.9)
 for name, changes in {meshes!r}.items():
     train(dataset, start, replace(config, **changes), Path({output!r}) / name)
 """
