@@ -1,7 +1,6 @@
 """Policies on several devices: copies that share the load, and one spread over all of them."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import pytest
 
 from service.inference.engine import Engine
 from service.testing import ScriptedLoader, ScriptedPolicy
+from tests.testing.compiling import process_environment
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
@@ -121,11 +121,7 @@ print("well")
 
 @pytest.mark.timeout(300)
 def test_a_policy_is_copied_to_another_device_or_spread_over_several() -> None:
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "ROBOJAX_COMPILE_CACHE": "off",
-    }
+    environment = process_environment(devices=8, quick=True) | {"ROBOJAX_COMPILE_CACHE": "off"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
     )

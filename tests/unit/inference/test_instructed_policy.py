@@ -24,7 +24,7 @@ from service.sessions.store import NewSession, Sessions
 from service.testing import MemoryTransport
 
 # Programs are compiled here, which takes a slow machine a minute each.
-pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("no_compile_cache")]
+pytestmark = [pytest.mark.models, pytest.mark.timeout(600), pytest.mark.usefixtures("compilation")]
 
 POSE = {"Rotation": 10.0, "Pitch": 20.0, "Elbow": 30.0, "Wrist_Pitch": 40.0, "Wrist_Roll": 50.0, "Jaw": 30.0}
 NEW = NewSession("s", "policy", "memory://", camera_names=(), policy_type="diffusion2d")

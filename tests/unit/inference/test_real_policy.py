@@ -26,7 +26,7 @@ from service.stage import Stage
 from service.testing import MemoryLink, MemoryTransport
 from tests.testing import waiting
 
-pytestmark = pytest.mark.usefixtures("no_compile_cache")
+pytestmark = pytest.mark.usefixtures("compilation")
 until = partial(waiting.until, within=60.0)
 
 FRAME = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
