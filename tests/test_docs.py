@@ -21,7 +21,7 @@ from jaxmodels.transformer2d.diffusers_config import read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from service.api.blueprint import ROUTES
 from tests.test_layers import LAYERS
-from tests.testing.compiling import compiling_quickly
+from tests.testing.compiling import QUICK, compiling_quickly
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -194,7 +194,7 @@ def test_the_commands_run_and_answer_what_python_answers(ran: Ran) -> None:
     (start,) = (line for line in lines if line.startswith("robojax serve"))
     others = [line for line in lines if not line.startswith(("robojax serve", "pip install"))]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "ROBOJAX_COMPILE_CACHE": "off", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | QUICK | {"PATH": path, "ROBOJAX_COMPILE_CACHE": "off", "JAX_PLATFORMS": "cpu"}
     answers = {}
     with serving(start, ran.folder, environment) as url:
         for line in others:

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import jax
 import pytest
 
 import jaxmodels
-from tests.testing.compiling import FLAGS, compiling_quickly
+from tests.testing.compiling import QUICK, compiling_quickly
 
 PUBLIC = (
     "jaxmodels",
@@ -95,8 +94,8 @@ def test_it_runs_from_top_to_bottom(
     monkeypatch.setenv("ROBOJAX_FRAME_CACHE", str(tmp_path / "frames"))
     monkeypatch.setenv("MPLBACKEND", "agg")
     jax.jit(abs)(-1)  # XLA reads its flags once in a process: these are for those that a notebook starts
-    monkeypatch.setenv("XLA_FLAGS", " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)))
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for name, value in QUICK.items():
+        monkeypatch.setenv(name, value)
     names: dict = {"__name__": "__main__"}
     try:
         with compiling_quickly():

@@ -17,8 +17,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 OPTIONS: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):  # later ones always go through MLIR
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
-# The same for a process that a test starts.
+# The same for a process that a test starts, and all that makes it compile as `compiling_quickly` does.
 FLAGS = tuple(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+QUICK = {"XLA_FLAGS": " ".join(FLAGS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @contextmanager

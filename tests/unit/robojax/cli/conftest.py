@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from robojax.cli.app import main
+from tests.testing.compiling import QUICK
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
@@ -25,7 +26,7 @@ def robojax(environment, tmp_path) -> Run:
     def run(*arguments: str, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
         told = subprocess.run(
             [sys.executable, "-m", "robojax.cli", *arguments],
-            env=environment | more,
+            env=environment | QUICK | more,
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -71,7 +72,7 @@ def serve(environment, tmp_path) -> Started:
     def start(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process = subprocess.Popen(
             [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", *arguments],
-            env=environment,
+            env=environment | QUICK,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
