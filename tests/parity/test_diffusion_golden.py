@@ -56,6 +56,7 @@ def test_chunks_are_those_of_lerobot(name: str, golden_folder) -> None:
         assert error(policy.act(observation, **noises), recorded["chunk"]) < TOLERANCE
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_loss_and_gradients_are_those_of_lerobot(golden_folder) -> None:
     case = json.loads((LOSSES / "case.json").read_text())["case"].partition("/")[2]
     checkpoint = lerobot_folder.read_checkpoint(golden_folder(case))

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxmodels.transformer2d import Transformer2DModel
 from tests.parity.transformer2d.conftest import SINGLE
+from tests.testing.compiling import compiling_quickly
 
 pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
@@ -47,7 +48,7 @@ def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of)
     model, inputs = model_of(config), arguments(name, config, inputs_for)
     wanted = np.asarray(model(**inputs).sample)
     if name == "continuous ada":  # operation by operation is slow to start
-        with jax.disable_jit():
+        with jax.disable_jit(), compiling_quickly():
             eager = np.asarray(model(**inputs).sample)
         assert np.abs(eager - wanted).max() <= TOLERANCE
     graph, state = nnx.split(model)
