@@ -338,6 +338,7 @@ async def test_while_a_robot_runs_short_passes_run_and_long_ones_are_503(serve, 
         assert "a robot is running" in told["detail"]
 
 
+@pytest.mark.timed
 async def test_ticks_keep_time_beside_forwards(serve, loaded):
     """Long bodies are read, computed over and answered while a robot is moved at 50 Hz."""
     async with serve(forward_beside_robots=10.0) as server:
