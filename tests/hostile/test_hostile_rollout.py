@@ -106,7 +106,13 @@ async def test_a_rollback_under_load_costs_nobody_a_tick_and_the_next_push_comes
     async with serving(tmp_path) as server, AsyncExitStack() as stack:
         arms: list[Arm] = [await stack.enter_async_context(arm(server.process, None, f"arm{n}")) for n in range(4)]
         modes = dict.fromkeys(arms[:2], "swap") | dict.fromkeys(arms[2:], "off")
-        await asyncio.gather(*(one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in arms))
+
+        async def go(*some: Arm) -> None:
+            told = (one.go(2, policy=str(policy.folder), auto_update=modes[one], rate=25) for one in some)
+            await asyncio.gather(*told)
+
+        await go(arms[0])  # the oldest session is the first to get a push
+        await go(*arms[1:])
 
         async def figures(name: str) -> dict[str, int]:
             return {one.id: (await server.get(f"/sessions/{one.id}"))["stats"][name] for one in arms}
