@@ -36,7 +36,9 @@ async def test_f13_a_signal_holds_every_robot_within_100_ms_and_the_server_ends_
 
     Where a terminal is closed, the system and the shell send SIGHUP each.
     """
+    kept = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where tests run under nohup, the server would ignore it, too
     transport, ending = own.enter_context(rooms(tmp_path)), own.enter_context(server(tmp_path / "ending"))
+    signal.signal(signal.SIGHUP, kept)
     policy = script()
     many: list[Arm] = [await arms(ending, policy) for _ in range(4)]
     for arm in many:
