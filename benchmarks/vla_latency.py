@@ -14,7 +14,7 @@ how much memory loading takes over the size of the weights; (--sharing) memory o
 policy in one engine, each of which was answered; (--batching) how many robots are answered a second, eight together
 and one at a time, by a SmolVLA of a quarter of its width.
 
-Last result, 2 cores: benchmarks/results/vla_latency.json
+Last results: benchmarks/results/vla_latency.json (2 cores of a Xeon) and vla_latency_epyc.json (of an EPYC).
 """
 
 import argparse
