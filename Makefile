@@ -7,13 +7,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Headless rendering of the simulated arm: EGL over Mesa's software rasteriser.
 DEBIAN_PACKAGES := libegl1 libgles2 libgl1-mesa-dri
-# Servers that share a database, and proxies in front of them: tests start the real programs, and are skipped without.
-SERVERS := postgresql nginx-light caddy
+# Servers that share a database, proxies in front of them, and the browser that opens the page. Tests that start these
+# programs are skipped where they are not installed.
+SERVERS := postgresql nginx-light caddy chromium
 # Passed on to `robojax demo`, e.g. make demo ARGS="--episodes 0" to run until Ctrl-C.
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs faults lint licences types setup setup-dev peers rendering servers packages clean
+.PHONY: help demo test test-peers docs faults lint licences types setup setup-dev peers rendering servers packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1 - \2/'
@@ -37,7 +38,10 @@ REPEAT ?= 1
 faults: setup-dev ## break the server's links, policies and process, REPEAT times each
 	@$(BIN)/python -m pytest --numprocesses 2 --timeout 300 tests/faults --repeat $(REPEAT) $(ARGS)
 
-peers: $(VENV)/.robojax-peers ## PyTorch, diffusers and Ray, without which their tests are skipped
+peers: $(VENV)/.robojax-peers ## PyTorch, diffusers, Ray and openpi-client, without which their tests are skipped
+
+test-peers: peers servers ## the tests that `make test` skips without these packages and programs
+	@$(BIN)/python -m pytest -m needs_peers --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: setup-dev ## ruff: style and formatting
 	@$(BIN)/ruff check .
@@ -71,10 +75,13 @@ $(VENV)/.robojax-dev: $(BIN)/python pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sim,dev]'
 	@touch $(VENV)/.robojax-demo $@
 
-# One version of PyTorch: goldens were made with it, and any build of it will do.
+# One version of PyTorch: goldens were made with it, and any build of it will do. openpi-client needs an older NumPy than
+# robojax does, so it gets an environment of its own.
 $(VENV)/.robojax-peers: $(VENV)/.robojax-dev
-	@echo "robojax: installing PyTorch, diffusers and Ray"
+	@echo "robojax: installing PyTorch, diffusers, Ray and openpi-client"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0' --editable '.[sim,dev,parity,ray]'
+	@$(BIN)/python -m venv $(VENV)/openpi
+	@$(VENV)/openpi/bin/python -m pip install --quiet --disable-pip-version-check 'openpi-client==0.1.2' typing_extensions
 	@touch $@
 
 # Rendering works already (a GPU driver, or Mesa is there): nothing to do. Otherwise install when we may.
@@ -87,14 +94,14 @@ rendering: setup
 	    echo "robojax: no headless OpenGL here. On Debian or Ubuntu: sudo apt-get install $(DEBIAN_PACKAGES)"; \
 	  fi; }
 
-# All there already: nothing to do. Debian starts a PostgreSQL of its own with its package, which nobody needs here.
-servers: ## PostgreSQL, nginx and Caddy, without which their tests are skipped
-	@{ ls /usr/lib/postgresql/*/bin/initdb && command -v nginx && command -v caddy; } >/dev/null 2>&1 || { \
+# Nothing to do when all of them are installed. Tests start a PostgreSQL of their own.
+servers: ## PostgreSQL, nginx, Caddy and Chromium, without which their tests are skipped
+	@{ ls /usr/lib/postgresql/*/bin/initdb && command -v nginx && command -v caddy && command -v chromium; } >/dev/null 2>&1 || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo "robojax: installing $(SERVERS) for tests"; \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SERVERS) >/dev/null; \
 	  else \
-	    echo "robojax: no PostgreSQL, nginx or Caddy here. On Debian or Ubuntu: sudo apt-get install $(SERVERS)"; \
+	    echo "robojax: no PostgreSQL, nginx, Caddy or Chromium here. On Debian or Ubuntu: sudo apt-get install $(SERVERS)"; \
 	  fi; }
 
 packages: ## a wheel and an sdist, installed in fresh environments, and the demo from the wheel alone

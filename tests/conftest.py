@@ -11,7 +11,7 @@ from tests.testing.pauses import Pauses
 
 # Shapes are checked at every call; before anything of the package is imported.
 install_import_hook("jaxmodels", "beartype.beartype")
-pytest_plugins = ["tests.testing.compiling", "tests.testing.stages"]
+pytest_plugins = ["tests.testing.compiling", "tests.testing.stages", "tests.testing.peers"]
 
 settings.register_profile(
     "robojax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True

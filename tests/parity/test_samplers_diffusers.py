@@ -27,6 +27,7 @@ from jaxmodels.samplers import (
     truncate,
     vq_step,
 )
+from tests.testing.peers import require_peers
 
 Case = dict[str, Any]
 Cases = dict[str, Case]
@@ -226,9 +227,9 @@ def test_a_chain_of_vq_diffusion_is_diffusers(cases: Cases, name: str) -> None:
         assert tokens.tolist() == case["x"][k + 1].tolist()
 
 
-def test_diffusers_of_today_gives_the_recorded_numbers(cases: Cases, same: Same) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: only recorded numbers are compared")
-    pytest.importorskip("diffusers", reason="diffusers is not installed: only recorded numbers are compared")
+@pytest.mark.needs_peers
+def test_installed_diffusers_gives_the_recorded_numbers(cases: Cases, same: Same) -> None:
+    require_peers("torch", "diffusers")
     fresh = runpy.run_path(str(SCRIPT))["record"]()
     assert set(fresh) == set(cases)
     for name, case in fresh.items():
@@ -240,10 +241,13 @@ def test_diffusers_of_today_gives_the_recorded_numbers(cases: Cases, same: Same)
                 assert value == cases[name][part]
 
 
+@pytest.mark.needs_peers
 @pytest.mark.parametrize("masking", ["cosine", "linear"])
 def test_as_many_tokens_are_masked_again_as_in_diffusers(masking: Any) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed: only recorded numbers are compared")
-    schedulers = pytest.importorskip("diffusers", reason="diffusers is not installed").schedulers
+    require_peers("torch", "diffusers")
+    import torch
+    from diffusers import schedulers
+
     for tokens, steps in [(16, 12), (96, 8), (96, 12), (112, 12), (24, 24), (256, 10)]:
         theirs = schedulers.AmusedScheduler(mask_token_id=4, masking_schedule=masking)
         theirs.set_timesteps(steps)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import playwright.async_api as playwright
 import pytest
 import pytest_asyncio
 
@@ -18,14 +19,12 @@ from service.auth.caller import Role
 from service.dashboard.live import LiveSettings
 from service.inference.replicas import MAX_FAILURES
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.peers import require_peers
 from tests.testing.waiting import until
 
 CHROMIUM = Path("/usr/bin/chromium")
-playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-pytestmark = [
-    pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium; on Debian: apt-get install chromium"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+require_peers("chromium")
+pytestmark = [pytest.mark.needs_peers, pytest.mark.asyncio(loop_scope="module")]
 WAIT = 30_000  # ms
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 640}
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.postgres import PostgresServer, postgres, programs
+from benchmarks.postgres import PostgresServer, postgres
+from tests.testing.peers import require_peers
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """A running one, with what earlier tests left."""
-    if programs() is None:
-        pytest.skip("no PostgreSQL; on Debian: apt-get install postgresql")
+    require_peers("postgresql")
     with postgres() as server:
         yield server
 

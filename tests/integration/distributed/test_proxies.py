@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -16,6 +15,7 @@ import pytest
 from benchmarks.postgres import PostgresServer
 from robojax.client import AsyncClient
 from service.distributed.peers import FRONT_NAME_HEADER
+from tests.testing.peers import require_peers
 from tests.testing.rig import started
 
 DEPLOY = Path(__file__).parents[3] / "deploy" / "proxy"
@@ -67,8 +67,7 @@ class Proxied:
 @pytest.fixture(params=["nginx", "caddy"])
 async def proxied(request: pytest.FixtureRequest, database: PostgresServer, tmp_path: Path) -> AsyncIterator[Proxied]:
     name: str = request.param
-    if shutil.which(name) is None:
-        pytest.skip(f"no {name}; on Debian: apt-get install {name}")
+    require_peers(name)
     async with AsyncExitStack() as stack:
         servers = {}
         for front in "ab":

@@ -20,8 +20,10 @@ from PIL import Image
 
 from benchmarks.postgres import PostgresServer
 from tests.testing.pauses import Pauses
+from tests.testing.peers import require_peers
 
-pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
+require_peers("ray")
+pytestmark = pytest.mark.needs_peers
 ROOT = Path(__file__).parents[3]
 POLICY = ROOT / "robojax" / "sim" / "policy"
 

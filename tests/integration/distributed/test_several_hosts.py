@@ -27,10 +27,11 @@ from service.distributed.host_group import QUIET_TIMEOUT
 from tests.integration.distributed.robot import slow_robot
 from tests.testing.compiling import FLAGS
 from tests.testing.pauses import Pauses
+from tests.testing.peers import require_peers
 
-pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
+require_peers("ray")
 # Processes that import JAX and compile: a busy machine takes minutes.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.needs_peers, pytest.mark.timeout(300)]
 
 POLICY = Path(__file__).parents[3] / "robojax" / "sim" / "policy"
 # What a front does, without a server; it starts its follower itself.

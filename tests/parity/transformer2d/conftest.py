@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.testing.peers import require_peers
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
-NO_PEER = "parity is measured against diffusers; install robojax[parity]"
 
 # What a call takes by kind, in sizes that no two axes share. inner_dim is 24.
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -156,8 +157,10 @@ def difference(found: Any, wanted: Any) -> float:
 
 def build_theirs(config: Mapping[str, Any], seed: int = 0, randomised: bool = True) -> Any:
     """diffusers' `Transformer2DModel` itself: its `from_pretrained` would turn some configs into other classes."""
-    torch = pytest.importorskip("torch", reason=NO_PEER)
-    transformer_2d = pytest.importorskip("diffusers.models.transformers.transformer_2d", reason=NO_PEER)
+    require_peers("torch", "diffusers")
+    import torch
+    from diffusers.models.transformers import transformer_2d
+
     torch.set_num_threads(1)  # so small a model is computed by one thread sooner, and others compute beside it
     with warnings.catch_warnings():
         # "The configuration file of this model is outdated": a layer_norm config that means ada_norm.

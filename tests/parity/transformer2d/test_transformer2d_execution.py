@@ -109,7 +109,8 @@ def rms(x: np.ndarray) -> float:
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous", "discrete", "zero", "single"])
 def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_for, pair_of, to_torch) -> None:
-    torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+    import torch
+
     kind, fields = KINDS[name]
     config = small(kind, **fields)
     inputs = arguments(name, config, inputs_for)

@@ -11,8 +11,11 @@ from safetensors.numpy import load_file, save_file
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 from tests.parity.transformer2d.conftest import SINGLE, live_tolerance
+from tests.testing.peers import skip_reason
 
-torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+torch = pytest.importorskip("torch", reason=skip_reason("torch"))
+
+pytestmark = pytest.mark.needs_peers
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

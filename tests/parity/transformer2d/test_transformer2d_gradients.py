@@ -11,8 +11,11 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from tests.parity.transformer2d.conftest import SINGLE, live_tolerance
+from tests.testing.peers import skip_reason
 
-torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+torch = pytest.importorskip("torch", reason=skip_reason("torch"))
+
+pytestmark = pytest.mark.needs_peers
 TOLERANCE = live_tolerance()  # largest absolute difference, of gradients no larger than about 1
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "continuous of many tokens": ("continuous", {"cross_attention_dim": 20, "num_layers": 1}),

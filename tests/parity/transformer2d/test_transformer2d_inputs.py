@@ -7,8 +7,11 @@ import pytest
 
 from jaxmodels.transformer2d import Transformer2DModelOutput
 from tests.parity.transformer2d.conftest import live_tolerance
+from tests.testing.peers import skip_reason
 
-torch = pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+torch = pytest.importorskip("torch", reason=skip_reason("torch"))
+
+pytestmark = pytest.mark.needs_peers
 TOLERANCE = live_tolerance()  # largest absolute difference on outputs of order 1
 BATCH, HEADS, TOKENS, CONTEXT = 2, 2, 15, 7
 

@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="parity is measured against diffusers; install robojax[parity]")
+from tests.testing.peers import require_peers
+
+require_peers("torch", "diffusers")
+pytestmark = pytest.mark.needs_peers
 pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 5e-5  # largest absolute difference; sums are 10 to 100 times longer than in the small models
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
+from tests.testing.peers import skip_reason
+
+pytest.importorskip("ray", reason=skip_reason("ray"))
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
@@ -38,7 +40,7 @@ from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.needs_peers, pytest.mark.timed]
 
 
 class Call:

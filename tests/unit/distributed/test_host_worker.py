@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="no ray; pip install 'robojax[ray]'")
+from tests.testing.peers import skip_reason
+
+pytest.importorskip("ray", reason=skip_reason("ray"))
 
 from jaxmodels.errors import ObservationError
 from service.distributed import host_worker
@@ -19,7 +21,7 @@ from service.distributed.follow import follow_server
 from service.distributed.host_worker import MISSING, HostActor
 from service.distributed.ray_node import Credentials, RayNode
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.needs_peers, pytest.mark.timed]
 
 SECRET, OTHER = b"a secret of some length", b"another one of that length"
 HERE = "127.0.0.1"

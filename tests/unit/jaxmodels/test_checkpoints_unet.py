@@ -14,8 +14,8 @@ from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.transformer2d import Transformer2DConfig, diffusers_folder
 from jaxmodels.transformer2d.diffusers_config import block_arguments, read_block_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
+from tests.testing.peers import require_peers
 
-NO_PEER = "needs torch and diffusers; install robojax[parity]"
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 UNET = {"_class_name": "UNet2DConditionModel"}
 STABLE_DIFFUSION_1 = {**UNET, "cross_attention_dim": 768}
@@ -76,10 +76,11 @@ VARIED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def peer():
-    pytest.importorskip("torch", reason=NO_PEER)
-    module = pytest.importorskip("diffusers", reason=NO_PEER)
+    require_peers("torch", "diffusers")
+    import diffusers
+
     logging.getLogger("diffusers").setLevel(logging.ERROR)
-    return module
+    return diffusers
 
 
 def shape_of(values: dict[str, Any], prefix: str) -> tuple[int, ...]:

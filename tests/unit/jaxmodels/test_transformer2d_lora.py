@@ -17,6 +17,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, InputError, WeightsMi
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, lora
 from jaxmodels.transformer2d import lora as files
 from jaxmodels.weights import flatten
+from tests.testing.peers import require_peers
 
 CONFIG = Transformer2DConfig(2, 8, 32, num_layers=2, cross_attention_dim=12, attention_bias=True)
 RANK, ALPHA = 3, 6.0
@@ -406,11 +407,13 @@ def test_adapters_of_timesteps_captions_and_narrow_models(tmp_path: Path) -> Non
     assert np.abs(outputs[0].astype(np.float32) - outputs[1].astype(np.float32)).max() > 0.01
 
 
+@pytest.mark.needs_peers
 def test_the_numbers_are_those_of_peft(model, call, tmp_path: Path) -> None:
-    reason = "needs torch, diffusers and peft; install robojax[parity] and peft"
-    torch = pytest.importorskip("torch", reason=reason)
-    diffusers = pytest.importorskip("diffusers", reason=reason)
-    peft = pytest.importorskip("peft", reason=reason)
+    require_peers("torch", "diffusers", "peft")
+    import diffusers
+    import peft
+    import torch
+
     model.save_pretrained(tmp_path / "model")
     theirs = diffusers.Transformer2DModel.from_pretrained(tmp_path / "model", low_cpu_mem_usage=False).eval()
     targets = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]

@@ -1,6 +1,5 @@
 import asyncio
 import json
-import os
 import socket
 import struct
 import subprocess
@@ -29,11 +28,11 @@ from service.streaming import codec
 from service.streaming.observation import ObservationSpec
 from service.streaming.openpi import ObservationReader, OpenpiKeys
 from service.testing import ScriptedPolicy
+from tests.testing.peers import OPENPI_PYTHON, require_peers
 from tests.testing.rig import started
 from tests.testing.waiting import until
 
 ROOT = Path(__file__).parents[3]
-OPENPI = os.environ.get("ROBOJAX_OPENPI_PYTHON")
 IMAGE = np.full((48, 64, 3), 9, np.uint8)
 STATE = np.array([0.0, 10.0, -20.0, 30.0, 0.0, 50.0])
 
@@ -225,12 +224,12 @@ async def test_frames_of_no_websocket_end_the_connection(server):
         writer.close()
 
 
-@pytest.mark.skipif(OPENPI is None, reason="ROBOJAX_OPENPI_PYTHON names no Python with openpi-client 0.1.2")
-def test_openpis_own_client_picks_up_a_cube():
+@pytest.mark.needs_peers
+def test_openpi_client_picks_up_a_cube():
+    require_peers("openpi-client")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
-    assert OPENPI is not None
     serve = [sys.executable, "-m", "robojax.cli", "serve", "--port", "0", "--openpi-port", port, "--state", "off"]
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server, closing(Arm()) as arm:
         try:
@@ -240,7 +239,7 @@ def test_openpis_own_client_picks_up_a_cube():
             body = json.dumps(new).encode()
             asked = urllib.request.Request(f"{url}/sessions", body, {"content-type": "application/json"})
             urllib.request.urlopen(asked, timeout=60).close()
-            relay = [OPENPI, str(ROOT / "benchmarks" / "openpi_peer.py"), "relay", "127.0.0.1", port]
+            relay = [OPENPI_PYTHON, str(ROOT / "benchmarks" / "openpi_peer.py"), "relay", "127.0.0.1", port]
             with subprocess.Popen(relay, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
                 assert play(arm, client)
                 client.kill()

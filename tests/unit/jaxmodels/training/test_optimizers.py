@@ -10,6 +10,7 @@ from jaxmodels.policies.act import ActConfig
 from jaxmodels.training import OptimizerConfig, SchedulerConfig, optimizer_preset, scheduler_preset
 from jaxmodels.training.optimizers import make_optimizer
 from tests.testing.models import small_config
+from tests.testing.peers import require_peers
 
 STEPS = (0, 1, 4, 5, 9, 10, 25, 49, 50, 99, 110)
 
@@ -27,10 +28,13 @@ def test_the_cosine_decay_with_warmup_is_lerobots(steps: int, wanted: tuple[floa
     np.testing.assert_allclose([schedule.factor(step, steps) for step in STEPS], wanted, atol=1e-6)
 
 
+@pytest.mark.needs_peers
 @pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "linear", "cosine"])
 def test_the_others_are_those_of_diffusers(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    optimization = pytest.importorskip("diffusers.optimization")
+    require_peers("torch", "diffusers")
+    import torch
+    from diffusers import optimization
+
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     theirs = optimization.get_scheduler(name, optimizer, num_warmup_steps=6, num_training_steps=20)
     schedule = SchedulerConfig("diffuser", name, 6)
@@ -40,9 +44,12 @@ def test_the_others_are_those_of_diffusers(name: str) -> None:
         theirs.step()
 
 
+@pytest.mark.needs_peers
 @pytest.mark.parametrize("kind", ["adamw", "adam"])
 def test_updates_are_pytorchs_with_a_rate_of_its_own_for_the_backbone(kind: str) -> None:
-    torch = pytest.importorskip("torch")
+    require_peers("torch")
+    import torch
+
     random = np.random.default_rng(0)
     start = {name: random.standard_normal((3, 4)).astype(np.float32) for name in ("head.kernel", "backbone.kernel")}
     targets = {name: random.standard_normal((3, 4)).astype(np.float32) for name in start}
