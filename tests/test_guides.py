@@ -1,0 +1,127 @@
+"""Marked blocks of README and the guides run in order, as pasted by a reader with a fresh clone.
+
+A block runs when the line before its fence is ``<!-- run -->``; with ``<!-- run: save app.py -->`` the block is written
+to that file. All commands of a page run in one shell, and all its Python in one interpreter, so that a server started
+in one block answers the next. The reader's Hub is a local stub that has the repositories which the guides name.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testing.compiling import QUICK
+from tests.testing.models import golden_folder as golden_folder
+from tests.testing.stub_hub import StubHub
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parent.parent
+POLICY = ROOT / "robojax" / "sim" / "policy"
+MARKED = re.compile(r"^<!-- run(?:: save (\S+))? -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if MARKED.search(page.read_text())]
+# Repositories of a reader who has trained these policies: name to golden folder.
+CHECKPOINTS = {
+    "user/smolvla_so101": "lerobot_smolvla/smolvla_two_cameras",
+    "user/pi05_so101": "lerobot_pi05/pi05_two_cameras",
+    "user/diffusion_so101": "lerobot_diffusion/diffusion_two_cameras_ddpm",
+}
+TOKENIZERS = {
+    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": "lerobot_smolvla/smolvla_two_cameras/vlm/tokenizer.json",
+    "google/paligemma-3b-pt-224": "lerobot_pi05/pi05_two_cameras/google/paligemma-3b-pt-224/tokenizer.json",
+}
+# Runs the files that are named on its standard input, in one namespace.
+INTERPRETER = """
+import sys
+answers, sys.stdout, names = sys.stdout, sys.stderr, {"__name__": "__main__"}
+for line in sys.stdin:
+    file = line.strip()
+    exec(compile(open(file).read(), file, "exec"), names)
+    print("done", file=answers, flush=True)
+"""
+WAIT = 300  # seconds that a page may take on a busy machine
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def hub(golden_folder: Callable[[str], Path]) -> Iterator[StubHub]:
+    with StubHub() as hub:
+        hub.push("user/act_so101", files_in(POLICY), tag="v1.2")
+        for name, golden in CHECKPOINTS.items():
+            hub.push(name, files_in(golden_folder(golden.split("/")[1])))
+        for name, file in TOKENIZERS.items():
+            hub.push(name, {"tokenizer.json": (ROOT / "tests" / "golden" / file).read_bytes()})
+        yield hub
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with what the guides read of a clone; they may write to it."""
+    folder = tmp_path / "clone"
+    shutil.copytree(POLICY, folder / "robojax" / "sim" / "policy")
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def script_of(page: Path) -> str:
+    """Return the marked blocks of a page as one shell script."""
+    parts = [
+        'set -euo pipefail; curl() { command curl --fail-with-body "$@"; }',
+        "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT",
+        f"coproc PYTHON {{ python -c '{INTERPRETER}'; }}",
+    ]
+    for number, (file, language, text) in enumerate(MARKED.findall(page.read_text()), 1):
+        parts.append(f"echo '-- block {number}'")
+        if file:
+            parts.append(f"cat > {file} <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
+        elif language == "python":
+            parts.append(f"cat > block{number}.py <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
+            parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
+        else:
+            assert language == "bash", f"block {number} of {page.name} cannot run: its language is {language!r}"
+            parts.append(text)
+    return "\n".join(parts)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guides need curl")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path) -> None:
+    port, webhooks = free_port(), free_port()
+    script = script_of(page)
+    script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script).replace("7860", str(webhooks))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROBOJAX_", "HF_"))}
+    environment |= QUICK | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),
+        "HOME": str(clone.parent),
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": "hf_of_the_reader",
+        "JAX_PLATFORMS": "cpu",
+        "MUJOCO_GL": "egl",
+        "ROBOJAX_PORT": str(port),
+        "ROBOJAX_COMPILE_CACHE": "off",
+        "PYTHONPATH": str(ROOT),
+    }
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=WAIT, check=False
+    )
+    assert run.returncode == 0, f"{page.name}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+
+
+def test_the_runnable_pages_are_those_that_a_newcomer_reads() -> None:
+    named = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {"README.md", "docs/start/first_session.md", "docs/robots/direct.md"} <= named
