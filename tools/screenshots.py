@@ -18,7 +18,7 @@ from service.transport.link import Rooms
 
 CHROMIUM = "/usr/bin/chromium"
 POLICY = "robojax/sim/policy"  # as a person would write it: it is in the pictures
-DESK, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
+DESK, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 740}
 BLIND = "arm-2"
 
 

@@ -28,7 +28,11 @@ _HISTOGRAM_BINS = np.array((0.0, *HISTOGRAM_EDGES, np.inf))
 
 
 def summarize_session(session: AnySession) -> dict[str, Any]:
-    """Summarize one session for the list. Cheap: no percentile is taken of a session that is driven."""
+    """Summarize one session for the list. Cheap: no percentile is computed for a session that runs.
+
+    ``silent_s`` is how many seconds ago the last frame or joint value arrived, since the creation if none did. It is
+    None where silence is normal: a session without a policy, or a direct session whose control loop does not run.
+    """
     robot_io, new = session.robot_io, session.new
     line: dict[str, Any] = {
         "id": session.id,
@@ -40,11 +44,15 @@ def summarize_session(session: AnySession) -> dict[str, Any]:
         "dry_run": new.dry_run,
         "hold": None,
         "hold_code": None,
+        "silent_s": None,
     }
     if robot_io is None:
         # Nothing is measured yet, so this costs little; how far it is stands there.
         stats = session.status().stats
         return line | {name: value for name, value in stats.items() if name.startswith("progress")}
+    if robot_io.controller.is_running or not new.is_direct:
+        # Whole seconds: a line is sent again whenever it changes.
+        line["silent_s"] = int(time.monotonic() - (robot_io.buffer.last_input_at or session.created_at))
     hold = robot_io.controller.hold
     if hold is not None:
         line |= {"hold": hold.text, "hold_code": hold.code}

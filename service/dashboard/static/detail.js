@@ -1,12 +1,22 @@
-// The session that is looked at: why it stands where it stands, what it sees, does and plans, and what may be asked of it.
+// The chosen session: why its robot does not move, its cameras, joints and plan, and the buttons that control it.
 
 import { call, inSession } from "./api.js";
 import { make, number, say, set, twice } from "./dom.js";
 import { Motion, drawHistogram, drawJoint, inks } from "./plots.js";
 import { PolicyCard } from "./policy.js";
-import { isMoving, progressOf, reasonOf, toneOf, wordOf } from "./words.js";
+import { isMoving, progressOf, reasonOf, silentSince, toneOf, wordOf } from "./words.js";
 
-const STALE = 1.0; // seconds after which a picture is no live one
+const STALE = 1.0; // seconds after which a picture no longer counts as live
+const HELP = {
+  "commands sent": "Commands that the robot's connection accepted, holds included.",
+  "missed ticks": "Ticks of the control loop that the server was too late for. The robot kept its last command.",
+  "holds": "How often the robot was held where it was, by reason. A hold ends by itself when its reason is over.",
+  "starved": "How often the queue of actions was empty because the next chunk was late.",
+  "late actions": "Actions whose time had passed when their chunk arrived: while the policy computes, the robot follows the chunk before. They are dropped, so that the robot follows the newest chunk in time. Some per chunk are normal.",
+  "chunks refused": "Chunks that the action guard refused because they were not safe to execute.",
+  "sends refused": "Commands that the robot's connection did not accept.",
+  "errors": "Inferences that failed, and chunks that were refused.",
+};
 
 export class Detail {
   constructor(root, said) {
@@ -63,7 +73,8 @@ export class Detail {
     this.start.onclick = act("Start", () => call("POST", inSession(id, "start")));
     this.halt.onclick = act("Stop", () => call("POST", inSession(id, "stop")));
     twice(this.restart, "Restart: really?", act("Restart", () => call("POST", inSession(id, "restart"))));
-    twice(this.reset, "Robot is safe: reset", act("Reset", () => call("POST", `debug/${inSession(id, "reset")}`)));
+    this.onReset = act("Reset", () => call("POST", `debug/${inSession(id, "reset")}`));
+    twice(this.reset, "Robot is safe: reset", () => this.onReset());
     twice(this.remove, "Really delete?", act("Delete", () => call("DELETE", inSession(id))));
     this.record.onclick = act("Recording", async () => {
       const { recording } = await call("POST", inSession(id, "record"), { on: !this.isRecording });
@@ -90,7 +101,8 @@ export class Detail {
     this.cameraCard = make("div", { class: "card" }, make("h3", {}, "Cameras"), this.cameraBox);
     this.plotBox = make("div", { class: "plots", id: "plots" }, make("p", { class: "dim" }, "Joints are drawn from the first tick on."));
     const plotCard = make("div", { class: "card" }, make("div", { class: "row" }, make("h3", {}, "Joints"), make("span", { class: "grow" }),
-      make("p", { class: "legend" }, make("span", { class: "measured" }, "measured"), make("span", { class: "sent" }, "sent"), make("span", { class: "planned" }, "planned"), make("span", { class: "held" }, "held"))), this.plotBox);
+      make("p", { class: "legend" }, make("span", { class: "measured" }, "measured"), make("span", { class: "sent" }, "sent"), make("span", { class: "planned" }, "planned"), make("span", { class: "limit" }, "limit"), make("span", { class: "held" }, "held"))),
+      make("p", { class: "dim note" }, "Position in the robot's units, over the last 8 seconds and the next 2."), this.plotBox);
     this.histograms = {};
     const histogram = (name, title) => {
       const canvas = make("canvas", { role: "img", "aria-label": title });
@@ -131,7 +143,9 @@ export class Detail {
       if (this.reason.dataset.text !== text) { this.reason.dataset.text = text; this.reason.replaceChildren(make("b", {}, "Loading"), progress.text); }
     }
     const enable = (button, may) => { button.disabled = this.isBusy || !this.mayOperate || !may; };
-    enable(this.start, !line.latched && ["ready", "stopped"].includes(line.stage));
+    const isAbsent = silentSince(line, Date.now() / 1000) !== null;
+    enable(this.start, !line.latched && !isAbsent && ["ready", "stopped"].includes(line.stage));
+    set(this.start, "title", isAbsent ? "No robot is connected to this session" : null);
     enable(this.halt, isMoving(line) || ["ready", "timeout"].includes(line.stage));
     enable(this.restart, !line.latched && line.stage !== "initializing");
     if (!this.restart.classList.contains("sure")) say(this.restart, line.stage === "interrupted" ? "Load again" : "Restart");
@@ -189,16 +203,21 @@ export class Detail {
     show("lateness", spread.lateness, stats.rate ? 1000 / stats.rate : null, `median ${number(late.p50, 2)}, p99 ${number(late.p99, 2)}`);
     const bad = (value) => (value ? "warn" : "");
     const refused = stats.chunks_rejected || 0;
+    const holds = Object.entries(stats.holds || {});
     const cells = {
       "commands sent": [stats.commands_sent], "ticks": [stats.ticks], "missed ticks": [stats.missed_ticks, bad(stats.missed_ticks)],
-      "inferences": [stats.inference_count], "starved": [stats.starvations, bad(stats.starvations)], "late actions": [stats.late_actions_dropped],
+      "inferences": [stats.inference_count], "holds": [holds.reduce((sum, [, count]) => sum + count, 0)], "starved": [stats.starvations, bad(stats.starvations)], "late actions": [stats.late_actions_dropped],
       "chunks refused": [refused, bad(refused)], "sends refused": [stats.commands_refused, bad(stats.commands_refused)], "errors": [stats.errors, stats.errors ? "bad" : ""],
     };
     for (const [name, [value, tone]] of Object.entries(cells)) {
-      if (!this.cells[name]) { this.cells[name] = make("dd", {}); this.numbers.append(make("div", {}, make("dt", {}, name), this.cells[name])); }
+      if (!this.cells[name]) {
+        this.cells[name] = make("dd", {});
+        this.numbers.append(make("div", { title: HELP[name] }, make("dt", { class: HELP[name] ? "helped" : null }, name), this.cells[name]));
+      }
       say(this.cells[name], value ?? "–");
       set(this.cells[name], "data-tone", tone);
     }
+    if (holds.length) set(this.cells.holds.parentElement, "title", `${HELP.holds} So far: ${holds.map(([code, count]) => `${code} ${count}`).join(", ")}.`);
   }
 
   takeInstruction(stats) {

@@ -1,4 +1,4 @@
-// A new session: what its policy needs is looked up and compared before anything is sent.
+// Form of a new session. The server checks the policy's needs before anything is created.
 
 import { call } from "./api.js";
 import { make, number, say, set } from "./dom.js";
@@ -27,17 +27,20 @@ export class Create {
       make("div", { class: "fields" },
         field("session_id", "Session", { required: true, pattern: "[A-Za-z0-9_.\\-]{1,64}", maxlength: 64, placeholder: "arm-1", title: "1 to 64 letters, digits, _ . -" }),
         field("policy_path", "Policy", { required: true, placeholder: "folder, or owner/name" }),
+        field("camera_names", "Cameras", { value: "front" }, "separated by commas; filled in from the policy"),
+        field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
+        field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }, "address of a transport server, or direct: no rooms"),
+        tick("dry_run", "Dry run: send nothing to the robot")),
+      this.more = make("details", { id: "new-more" }, make("summary", {}, "More"), make("div", { class: "fields" },
+        field("joint_names", "Joint names", { placeholder: "from the checkpoint" }, "in the order of the policy's actions, separated by commas"),
         field("revision", "Revision", { placeholder: "branch, tag or commit" }),
-        field("camera_names", "Cameras", { value: "front" }, "separated by commas; filled in by the policy"),
         field("policy_type", "Policy type", { value: "act" }),
-        field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }, "a transport server's address, or direct: no rooms"),
         field("workspace_id", "Workspace", { placeholder: "a new one" }),
         field("rate", "Ticks per second", { inputmode: "decimal", placeholder: "the policy's own" }),
         field("max_relative_target", "Largest step per tick", { inputmode: "decimal", placeholder: "the server's limits" }),
-        field("language_instruction", "Instruction", { placeholder: "for policies that read one" }),
         choice("overlap", "A new chunk", [["", "as the policy says"], ["replace", "replaces the plan"], ["weighted_average", "weighs 0.7 against it"], ["average", "weighs 0.5 against it"], ["conservative", "weighs 0.3 against it"], ["ensemble", "is averaged over time (ACT)"], ["crossfade", "leads over from it"], ["rtc", "continues it (RTC)"]]),
         choice("auto_update", "When the revision moves", [["off", "do nothing"], ["stage", "make the new one ready"], ["swap", "swap it in when it passes"]]),
-        make("div", { class: "row" }, tick("dry_run", "Dry run: send nothing"), tick("record", "Record"), tick("degrade", "Infer less often rather than refuse"))),
+        make("div", { class: "row" }, tick("record", "Record"), tick("degrade", "Infer less often instead of being refused")))),
       // Below the buttons: what appears above them would move them away from under the finger.
       make("div", { class: "row" }, this.send, this.look), this.told, this.found);
     form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
@@ -102,6 +105,7 @@ export class Create {
       dry_run: this.dry_run.checked, record: this.record.checked, degrade: this.degrade.checked,
     };
     for (const name of ["revision", "workspace_id", "language_instruction", "overlap"]) if (this[name].value.trim()) body[name] = this[name].value.trim();
+    if (list(this.joint_names.value).length) body.joint_names = list(this.joint_names.value);
     for (const name of ["rate", "max_relative_target"]) {
       const value = this.rateOf(this[name]);
       if (value !== undefined && !(value > 0)) throw new Error(`${name} is no number above 0`);
@@ -123,6 +127,8 @@ export class Create {
       this.made(body.session_id, true);
     } catch (error) {
       say(this.told, error.message);
+      // The field that the server names may be under "More".
+      if (/joint_names|revision|policy_type|workspace_id|rate|max_relative_target|overlap/.test(error.message)) this.more.open = true;
     } finally {
       this.send.disabled = false;
     }

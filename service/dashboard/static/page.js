@@ -3,7 +3,7 @@
 import { key } from "./api.js";
 import { Detail } from "./detail.js";
 import { Devices } from "./devices.js";
-import { $, clock, make, say, set } from "./dom.js";
+import { $, clock, make, say, set, twice } from "./dom.js";
 import { Create } from "./form.js";
 import { listEvents, listQuarantine } from "./policy.js";
 import { Live } from "./socket.js";
@@ -111,7 +111,9 @@ function list() {
   const nodes = [...rows.values()].map((row) => row.node);
   if (nodes.length !== $("sessions").children.length || nodes.some((node, index) => node !== $("sessions").children[index])) $("sessions").replaceChildren(...nodes);
   page.rows = rows;
-  detail.show(lines.find((line) => line.id === page.chosen) || null);
+  const chosen = lines.find((line) => line.id === page.chosen) || null;
+  detail.show(chosen);
+  $("reset-near").hidden = !chosen || !chosen.latched || !detail.mayOperate;
   look();
 }
 
@@ -120,6 +122,9 @@ function newRow(id) {
   const button = make("button", { type: "button", onclick: () => choose(id, innerWidth < 832) }, make("span", { class: "name" }, id), pill, why);
   return { pill, why, button, node: make("li", {}, button) };
 }
+
+// On a phone the reset of the chosen session is next to STOP, within reach of the same thumb.
+twice($("reset-near"), "Robot is safe: reset", () => detail.onReset());
 
 // Pictures are made only while somebody can see them.
 function look() { live.show(page.chosen, !document.hidden); }

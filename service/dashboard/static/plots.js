@@ -1,8 +1,9 @@
-// Moving plots and histograms on canvases. Times are the server's; where it is now is counted on from its last word.
+// Moving plots and histograms on canvases. Times are the server's: the time of its last message, counted on from there.
 
-const WINDOW = 8; // seconds behind now
-const AHEAD = 2; // seconds before it
-const LEAST = 0.02; // of a joint's range: less than this is drawn as standing still
+const WINDOW = 8; // seconds shown before now
+const AHEAD = 2; // seconds shown after now
+const LEAST = 0.02; // share of a joint's range; a smaller motion is drawn as a flat line
+const AXIS = 14; // height of the time axis in pixels
 
 export class Motion {
   constructor() { this.clear(); }
@@ -77,7 +78,8 @@ function extent(motion, joint, range, before) {
 }
 
 export function drawJoint(canvas, motion, joint, range, now, ink, before) {
-  const { draw, width, height } = sized(canvas);
+  const { draw, width, height: whole } = sized(canvas);
+  const height = whole - AXIS;
   const scale = extent(motion, joint, range, before);
   const x = (at) => ((at - now + WINDOW) / (WINDOW + AHEAD)) * width;
   const y = (value) => height - 3 - ((value - scale[0]) / (scale[1] - scale[0])) * (height - 6);
@@ -91,8 +93,20 @@ export function drawJoint(canvas, motion, joint, range, now, ink, before) {
   draw.strokeStyle = ink.line;
   draw.lineWidth = 1;
   draw.beginPath();
-  for (let second = Math.ceil(now - WINDOW); second < now; second += 2) { draw.moveTo(x(second), 0); draw.lineTo(x(second), height); }
+  for (let ago = WINDOW; ago > -AHEAD; ago -= 2) { draw.moveTo(x(now - ago), 0); draw.lineTo(x(now - ago), height); }
   draw.stroke();
+  draw.font = "10px system-ui, sans-serif";
+  draw.fillStyle = ink.dim;
+  draw.textAlign = "center";
+  for (const ago of [6, 4, 2]) draw.fillText(`−${ago} s`, x(now - ago), whole - 3);
+  draw.fillText("now", x(now), whole - 3);
+  draw.textAlign = "left";
+  draw.strokeStyle = ink.bad;
+  draw.setLineDash([2, 2]);
+  draw.beginPath();
+  for (const limit of [range.low, range.high]) if (limit !== null && limit >= scale[0] && limit <= scale[1]) { draw.moveTo(0, y(limit)); draw.lineTo(width, y(limit)); }
+  draw.stroke();
+  draw.setLineDash([]);
   const line = (points, colour, thick, dash = []) => {
     draw.strokeStyle = colour; draw.lineWidth = thick; draw.setLineDash(dash); draw.lineJoin = "round";
     draw.beginPath();
@@ -118,7 +132,6 @@ export function drawJoint(canvas, motion, joint, range, now, ink, before) {
   draw.strokeStyle = ink.dim;
   draw.lineWidth = 1;
   draw.beginPath(); draw.moveTo(x(now), 0); draw.lineTo(x(now), height); draw.stroke();
-  draw.font = "10px system-ui, sans-serif";
   for (const [value, place] of [[scale[1], 11], [scale[0], height - 4]]) {
     const text = value.toFixed(1);
     draw.fillStyle = ink.sunk;

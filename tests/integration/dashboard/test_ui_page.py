@@ -26,7 +26,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 require_peers("chromium")
 pytestmark = [pytest.mark.needs_peers, pytest.mark.asyncio(loop_scope="module")]
 WAIT = 30_000  # ms
-DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 640}
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 640}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -270,21 +270,64 @@ async def test_a_recording_is_switched_and_a_commit_is_let_out_of_the_quarantine
         assert not kept
 
 
-async def test_on_a_phone_nothing_is_cut_off_and_stop_is_within_reach(browser, server):
+TOO_SMALL = """() => [...document.querySelectorAll('button, input, select, summary, label.check')]
+  .filter((node) => node.checkVisibility() && node.type !== 'checkbox')
+  .map((node) => [node.id || node.innerText, node.getBoundingClientRect()])
+  .filter(([, box]) => box.height < 44 || box.width < 44).map(([name]) => name)"""
+
+
+async def test_phone_has_large_targets_and_reset_next_to_stop(browser, server):
     await server.create("an-arm-with-a-rather-long-name-that-goes-on-and-on-and-on")
     async with opened(browser, server, PHONE, has_touch=True, is_mobile=True) as page:
         await page.wait_for_selector("#plots canvas")
         await page.click("#new")
         for y in (0, 10_000):
             await page.evaluate(f"scrollTo(0, {y})")
-            assert await page.evaluate("document.documentElement.scrollWidth") == 360
+            assert await page.evaluate("document.documentElement.scrollWidth") == 390
             box = await page.locator("#stop").bounding_box()
             assert box["x"] >= 0
-            assert box["x"] + box["width"] <= 360
+            assert box["x"] + box["width"] <= 390
             assert 0 <= box["y"] <= box["y"] + box["height"] <= 640
             assert box["height"] >= 48
+        await page.click("#new-more summary")
+        assert await page.evaluate(TOO_SMALL) == []
+        assert await page.is_hidden("#reset-near")
         await page.tap("#stop")
         await until_text(page, "#report[data-state=done]", "1 session stopped and latched")
+        stop, reset = [await page.locator(name).bounding_box() for name in ("#stop", "#reset-near")]
+        assert reset["y"] == stop["y"]
+        await pressed_twice(page, "#reset-near")
+        await page.wait_for_selector("#reset-near", state="hidden")
+        await until_text(page, "#stage", "stopped")
+
+
+async def test_absent_robot_is_named_and_start_is_disabled(browser, server):
+    arm = await server.create("arm")
+    async with opened(browser, server) as page:
+        await page.wait_for_selector("#start:enabled")
+        for task in server._living:
+            task.cancel()
+        await until_text(page, "#reason", "no picture and no joint value since")
+        await page.wait_for_selector("#start:disabled")
+        arm.step()
+        await page.wait_for_selector("#start:enabled")
+
+
+async def test_form_shows_five_fields_and_the_rest_under_more(browser, server):
+    async with opened(browser, server) as page:
+        await page.click("#new")
+        assert await page.locator("#create input:visible:not([type=checkbox])").count() == 5
+        await page.click("#new-more summary")
+        assert await page.locator("#create input:visible:not([type=checkbox])").count() > 8
+
+
+async def test_figures_explain_late_actions_holds_and_starvation(browser, server):
+    await server.create("arm")
+    async with opened(browser, server) as page:
+        await page.wait_for_selector("#numbers dt")
+        for name, text in (("late actions", "dropped"), ("holds", "ends by itself"), ("starved", "queue of actions")):
+            cell = page.locator("#numbers > div", has=page.locator("dt", has_text=name))
+            assert text in (await cell.get_attribute("title") or ""), name
 
 
 CONTRAST = """() => {
