@@ -294,6 +294,7 @@ async def test_phone_has_large_targets_and_reset_next_to_stop(browser, server):
         assert await page.is_hidden("#reset-near")
         await page.tap("#stop")
         await until_text(page, "#report[data-state=done]", "1 session stopped and latched")
+        await page.wait_for_selector("#reset-near:visible")
         stop, reset = [await page.locator(name).bounding_box() for name in ("#stop", "#reset-near")]
         assert reset["y"] == stop["y"]
         await pressed_twice(page, "#reset-near")
