@@ -152,7 +152,7 @@ class RobotIO:
         is_sent = False
         if result.command is not None:
             try:
-                joints = self.table.to_commands(result.command)
+                joints = self.table.to_commands(result.command, self.buffer.pose)
                 if self.is_dry:
                     self.commands_withheld += 1
                 elif self._link is None or is_overtaken or not self._link.send(joints):

@@ -302,9 +302,9 @@ class DirectInference:
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
-        pose, out_of_range = observed.clip_pose(spec)
+        pose, out_of_range = observed.get_pose(spec)
         frames = await observed.decode_images(spec) if observed.files else observed.frames
-        past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
+        past = [(await before.decode_images(spec), before.get_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
         snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
@@ -528,7 +528,7 @@ def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motio
     newest, older, oldest = executed[-1], executed[max(len(executed) - 2, 0)], executed[0]
     velocity = (newest - older).astype(np.float64) * rate
     acceleration = (newest - 2 * older + oldest).astype(np.float64) * rate**2
-    return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False)
+    return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False, pose=pose)
 
 
 def _count_stops(session: AnySession) -> int:

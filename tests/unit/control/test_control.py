@@ -406,6 +406,35 @@ def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) ->
     assert gripping.sent[-1][1] == list(POSE.values())
 
 
+@pytest.mark.parametrize("outside", [-115.0, 130.0])
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_hold: str) -> None:
+    seen: list[float] = []
+
+    def note(snapshot: Snapshot) -> np.ndarray:
+        seen.append(float(snapshot.joints[0]))
+        return plan(snapshot)
+
+    world = World(policy=note)
+    world.control = Controller(
+        world.buffer,
+        replace(PACE, safety=SafetySettings(on_hold=on_hold)),
+        create_motion_limits(world.buffer.joints, requested=1.0),
+    )
+    world.buffer.put_joints({"Rotation": outside}, world.now)
+    world.do(world.control.halt(world.now, always_hold=True))
+    assert world.sent[-1][1][0] == outside, "a hold does not move the arm"
+    world.begin().run(1.0)
+    assert set(seen) == {outside}, "the policy sees the pose as measured"
+    turn = np.sign(-outside)
+    begun = [command[0] for command in world.commands() if command[0] != outside]
+    assert begun[:3] == pytest.approx([outside + turn * n for n in (1, 2, 3)]), "led back at its step limit"
+    world.sees = False
+    world.run(2.0)
+    assert world.control.hold is not None
+    assert world.sent[-1][1][0] == outside
+
+
 def test_an_obstacle_holds_until_it_is_gone() -> None:
     world = World().begin().run(1.0)
     world.control.obstruct("link_lost", "room 'a' is lost: socket closed")
