@@ -265,10 +265,20 @@ class RobotIO:
         self.controller.adjust(config)
 
     def instruct(self, instruction: str | None) -> None:
-        """Give the policy another instruction from the next request on; what was asked before is answered as it was."""
+        """Give the policy another instruction.
+
+        A moving robot gets a chunk for it as soon as possible: the policy is asked at the next tick, and an answer to
+        the old instruction is dropped. The old plan goes on until the new chunk joins it. The same instruction changes
+        nothing.
+        """
+        if instruction == self.runner.instruction:
+            return
         self.runner.instruct(instruction)
         if not self.controller.is_running:
             self.runner.followed = instruction
+        elif self.runner.loaded.requirements.language:
+            # Not the controller's: a new instruction must not reset the count of failures.
+            self.controller.scheduler.request_soon()
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
         """Run another policy from the next chunk on; see ``PolicyRunner.take_over``.

@@ -157,6 +157,7 @@ class DirectInference:
         self._executed = _NO_ACTIONS
         self._window = ObservationWindow()
         self._instruction: str | None = None  # of the newest observation in the window
+        self._planned_instruction: str | None = None  # that the plan follows
 
     def observation_spec(self) -> ObservationSpec:
         """Return what the client's observations have to hold.
@@ -275,7 +276,12 @@ class DirectInference:
             await self._read_observation(observed, robot_io, observed_at)
 
     async def _infer_observed(
-        self, observed: Observation, executed: int | None, observed_at: float | None, model_input: _ModelInput | None
+        self,
+        observed: Observation,
+        executed: int | None,
+        observed_at: float | None,
+        model_input: _ModelInput | None,
+        is_new_task: bool = False,
     ) -> InferenceTrace:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
@@ -287,12 +293,13 @@ class DirectInference:
         try:
             if model_input is None:
                 model_input = await self._read_observation(observed, robot_io, observed_at)
-            trace = await self._infer(link, robot_io, observed, model_input, executed_actions)
+            trace = await self._infer(link, robot_io, observed, model_input, executed_actions, is_new_task)
         finally:
             link.pending_acts -= 1
         self.check_not_stopped()
         link.answered_acts += 1
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
+        self._planned_instruction = model_input.instruction
         return trace
 
     async def _read_observation(
@@ -324,6 +331,7 @@ class DirectInference:
         observed: Observation,
         model_input: _ModelInput,
         executed_actions: np.ndarray,
+        is_new_task: bool,
     ) -> InferenceTrace:
         snapshot, pose = model_input.snapshot, model_input.snapshot.joints
         now = time.monotonic()
@@ -343,6 +351,10 @@ class DirectInference:
             motion = None
             if loaded.requirements.controls_joints:
                 motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
+                if is_new_task and len(executed_actions):
+                    # The old plan is over: the arm goes on from where it is, and grippers keep their grip.
+                    position = np.where(robot_io.table.grippers, executed_actions[-1], pose)
+                    motion = replace(motion, position=position)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
@@ -435,6 +447,9 @@ class DirectInference:
         """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
         one.
 
+        Another instruction than the plan's ends the plan: the action is the first one of a new chunk, which begins at
+        the measured pose.
+
         Args:
             observed_at: monotonic time at which the observation came; now when None.
 
@@ -449,10 +464,15 @@ class DirectInference:
         # A policy that looks at several observations also needs those between two chunks.
         is_looking_back = robot_io.runner.loaded.requirements.observation_steps > 1
         model_input = await self._read_observation(observed, robot_io, observed_at) if is_looking_back else None
-        if self._plan is None or self._next_action >= min(steps, len(self._plan)):
+        if model_input is None:
+            instruction = await self.resolve_instruction(observed, robot_io)
+        else:
+            instruction = model_input.instruction
+        is_new_task = robot_io.runner.loaded.requirements.language and instruction != self._planned_instruction
+        if self._plan is None or is_new_task or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
-                trace = await self._infer_observed(observed, executed, observed_at, model_input)
+                trace = await self._infer_observed(observed, executed, observed_at, model_input, is_new_task)
             except ServiceError:
                 self._forget_plan()  # the client got no chunk, so there is no plan to continue
                 raise
