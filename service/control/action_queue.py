@@ -77,9 +77,10 @@ class ActionQueue:
         return skipped, before + np.float32(share) * (after - before), counts
 
     def aggregate(self, chunk: np.ndarray, observed_at: float, first_usable: int = 0) -> np.ndarray:
-        """The chunk (t, a), each of its actions joined with the one that is planned for its moment.
+        """Return the chunk (t, a) with each action joined with the action that is planned for the same moment.
 
-        ``first_usable`` is the index of the first that can still be done.
+        Args:
+            first_usable: index of the first action that can still be executed.
         """
         if not self.left:
             return chunk
@@ -120,10 +121,10 @@ class ActionQueue:
         return self.left
 
     def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
-        """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
+        """Return the chunk with its next ``steps`` actions blended with what is left of the old chunk.
 
-        For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
-        over from, the chunk as it is.
+        For a chunk of another policy, which may differ by a jolt even if it means the same motion. If nothing is left
+        of the old chunk, the new one is returned unchanged.
         """
         skipped, old, _ = self.remaining(observed_at, len(chunk))
         first = max(math.ceil((now - self._align(observed_at)) / self.period), 0)
@@ -137,7 +138,7 @@ class ActionQueue:
         return result
 
     def take(self, deadline: float, now: float) -> np.ndarray | None:
-        """The action (a,) for the tick of this deadline; earlier ones that no tick took are counted as late."""
+        """Return the action (a,) for the tick of this deadline; skipped earlier actions are counted as late."""
         last = len(self._chunk) - 1
         if last < 0:
             return None
@@ -150,7 +151,7 @@ class ActionQueue:
         else:
             position, present = self._position(deadline, before), (now - self._starts_at) / self.period
         if present > position + 1:
-            # This tick itself runs so late that its own action is over: do the one that belongs to now.
+            # This tick runs so late that its own action is over: take the action that belongs to now.
             position = self._position(now, before)
         is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
@@ -179,7 +180,7 @@ class ActionQueue:
         if self.is_between:
             first = math.floor(position) + 1
             return (first, first - position) if first > 0 else (0, 1.0)
-        # As `_position` does: halfway between two actions it is the one before that a tick took.
+        # As in `_position`: halfway between two actions, a tick took the earlier action.
         return max(math.floor(position + 0.499) + 1, 0), 1.0
 
     def clear(self) -> None:
@@ -198,7 +199,7 @@ class ActionQueue:
         return self.due(len(self._chunk))
 
     def count_taken_since(self, moment: float) -> int:
-        """How many actions, of whatever chunk, were given out for ticks from this moment on."""
+        """Return how many actions, of any chunk, were given out for ticks from this moment on."""
         count = 0
         for deadline in reversed(self._taken):
             if deadline < moment - 1e-6:
@@ -222,7 +223,7 @@ class ActionQueue:
         position = (moment - self._starts_at) / self.period
         if self.is_between:
             return position
-        # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
+        # When ticks fall halfway between two actions, rounding errors must not decide which action is taken.
         return float(following) if abs(position - following) < 0.501 else math.floor(position + 0.5)
 
     def _interpolate(self, position: float) -> np.ndarray:

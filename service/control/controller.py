@@ -399,10 +399,10 @@ class Controller:
     def _count_executed(self, request: PolicyRequest) -> int | None:
         """Return how many actions a robot that rests executed since the frames of a request; None while it moves.
 
-        The time that an inference takes is no reason to skip actions when the robot rested meanwhile.
+        A robot that rests while the policy computes must not skip the actions of that time.
         """
         if request.due is None:
-            return 0  # nothing was planned when the policy was asked
+            return 0  # The plan was empty at the request, so the robot executed nothing since.
         return None if self._is_moving else self.queue.count_taken_since(request.snapshot.observed_at)
 
     def _plan(

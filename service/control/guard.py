@@ -416,7 +416,7 @@ class Guard:
         """Return the violations that refuse a chunk: neither a small overshoot, nor the way of a robot at rest to
         where the chunk begins, nor due to a joint that is measured outside of its range.
 
-        All actions of a chunk are judged, also those that are over, because they show how good the policy is.
+        All actions of a chunk are judged, including actions that are over, because they show how good the policy is.
         """
         pose = before.position if before.pose is None else before.pose
         low = np.minimum(self._clamping.low, pose) - self._slack

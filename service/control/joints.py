@@ -64,8 +64,8 @@ class ReadJoints:
 
     Attributes:
         values: joint position in the table to value, as measured; it may be outside of the joint's range.
-        dropped: reason to count of values that were not usable.
-        out_of_range: those of ``values`` that are so far outside that they may be in another unit.
+        dropped: reason to number of values that were not usable.
+        out_of_range: part of ``values``: values that are far outside of their range and may be in another unit.
     """
 
     values: Mapping[int, float]
@@ -135,7 +135,7 @@ class JointTable:
 
         Args:
             values: one command per joint.
-            pose: the measured pose (a,), if it is known. A joint that is measured outside of its range may be held
+            pose: the measured pose (a,), or None. A joint that is measured outside of its range may be held
                 there, or be led back step by step: its command may be anywhere between its range and that value.
 
         Raises:

@@ -268,8 +268,8 @@ class RobotIO:
         """Give the policy another instruction.
 
         A moving robot gets a chunk for it as soon as possible: the policy is asked at the next tick, and an answer to
-        the old instruction is dropped. The old plan goes on until the new chunk joins it. The same instruction changes
-        nothing.
+        the old instruction is dropped. The robot executes the old plan until the new chunk joins it. The same
+        instruction changes nothing.
         """
         if instruction == self.runner.instruction:
             return
@@ -277,7 +277,7 @@ class RobotIO:
         if not self.controller.is_running:
             self.runner.followed = instruction
         elif self.runner.loaded.requirements.language:
-            # Not the controller's: a new instruction must not reset the count of failures.
+            # `Controller.request_soon` would reset the count of failures, which a new instruction must not do.
             self.controller.scheduler.request_soon()
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:

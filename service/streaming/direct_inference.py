@@ -156,8 +156,9 @@ class DirectInference:
         # The newest actions that were done before the plan, as the client says.
         self._executed = _NO_ACTIONS
         self._window = ObservationWindow()
-        self._instruction: str | None = None  # of the newest observation in the window
-        self._planned_instruction: str | None = None  # that the plan follows
+        # Instructions of the newest observation in the window, and of the plan.
+        self._instruction: str | None = None
+        self._planned_instruction: str | None = None
 
     def observation_spec(self) -> ObservationSpec:
         """Return what the client's observations have to hold.
@@ -352,7 +353,7 @@ class DirectInference:
             if loaded.requirements.controls_joints:
                 motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
                 if is_new_task and len(executed_actions):
-                    # The old plan is over: the arm goes on from where it is, and grippers keep their grip.
+                    # The old plan has ended: the motion begins at the measured pose, and grippers keep their grip.
                     position = np.where(robot_io.table.grippers, executed_actions[-1], pose)
                     motion = replace(motion, position=position)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
@@ -444,11 +445,10 @@ class DirectInference:
     async def next_action(
         self, observed: Observation, *, observed_at: float | None = None
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
-        """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
-        one.
+        """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
 
-        Another instruction than the plan's ends the plan: the action is the first one of a new chunk, which begins at
-        the measured pose.
+        A new instruction ends the plan: the action is the first action of a new chunk, which begins at the measured
+        pose.
 
         Args:
             observed_at: monotonic time at which the observation came; now when None.

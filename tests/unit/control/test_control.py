@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ REST = {
 @pytest.mark.parametrize("rest", REST)
 @pytest.mark.parametrize("latency", [0.01, 0.7])
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
-def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: str) -> None:
+def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: Any) -> None:
     pace = replace(PACE, safety=SafetySettings(on_hold=on_hold), control=ControlSettings(failures_allowed=9))
     world = World(latency=latency, pace=pace).begin().run(2.0)
     assert len(world.sent) > 20
@@ -513,7 +514,7 @@ def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) ->
 
 @pytest.mark.parametrize("outside", [-115.0, 130.0])
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
-def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_hold: str) -> None:
+def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_hold: Any) -> None:
     seen: list[float] = []
 
     def note(snapshot: Snapshot) -> np.ndarray:

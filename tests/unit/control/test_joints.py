@@ -87,7 +87,7 @@ def test_only_finite_values_are_kept_and_they_are_kept_unchanged(values: dict[st
     update = JointTable(SO100).read_update(values)
     for position, value in update.values.items():
         assert math.isfinite(value)
-        assert value in [values.get(name) for name in (SO100[position].name, SO100[position].alias)]
+        assert value in [values.get(name or "") for name in (SO100[position].name, SO100[position].alias)]
     assert len(update.values) + sum(update.dropped.values()) <= len(values) + len(WIRE)
 
 

@@ -64,7 +64,8 @@ async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: 
     async with rigged() as rig:
         rig.policy = policy = Obeying(needs)
         await rig.running(replace(NEW, language_instruction=RED, overlap=overlap))
-        session = rig.session
+        session, robot_io = rig.session, rig.session.robot_io
+        assert robot_io is not None
         asked = len(policy.told)
         for more in ({"language_instruction": RED}, {"action_steps": 390}):
             await rig.sessions.adjust("s", more)
@@ -77,17 +78,18 @@ async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: 
         await until(lambda: rig.link.sent[-1].values["Rotation"] < POSE["Rotation"])
         assert len(rig.link.sent) < sent + 100, "not at the end of the old plan"
         assert policy.told[asked:] == [(BLUE,)]
-        assert session.robot_io.runner.followed == BLUE
+        assert robot_io.runner.followed == BLUE
         assert session.status().stats["starvations"] == 0
-        assert session.robot_io.controller.holds.by_reason() == {}
+        assert robot_io.controller.holds["starved"] == 0
 
 
 async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
     async with rigged() as rig:
         rig.policy = policy = Obeying(replace(READS, chunk=400, action_steps=5))
         await rig.running(replace(NEW, language_instruction=RED))
-        session = rig.session
-        before, gate = session.status().stats["chunks_discarded"], threading.Event()
+        robot_io, gate = rig.session.robot_io, threading.Event()
+        assert robot_io is not None
+        before = robot_io.controller.scheduler.discarded
         policy.failures.append(gate)
         try:
             await until(lambda: not policy.failures)  # the policy computes an answer to RED
@@ -97,9 +99,9 @@ async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
         asked = len(policy.told)
         await until(lambda: (BLUE,) in policy.told)
         assert (RED,) not in policy.told[asked + 1 :]
-        await until(lambda: session.robot_io.runner.followed == BLUE)
-        assert session.status().stats["chunks_discarded"] == before + 1
-        assert session.robot_io.controller.holds.by_reason() == {}
+        await until(lambda: robot_io.runner.followed == BLUE)
+        assert robot_io.controller.scheduler.discarded == before + 1
+        assert robot_io.controller.holds["starved"] == 0
 
 
 @pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])
