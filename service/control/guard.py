@@ -322,17 +322,18 @@ class Guard:
         return ChunkVerdict(actions, clamped=tuple(outside))
 
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Limit the command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+        """Limit the command (a,) of one tick after the command ``before``.
 
-        A robot that is outside of its range is led back step by step.
+        A joint outside of its range is led back step by step, or slower if the action is on the way back: ``judge``
+        leads it back as smoothly as its limits say.
         """
         change = action - before
         np.abs(change, out=change)
         if ((change <= self._step) & (action >= self._low) & (action <= self._high)).all():
             return action
         limited = np.where(np.isfinite(action), action, before)
-        np.maximum(limited, self._low, out=limited)
-        np.minimum(limited, self._high, out=limited)
+        np.maximum(limited, np.where(action > before, np.minimum(self._low, action), self._low), out=limited)
+        np.minimum(limited, np.where(action < before, np.maximum(self._high, action), self._high), out=limited)
         np.minimum(limited, before + self._step, out=limited)
         np.maximum(limited, before - self._step, out=limited)
         if not (np.abs(limited - action) <= self._unnoticed).all():

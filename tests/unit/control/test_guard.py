@@ -202,6 +202,9 @@ def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
     assert judged.actions[-1, :2] == pytest.approx([10, -10])
     command = outside.position.astype(np.float32)
     assert judging.limit(plan[0], command)[:2] == pytest.approx([28, -28])
+    back = judging.limit(judged.actions[0], command)
+    assert back[:2] == pytest.approx([29.5, -29.5]), "as smoothly as the chunk"
+    assert judging.clamped["tick"] == 1
 
 
 def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_and_acceleration() -> None:
