@@ -83,9 +83,7 @@ def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
 
 @pytest.mark.parametrize("tick_period", [None, 0.02, 0.12])
 @pytest.mark.parametrize("executed", [0, 3])
-def test_after_a_rest_the_first_tick_takes_the_next_action_and_sets_the_time(
-    tick_period: float | None, executed: int
-) -> None:
+def test_the_first_tick_after_a_rest_takes_the_next_action(tick_period: float | None, executed: int) -> None:
     queue = ActionQueue(PERIOD, tick_period)
     tick = tick_period or PERIOD
     assert queue.push(numbered(20), observed_at=10.0, now=10.7, executed=executed) == 20 - executed
@@ -98,7 +96,7 @@ def test_after_a_rest_the_first_tick_takes_the_next_action_and_sets_the_time(
     assert queue.dry_at == pytest.approx(first + (20 - executed) * PERIOD)
 
 
-def test_the_next_chunk_is_aligned_to_what_was_executed_since_the_motion_began() -> None:
+def test_the_next_chunk_is_aligned_to_the_executed_actions() -> None:
     queue = ActionQueue(PERIOD, aggregation=WeightedAggregation("average", 0.5))
     queue.push(numbered(20), observed_at=10.0, now=10.7, executed=0)
     assert queue.take(10.75, 10.75) is not None

@@ -41,12 +41,14 @@ class World:
 
     Attributes:
         sees: whether frames come in, at every tick.
+        age: of these frames, in seconds.
         latency: seconds the policy takes.
         policy: what it answers; an exception's text when it is a string.
     """
 
     pace: ControlConfig = PACE
     sees: bool = True
+    age: float = 0.0
     latency: float = 0.01
     policy: Callable[[Snapshot], object] = plan
     now: float = 100.0
@@ -84,7 +86,7 @@ class World:
                 return self
             self.now = wake
             if self.sees:
-                self.buffer.put_frame("front", FRAME, self.now)
+                self.buffer.put_frame("front", FRAME, self.now - self.age)
             self.do(self.control.tick(self.now))
 
     def answer(self, request: PolicyRequest) -> None:
@@ -205,7 +207,16 @@ def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(
     assert world.control.queue.late == 0 or late > 0.1
 
 
-def test_after_starving_a_chunk_goes_on_after_the_actions_executed_since_its_frame() -> None:
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_a_second_chunk_seen_before_the_motion_skips_no_action(name: str) -> None:
+    pace = replace(PACE, overlap=AGGREGATIONS[name], action_steps=10)
+    world = World(latency=0.7, age=0.2, pace=pace).begin().run(2.0)
+    # The second chunk was asked for with the first command. Its frame shows the arm at rest, so it is the same plan.
+    assert world.asked[1] == world.sent[0][0]
+    assert [command[0] - POSE["Rotation"] for command in world.commands()[:20]] == pytest.approx([*range(1, 21)])
+
+
+def test_a_chunk_after_starving_continues_after_the_executed_actions() -> None:
     world = World(latency=0.02).begin().run(3.0)
     world.latency = 1.3
     asked = len(world.asked)
@@ -252,7 +263,7 @@ def test_a_policy_slower_than_an_inference_may_be_never_moves() -> None:
     assert world.control.holds["inference_slow"] == 2
 
 
-def test_frames_that_became_stale_during_the_first_inference_hold_the_robot() -> None:
+def test_frames_that_turn_stale_during_an_inference_hold_the_robot() -> None:
     world = World(latency=0.7).begin().run(0.3)
     world.sees = False
     world.run(1.0)

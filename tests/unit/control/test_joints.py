@@ -64,7 +64,7 @@ def test_values_outside_the_range_are_read_as_measured() -> None:
     assert update.out_of_range == {1: 120.5}, "more than a tenth of its range outside"
 
 
-def test_commands_reach_outside_the_range_no_further_than_the_measured_pose() -> None:
+def test_commands_go_no_further_out_than_the_measured_pose() -> None:
     pose = np.array([-115, 103, 0, 0, 0, -2], np.float32)
     commands = JointTable(SO100).to_commands(np.array([-130, 102, 150, -115, 1, -2], np.float32), pose)
     assert [command.value for command in commands] == [-115, 102, 100, -100, 1, -2]

@@ -116,7 +116,7 @@ async def test_a_policy_without_language_keeps_its_plan_at_a_new_prompt(server):
         assert (await server.act(server.seen(want="action", prompt=prompt)))[1]["left"] == left
 
 
-async def test_the_plan_of_a_new_instruction_begins_at_the_measured_pose_and_keeps_the_grip(serve):
+async def test_a_new_instruction_begins_at_the_pose_and_keeps_the_grip(serve):
     async with serve(policy=ScriptedPolicy(READS, step=5.0), max_relative_target=1.0) as server:
         await server.create(language_instruction="wait")
         for _ in range(4):
