@@ -16,10 +16,12 @@ _REMEMBERED = 2048
 class ActionQueue:
     """The plan of one robot: action i of a chunk is due at ``observed_at + i * period``.
 
-    A tick takes the action due nearest to it, so an action is at most half a period early; one that
-    is more than a period late when its turn comes is never given out. When ticks come at another
-    rate than actions, a tick takes the point on the line between the two actions around it: the
-    motion keeps the speed it was trained with.
+    While a robot rests it executes nothing, so that time is not taken from a chunk: the first tick after a rest takes
+    the first action, and the plan is timed from that tick.
+
+    A tick takes the action due nearest to it, so an action is at most half a period early; an action that is more than
+    a period late is never given out. When ticks come at another rate than actions, a tick takes the point on the line
+    between the two actions around it: the motion keeps the speed it was trained with.
 
     Attributes:
         period: seconds from one action to the next.
@@ -28,8 +30,8 @@ class ActionQueue:
         left: how many actions are left.
         consumed: actions of this chunk that were given out, or passed over on purpose by slower ticks.
         late: actions dropped because their time was over, of all chunks.
-        observed_at, dry_at: when the frames of the newest chunk were taken, and when its last action is over,
-            monotonic; of no meaning while nothing is left of it.
+        observed_at: when the frames of the newest chunk were taken, monotonic; without meaning while nothing is left.
+        begun_at: when the first action after the robot's last rest was executed, monotonic.
     """
 
     def __init__(self, period: float, tick_period: float | None = None, aggregation: Aggregation = REPLACE):
@@ -42,7 +44,9 @@ class ActionQueue:
         # How many predictions each action was averaged from.
         self._counts = np.zeros(0, np.int64)
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
-        self.observed_at = self.dry_at = 0.0
+        self.observed_at = self._starts_at = 0.0
+        self.begun_at = -math.inf
+        self._waits_for_tick = False
         self.left = 0
 
     def set_aggregation(self, aggregation: Aggregation) -> None:
@@ -59,7 +63,7 @@ class ActionQueue:
         """
         if not self.left:
             return 0, self._chunk[:0], self._counts[:0]
-        position = (observed_at - self.observed_at) / self.period
+        position = (self._align(observed_at) - self._starts_at) / self.period
         whole = math.floor(position + 0.5)
         position = float(whole) if abs(position - whole) < _WHOLE else position
         skipped = max(math.ceil(-position), 0)
@@ -73,9 +77,10 @@ class ActionQueue:
         return skipped, before + np.float32(share) * (after - before), counts
 
     def aggregate(self, chunk: np.ndarray, observed_at: float, first_usable: int = 0) -> np.ndarray:
-        """The chunk (t, a), each of its actions joined with the one that is planned for its moment.
+        """Return the chunk (t, a) with each action joined with the action that is planned for the same moment.
 
-        ``first_usable`` is the index of the first that can still be done.
+        Args:
+            first_usable: index of the first action that can still be executed.
         """
         if not self.left:
             return chunk
@@ -91,10 +96,13 @@ class ActionQueue:
         part += old_share.reshape(-1, 1) * (planned - part)
         return result
 
-    def push(self, chunk: np.ndarray, observed_at: float, now: float) -> int:
-        """Put a chunk (t, a) whose first action belongs to ``observed_at`` in place of what is left.
+    def push(self, chunk: np.ndarray, observed_at: float, now: float, executed: int | None = None) -> int:
+        """Replace what is left of the plan by a chunk (t, a); ``aggregate`` joins the two before.
 
-        ``aggregate`` joins the two before. Actions that are over already are counted as late.
+        Args:
+            observed_at: when the frames of the chunk were taken. Actions that are over at ``now`` are counted as late.
+            executed: for a robot that rests: how many actions it executed since ``observed_at``. The next tick takes
+                the action after these, whenever it comes. None for a robot that moves.
 
         Returns:
             how many actions are still usable.
@@ -104,20 +112,22 @@ class ActionQueue:
             first, planned, counts = self.remaining(observed_at, len(chunk))
             made_of[first : first + len(planned)] += counts
         self._chunk, self._counts, self.observed_at, self.consumed = chunk, made_of, observed_at, 0
-        self.dry_at = observed_at + len(chunk) * self.period
-        over = min(max(math.floor(self._position(now, 0) + 0.5), 0), len(chunk))
+        self._waits_for_tick = executed is not None
+        self._starts_at = self._align(observed_at) if executed is None else now - executed * self.period
+        over = math.floor(self._position(now, 0) + 0.5) if executed is None else executed
+        over = min(max(over, 0), len(chunk))
         self.left = len(chunk) - over
         self.late += over
         return self.left
 
     def crossfade(self, chunk: np.ndarray, observed_at: float, now: float, steps: int) -> np.ndarray:
-        """The chunk, but its next ``steps`` actions lead over from what is left of the old one.
+        """Return the chunk with its next ``steps`` actions blended with what is left of the old chunk.
 
-        For a chunk of another policy: two that mean the same may still differ by a jolt. With nothing left to lead
-        over from, the chunk as it is.
+        For a chunk of another policy, which may differ by a jolt even if it means the same motion. If nothing is left
+        of the old chunk, the new one is returned unchanged.
         """
         skipped, old, _ = self.remaining(observed_at, len(chunk))
-        first = max(math.ceil((now - observed_at) / self.period), 0)
+        first = max(math.ceil((now - self._align(observed_at)) / self.period), 0)
         steps = min(steps, len(old) - first)
         if steps <= 0 or skipped:
             return chunk
@@ -128,14 +138,20 @@ class ActionQueue:
         return result
 
     def take(self, deadline: float, now: float) -> np.ndarray | None:
-        """The action (a,) for the tick of this deadline; earlier ones that no tick took are counted as late."""
+        """Return the action (a,) for the tick of this deadline; skipped earlier actions are counted as late."""
         last = len(self._chunk) - 1
         if last < 0:
             return None
         before = len(self._chunk) - self.left
-        position, present = self._position(deadline, before), (now - self.observed_at) / self.period
+        if self._waits_for_tick:
+            # The robot rested until this tick, however late the tick comes.
+            self._waits_for_tick = False
+            self.begun_at, self._starts_at = deadline, deadline - before * self.period
+            position = present = float(before)
+        else:
+            position, present = self._position(deadline, before), (now - self._starts_at) / self.period
         if present > position + 1:
-            # This tick itself runs so late that its own action is over: do the one that belongs to now.
+            # This tick runs so late that its own action is over: take the action that belongs to now.
             position = self._position(now, before)
         is_over = position > last and (not self.is_between or present > last + 1)
         position = min(max(position, 0.0), float(last))
@@ -156,25 +172,34 @@ class ActionQueue:
         return self._interpolate(position) if self.is_between else self._chunk[index]
 
     def first_after(self, moment: float, observed_at: float) -> tuple[int, float]:
-        """Index of a chunk's next action after this moment, and the share of a period (0..1] that lies between them."""
-        position = (moment - observed_at) / self.period
+        """Return the index of a chunk's next action after this moment, and the share of a period (0..1] between them.
+
+        For a robot that moves.
+        """
+        position = (moment - self._align(observed_at)) / self.period
         if self.is_between:
             first = math.floor(position) + 1
             return (first, first - position) if first > 0 else (0, 1.0)
-        # As `_position` does: halfway between two actions it is the one before that a tick took.
+        # As in `_position`: halfway between two actions, a tick took the earlier action.
         return max(math.floor(position + 0.499) + 1, 0), 1.0
 
     def clear(self) -> None:
-        """Drop all that is left; it does not count as late."""
+        """Drop what is left of the plan; it does not count as late."""
         self._chunk, self._counts = self._chunk[:0], self._counts[:0]
         self.left = self.consumed = 0
+        self._waits_for_tick = False
 
     def due(self, index: int) -> float:
         """Monotonic time at which action ``index`` of this chunk is due."""
-        return self.observed_at + index * self.period
+        return self._starts_at + index * self.period
+
+    @property
+    def dry_at(self) -> float:
+        """Monotonic time at which the last action of this chunk is over."""
+        return self.due(len(self._chunk))
 
     def count_taken_since(self, moment: float) -> int:
-        """How many actions, of whatever chunk, were given out for ticks from this moment on."""
+        """Return how many actions, of any chunk, were given out for ticks from this moment on."""
         count = 0
         for deadline in reversed(self._taken):
             if deadline < moment - 1e-6:
@@ -186,15 +211,19 @@ class ActionQueue:
         """Return the monotonic times at which the remaining actions are due."""
         return [self.due(index) for index in range(len(self._chunk) - self.left, len(self._chunk))]
 
+    def _align(self, observed_at: float) -> float:
+        """Return when action 0 of a chunk is due: before the motion began, the robot rested."""
+        return max(observed_at, self.begun_at)
+
     def _position(self, moment: float, following: int) -> float:
         """Index of a moment in the chunk: a whole number, unless ticks take points between two actions.
 
         ``following`` is the index of the action that comes next.
         """
-        position = (moment - self.observed_at) / self.period
+        position = (moment - self._starts_at) / self.period
         if self.is_between:
             return position
-        # When ticks fall halfway between two actions, the last bits of a float must not decide at each tick anew.
+        # When ticks fall halfway between two actions, rounding errors must not decide which action is taken.
         return float(following) if abs(position - following) < 0.501 else math.floor(position + 0.5)
 
     def _interpolate(self, position: float) -> np.ndarray:

@@ -119,7 +119,7 @@ class ChunkScheduler:
         self._motion += 1
 
     def request_soon(self) -> None:
-        """Drop the answer to what is in flight, and ask anew as soon as it is there."""
+        """Drop the answer to the request in flight, and ask for another chunk as soon as that answer is there."""
         self.end_motion()
         self._is_hurried = True
 

@@ -373,7 +373,8 @@ class Controller:
             return TickResult(failure=answer.error)
         if answer.error is not None:
             return self._note_failure("policy_failed", answer.error[1], now, answer.error)
-        plan = self._plan(answer.chunk, request, now, answer.fade)
+        executed = self._count_executed(request)
+        plan = self._plan(answer.chunk, request, now, answer.fade, executed)
         if isinstance(plan, tuple):
             self.rejected += 1
             return self._note_failure("policy_invalid", plan[1], now, plan)
@@ -382,7 +383,7 @@ class Controller:
             self.queue.clear()
         self.chunks += 1
         late = self.queue.late
-        usable = self.queue.push(plan, request.snapshot.observed_at, now)
+        usable = self.queue.push(plan, request.snapshot.observed_at, now, executed)
         self.late_by_chunk.add(self.queue.late - late)
         if not usable:
             covered = self.config.chunk / self.config.action_rate
@@ -395,19 +396,34 @@ class Controller:
             self._enter_hold(not_ready or NotReady("policy_late", text), now)
         return TickResult(is_accepted=True)
 
-    def _plan(
-        self, chunk: object, request: PolicyRequest, now: float, fade: int | None
-    ) -> np.ndarray | tuple[str, str]:
-        """The plan (t, 2 a) for a policy's chunk (1, t, a); or code and text of why it is refused.
+    def _count_executed(self, request: PolicyRequest) -> int | None:
+        """Return how many actions a robot that rests executed since the frames of a request; None while it moves.
 
-        Each action stands in it as the guard lets it pass, and beside that as the policy wanted it.
+        A robot that rests while the policy computes must not skip the actions of that time.
+        """
+        if request.due is None:
+            return 0  # The plan was empty at the request, so the robot executed nothing since.
+        return None if self._is_moving else self.queue.count_taken_since(request.snapshot.observed_at)
+
+    def _plan(
+        self, chunk: object, request: PolicyRequest, now: float, fade: int | None, executed: int | None
+    ) -> np.ndarray | tuple[str, str]:
+        """Return the plan (t, 2 a) for a policy's chunk (1, t, a), or code and text of why it is refused.
+
+        Each row has the action as the guard lets it pass, then the same action as the policy wanted it.
+
+        Args:
+            executed: as ``_count_executed`` returns it.
         """
         if (wrong := self.guard.check_shape(chunk)) is not None:
             return wrong
         assert isinstance(chunk, np.ndarray)
         queue, width, observed_at = self.queue, chunk.shape[2], request.snapshot.observed_at
         # The first action that can still be done, and what it follows.
-        first, share = queue.first_after(self.clock.next_deadline(now) - self.period, observed_at)
+        if executed is None:
+            first, share = queue.first_after(self.clock.next_deadline(now) - self.period, observed_at)
+        else:
+            first, share = executed, 1.0
         first = min(first, self.config.chunk)
         pose = self.buffer.pose
         assert pose is not None, "a chunk is only asked for when every joint is known"

@@ -102,14 +102,16 @@ class Motion:
     Attributes:
         position: (a,) the last command; the measured pose when the robot stands.
         velocity: (a,) per second, of the commands.
-        acceleration: (a,) per second squared, likewise; None when nobody knows.
+        acceleration: (a,) per second squared, of the commands; None when it is unknown.
         is_at_rest: whether nothing was commanded since a start or a hold.
+        pose: (a,) the measured pose, which may be outside of the limits; None where it equals ``position``.
     """
 
     position: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray | None = None
     is_at_rest: bool = True
+    pose: np.ndarray | None = None
 
 
 # Seconds from the largest speed to rest where no acceleration is given, and the longest that a ramp may take.
@@ -165,7 +167,7 @@ class CommandHistory(deque[np.ndarray]):
         """Motion that a chunk follows which is done from now on.
 
         Args:
-            pose: (a,) where a robot that stands begins.
+            pose: (a,) as measured; a motion from rest begins here.
             ahead: seconds that the newest command is past the due time of the action before the chunk's first.
             is_between: whether commands are points between two actions: their bends are no matter of the policy then.
         """
@@ -176,7 +178,7 @@ class CommandHistory(deque[np.ndarray]):
         velocity = (newest - older).astype(np.float64) * self._rate
         bend = None if is_between else (newest - 2 * older + oldest).astype(np.float64) * self._rate**2
         # On the grid of actions: where it was when the action before the first one was due.
-        return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False)
+        return Motion(newest - velocity * ahead, velocity, bend, is_at_rest=False, pose=pose)
 
     def ramp(self, limits: MotionLimits) -> Ramp | None:
         """Ramp from the newest commands to a stop; None when the robot has no speed."""
@@ -301,7 +303,7 @@ class Guard:
         whole = chunk.astype(np.float64)
         outside = self._find_violations(whole, before, first)
         if self.limits.mode == "refuse":
-            refusable = self._find_refusable(whole, before, outside)
+            refusable = self._find_refusable(whole, before, outside, first)
             if refusable:
                 for reason in refusable:
                     self.refused.add(reason)
@@ -320,17 +322,18 @@ class Guard:
         return ChunkVerdict(actions, clamped=tuple(outside))
 
     def limit(self, action: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Limit the command (a,) of one tick after the command ``before``: points between two actions, late ones, all.
+        """Limit the command (a,) of one tick after the command ``before``.
 
-        A robot that is outside of its range is led back step by step.
+        A joint outside of its range is led back step by step, or slower if the action is on the way back: ``judge``
+        leads it back as smoothly as its limits say.
         """
         change = action - before
         np.abs(change, out=change)
         if ((change <= self._step) & (action >= self._low) & (action <= self._high)).all():
             return action
         limited = np.where(np.isfinite(action), action, before)
-        np.maximum(limited, self._low, out=limited)
-        np.minimum(limited, self._high, out=limited)
+        np.maximum(limited, np.where(action > before, np.minimum(self._low, action), self._low), out=limited)
+        np.minimum(limited, np.where(action < before, np.maximum(self._high, action), self._high), out=limited)
         np.minimum(limited, before + self._step, out=limited)
         np.maximum(limited, before - self._step, out=limited)
         if not (np.abs(limited - action) <= self._unnoticed).all():
@@ -409,20 +412,25 @@ class Guard:
         return violations
 
     def _find_refusable(
-        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray]
+        self, whole: np.ndarray, before: Motion, outside: Mapping[str, np.ndarray], first: int
     ) -> dict[str, np.ndarray]:
-        """Return the violations that refuse a chunk: those that are neither a small overshoot nor the way of a
-        robot at rest to where the chunk begins.
+        """Return the violations that refuse a chunk: neither a small overshoot, nor the way of a robot at rest to
+        where the chunk begins, nor due to a joint that is measured outside of its range.
 
-        Refusing judges all of a chunk, also what is over: it says what the policy is worth.
+        All actions of a chunk are judged, including actions that are over, because they show how good the policy is.
         """
-        low, high = self._clamping.low - self._slack, self._clamping.high + self._slack
+        pose = before.position if before.pose is None else before.pose
+        low = np.minimum(self._clamping.low, pose) - self._slack
+        high = np.maximum(self._clamping.high, pose) + self._slack
         refusable: dict[str, np.ndarray] = {}
         if (out := (whole.min(axis=0) < low) | (whole.max(axis=0) > high)).any():
             refusable["position"] = out
-        if "seam" in outside and not before.is_at_rest:
-            refusable["seam"] = outside["seam"]
         inside = np.clip(whole, self._clamping.low, self._clamping.high)
+        if "seam" in outside and not before.is_at_rest:
+            # A command that was led back into the range may be far from a chunk that begins at the measured pose.
+            seam = outside["seam"] & (np.abs(inside[first] - before.position) > self._fastest[0])
+            if seam.any():
+                refusable["seam"] = seam
         rest = Motion(inside[0], np.zeros(inside.shape[1]), None)
         alone = self._find_violations(inside, rest, 0)
         refusable |= {reason: joints for reason, joints in alone.items() if reason in ("step", "velocity")}

@@ -26,7 +26,7 @@ class Joint:
     Attributes:
         name: on the wire.
         index: its position in the robot's joint order, sent along with the value.
-        low, high: what is sent and seen stays within; infinite when nobody knows the range.
+        low, high: range of its commands; infinite when the range is unknown. Measured values may be outside.
         alias: a second name that updates may use.
     """
 
@@ -63,16 +63,13 @@ class ReadJoints:
     """Usable values of one joint update.
 
     Attributes:
-        values: joint position in the table to value, within range.
-        dropped: reason to count of what was not usable.
-        clamped: how many values were outside their range.
-        out_of_range: joint position in the table to value as it came, where that is so far outside that it may be no
-            value of this unit at all.
+        values: joint position in the table to value, as measured; it may be outside of the joint's range.
+        dropped: reason to number of values that were not usable.
+        out_of_range: part of ``values``: values that are far outside of their range and may be in another unit.
     """
 
     values: Mapping[int, float]
     dropped: Mapping[str, int]
-    clamped: int = 0
     out_of_range: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -103,10 +100,9 @@ class JointTable:
         return len(self.joints)
 
     def read_update(self, values: Mapping[str, object]) -> ReadJoints:
-        """Read one partial update, as it came from the wire. Nothing is ever filled in for what is unusable."""
+        """Read one partial update from the wire. Unusable values are dropped, never replaced or brought into range."""
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
-        clamped = 0
         odd: dict[int, float] = {}
         for name, raw in values.items():
             position, value, reason = self._position.get(name, -1), math.nan, None
@@ -129,25 +125,31 @@ class JointTable:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
             joint = self.joints[position]
-            usable[position] = min(max(value, joint.low), joint.high)
-            if usable[position] != value:
-                clamped += 1
-                if abs(value - usable[position]) > OUT_OF_RANGE_SHARE * (joint.high - joint.low):
-                    odd[position] = value
-        return ReadJoints(usable, dropped, clamped, odd)
+            usable[position] = value
+            if max(joint.low - value, value - joint.high) > OUT_OF_RANGE_SHARE * (joint.high - joint.low):
+                odd[position] = value
+        return ReadJoints(usable, dropped, odd)
 
-    def to_commands(self, values: np.ndarray) -> tuple[JointValue, ...]:
-        """Convert (a,) in the table's order to wire values, clamped to each joint's range.
+    def to_commands(self, values: np.ndarray, pose: np.ndarray | None = None) -> tuple[JointValue, ...]:
+        """Convert commands (a,) in the table's order to wire values, limited to each joint's range.
+
+        Args:
+            values: one command per joint.
+            pose: the measured pose (a,), or None. A joint that is measured outside of its range may be held
+                there, or be led back step by step: its command may be anywhere between its range and that value.
 
         Raises:
-            ValueError: another shape, or a value that is not finite. Nothing of it may be sent then.
+            ValueError: the shape is wrong, or a value is not finite. The whole command must not be sent then.
         """
         if values.shape != (len(self.joints),):
             raise ValueError(f"command has shape {values.shape}, wanted ({len(self.joints)},)")
         if not np.isfinite(values).all():
             bad = [name for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
             raise ValueError(f"command has values that are not finite, of {', '.join(bad)}")
-        clamped = np.clip(values, *self.ranges).tolist()
+        low, high = self.ranges
+        if pose is not None:
+            low, high = np.minimum(low, pose), np.maximum(high, pose)
+        clamped = np.clip(values, low, high).tolist()
         return tuple(map(JointValue, self.names, clamped, self._indices))
 
 

@@ -115,8 +115,7 @@ class ObservationBuffer:
         dropped: input that was not usable, by reason.
         frames: rate of usable frames per camera.
         joint_updates: rate of joint updates with at least one usable value.
-        clamped: joint values that came in outside their range.
-        odd: joints whose newest value came in far outside their range, with that value.
+        odd: joints whose newest value is far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
         sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
         observed_at: when each camera's newest frame was seen, None before the first.
@@ -139,7 +138,6 @@ class ObservationBuffer:
         self.dropped = Tally()
         self.frames = {camera: Rate() for camera in cameras}
         self.joint_updates = Rate()
-        self.clamped = 0
         self.odd: dict[str, float] = {}
         self.last_input_at: float | None = None
         self._frame_age_limit = frame_age_limit
@@ -189,7 +187,6 @@ class ObservationBuffer:
         update = self.joints.read_update(values)
         if update.dropped:
             self.refuse_joints(update.dropped)
-        self.clamped += update.clamped
         if self.odd or update.out_of_range:
             names = self.joints.names
             for position in update.values:

@@ -152,7 +152,7 @@ class RobotIO:
         is_sent = False
         if result.command is not None:
             try:
-                joints = self.table.to_commands(result.command)
+                joints = self.table.to_commands(result.command, self.buffer.pose)
                 if self.is_dry:
                     self.commands_withheld += 1
                 elif self._link is None or is_overtaken or not self._link.send(joints):
@@ -265,10 +265,20 @@ class RobotIO:
         self.controller.adjust(config)
 
     def instruct(self, instruction: str | None) -> None:
-        """Give the policy another instruction from the next request on; what was asked before is answered as it was."""
+        """Give the policy another instruction.
+
+        A moving robot gets a chunk for it as soon as possible: the policy is asked at the next tick, and an answer to
+        the old instruction is dropped. The robot executes the old plan until the new chunk joins it. The same
+        instruction changes nothing.
+        """
+        if instruction == self.runner.instruction:
+            return
         self.runner.instruct(instruction)
         if not self.controller.is_running:
             self.runner.followed = instruction
+        elif self.runner.loaded.requirements.language:
+            # `Controller.request_soon` would reset the count of failures, which a new instruction must not do.
+            self.controller.scheduler.request_soon()
 
     def take_over(self, loaded: LoadedPolicy, fade: int = 0, *, at_once: bool = False) -> asyncio.Future[None]:
         """Run another policy from the next chunk on; see ``PolicyRunner.take_over``.

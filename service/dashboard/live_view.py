@@ -74,10 +74,14 @@ class LiveView:
     def on_chunk(self, chunk: np.ndarray, observed_at: float, at: float) -> None:
         """Keep the chunk in place of the one before."""
         robot_io = self.session.robot_io
-        rate = robot_io.controller.config.action_rate if robot_io is not None else 1.0
+        rate, begins = 1.0, observed_at
+        if robot_io is not None:
+            rate = robot_io.controller.config.action_rate
+            # The plan of a robot that rested begins later than its frames. A client without rooms has no queue.
+            begins = max(observed_at, robot_io.controller.queue.due(0))
         indices = np.linspace(0, len(chunk) - 1, min(len(chunk), MAX_POINTS)).round().astype(int)
         number = 1 if self.plan is None else self.plan.number + 1
-        self.plan = PlannedChunk(number, chunk[indices], observed_at, observed_at + (len(chunk) - 1) / rate)
+        self.plan = PlannedChunk(number, chunk[indices], begins, begins + (len(chunk) - 1) / rate)
 
     def on_tick(self, tick: Tick) -> None:
         """Keep the tick."""

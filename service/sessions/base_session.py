@@ -163,9 +163,10 @@ def _control_stats(session: SessionView, robot_io: RobotIO, now: float) -> dict[
         # What came in.
         "camera_fps": {camera: rate.per_second(now) for camera, rate in buffer.frames.items()},
         "joints_per_second": buffer.joint_updates.per_second(now),
-        "joints_clamped": buffer.clamped,
         "inputs_dropped": buffer.dropped.by_reason(),
         "measured_joints": buffer.measured_joints(),
+        # Limits change commands, never measured values.
+        "joints_clamped": controller.guard.joints.total,
         "safety": controller.guard.stats(),
         # What went out.
         "rate": controller.config.rate,

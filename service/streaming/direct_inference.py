@@ -156,7 +156,9 @@ class DirectInference:
         # The newest actions that were done before the plan, as the client says.
         self._executed = _NO_ACTIONS
         self._window = ObservationWindow()
-        self._instruction: str | None = None  # of the newest observation in the window
+        # Instructions of the newest observation in the window, and of the plan.
+        self._instruction: str | None = None
+        self._planned_instruction: str | None = None
 
     def observation_spec(self) -> ObservationSpec:
         """Return what the client's observations have to hold.
@@ -275,7 +277,12 @@ class DirectInference:
             await self._read_observation(observed, robot_io, observed_at)
 
     async def _infer_observed(
-        self, observed: Observation, executed: int | None, observed_at: float | None, model_input: _ModelInput | None
+        self,
+        observed: Observation,
+        executed: int | None,
+        observed_at: float | None,
+        model_input: _ModelInput | None,
+        is_new_task: bool = False,
     ) -> InferenceTrace:
         link, robot_io = self.check_not_stopped()
         if link.pending_acts >= MAX_PENDING_ACTS:
@@ -287,12 +294,13 @@ class DirectInference:
         try:
             if model_input is None:
                 model_input = await self._read_observation(observed, robot_io, observed_at)
-            trace = await self._infer(link, robot_io, observed, model_input, executed_actions)
+            trace = await self._infer(link, robot_io, observed, model_input, executed_actions, is_new_task)
         finally:
             link.pending_acts -= 1
         self.check_not_stopped()
         link.answered_acts += 1
         self._plan, self._executed, self._ticks = trace.actions, executed_actions, robot_io.controller.ticks
+        self._planned_instruction = model_input.instruction
         return trace
 
     async def _read_observation(
@@ -302,9 +310,9 @@ class DirectInference:
         began = time.monotonic()
         instruction = await self.resolve_instruction(observed, robot_io)
         spec = self._spec_for(robot_io)
-        pose, out_of_range = observed.clip_pose(spec)
+        pose, out_of_range = observed.get_pose(spec)
         frames = await observed.decode_images(spec) if observed.files else observed.frames
-        past = [(await before.decode_images(spec), before.clip_pose(spec)[0]) for before in observed.past]
+        past = [(await before.decode_images(spec), before.get_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
         snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
@@ -324,6 +332,7 @@ class DirectInference:
         observed: Observation,
         model_input: _ModelInput,
         executed_actions: np.ndarray,
+        is_new_task: bool,
     ) -> InferenceTrace:
         snapshot, pose = model_input.snapshot, model_input.snapshot.joints
         now = time.monotonic()
@@ -343,6 +352,10 @@ class DirectInference:
             motion = None
             if loaded.requirements.controls_joints:
                 motion = _create_motion(pose, executed_actions, robot_io.controller.config.action_rate)
+                if is_new_task and len(executed_actions):
+                    # The old plan has ended: the motion begins at the measured pose, and grippers keep their grip.
+                    position = np.where(robot_io.table.grippers, executed_actions[-1], pose)
+                    motion = replace(motion, position=position)
             chunk, clamped = self._check_chunk(robot_io, inference.chunk, motion)
         except PolicyFailed:
             runner.errors += 1
@@ -432,8 +445,10 @@ class DirectInference:
     async def next_action(
         self, observed: Observation, *, observed_at: float | None = None
     ) -> tuple[np.ndarray, int, InferenceTrace | None]:
-        """Return one action (a,), how many are left before the policy is asked again, and the inference if there was
-        one.
+        """Return one action (a,), the number of actions left of its chunk, and the inference if the policy ran.
+
+        A new instruction ends the plan: the action is the first action of a new chunk, which begins at the measured
+        pose.
 
         Args:
             observed_at: monotonic time at which the observation came; now when None.
@@ -449,10 +464,15 @@ class DirectInference:
         # A policy that looks at several observations also needs those between two chunks.
         is_looking_back = robot_io.runner.loaded.requirements.observation_steps > 1
         model_input = await self._read_observation(observed, robot_io, observed_at) if is_looking_back else None
-        if self._plan is None or self._next_action >= min(steps, len(self._plan)):
+        if model_input is None:
+            instruction = await self.resolve_instruction(observed, robot_io)
+        else:
+            instruction = model_input.instruction
+        is_new_task = robot_io.runner.loaded.requirements.language and instruction != self._planned_instruction
+        if self._plan is None or is_new_task or self._next_action >= min(steps, len(self._plan)):
             executed = None if self._plan is None else self._next_action
             try:
-                trace = await self._infer_observed(observed, executed, observed_at, model_input)
+                trace = await self._infer_observed(observed, executed, observed_at, model_input, is_new_task)
             except ServiceError:
                 self._forget_plan()  # the client got no chunk, so there is no plan to continue
                 raise
@@ -528,7 +548,7 @@ def _create_motion(pose: np.ndarray, executed: np.ndarray, rate: float) -> Motio
     newest, older, oldest = executed[-1], executed[max(len(executed) - 2, 0)], executed[0]
     velocity = (newest - older).astype(np.float64) * rate
     acceleration = (newest - 2 * older + oldest).astype(np.float64) * rate**2
-    return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False)
+    return Motion(newest, velocity, acceleration if len(executed) > 2 else None, is_at_rest=False, pose=pose)
 
 
 def _count_stops(session: AnySession) -> int:

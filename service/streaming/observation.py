@@ -206,16 +206,15 @@ class Observation:
         )
         return {**self.frames, **dict(zip(self.files, images, strict=True))}
 
-    def clip_pose(self, spec: ObservationSpec) -> tuple[np.ndarray, list[str]]:
-        """Return the pose (a,) float32 inside the joints' ranges; and which joints came far outside of theirs."""
+    def get_pose(self, spec: ObservationSpec) -> tuple[np.ndarray, list[str]]:
+        """Return the pose (a,) float32 as measured, and the names of joints that are far outside of their ranges."""
         names = spec.joints.names
-        measured = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
+        pose = np.fromiter(map(self.joints.__getitem__, names), np.float32, len(names))
         low, high = spec.joints.ranges
-        pose = np.minimum(np.maximum(measured, low), high)
-        if pose.tobytes() == measured.tobytes():
+        if ((low <= pose) & (pose <= high)).all():
             return pose, []
-        far = np.abs(measured - pose) > OUT_OF_RANGE_SHARE * (high - low)
-        return pose, [name for name, is_odd in zip(spec.joints.names, far, strict=True) if is_odd]
+        far = np.maximum(low - pose, pose - high) > OUT_OF_RANGE_SHARE * (high - low)
+        return pose, [name for name, is_odd in zip(names, far, strict=True) if is_odd]
 
 
 def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> Observation:
@@ -395,5 +394,4 @@ def _read_named_joints(
     missing = [name for place, name in enumerate(table.names) if place not in update.values]
     if is_complete and missing:
         problems.append(f"state lacks {', '.join(missing)}")
-    # Not clipped: the check for values in another unit needs them as they came.
-    return {table.names[place]: update.out_of_range.get(place, value) for place, value in update.values.items()}
+    return {table.names[place]: value for place, value in update.values.items()}

@@ -37,6 +37,16 @@ def test_what_is_right_has_no_violations() -> None:
     assert good().violations({"arm"}) == []
 
 
+def test_a_plan_after_a_rest_is_timed_from_its_first_action() -> None:
+    history = good()
+    history.calls.append(Call("POST", "/sessions/arm/start", 101.6, 101.65, 200, {}))
+    for number in range(10):
+        action(history, 101.7, number, 102.4 + number * PERIOD)
+    assert history.violations({"arm"}) == []
+    action(history, 101.7, 0, 102.4 + 10 * PERIOD)
+    assert [found[0] for found in history.violations({"arm"})] == ["3"]
+
+
 def moves_after_its_stop(history: History) -> None:
     action(history, 101.6, 0, 101.6)
 
@@ -55,7 +65,9 @@ def jumps(history: History) -> None:
 
 
 def does_what_expired(history: History) -> None:
+    hold = history.commands.pop()
     action(history, 100.9, 0, 101.3)
+    history.commands.append(hold)
 
 
 def runs_by_itself(history: History) -> None:

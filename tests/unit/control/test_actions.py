@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxmodels import TemporalEnsembler
 from service.control.action_queue import ActionQueue
-from service.control.aggregation import EnsembleAggregation
+from service.control.aggregation import EnsembleAggregation, WeightedAggregation
 
 PERIOD = 0.05
 
@@ -79,6 +79,38 @@ def test_a_new_chunk_replaces_what_is_left_in_step_with_time() -> None:
     queue.push(numbered(10, first=100), observed_at=0.05, now=0.08)
     assert first_of(queue.take(0.1, 0.1)) == 101
     assert queue.consumed == 1
+
+
+@pytest.mark.parametrize("tick_period", [None, 0.02, 0.12])
+@pytest.mark.parametrize("executed", [0, 3])
+def test_the_first_tick_after_a_rest_takes_the_next_action(tick_period: float | None, executed: int) -> None:
+    queue = ActionQueue(PERIOD, tick_period)
+    tick = tick_period or PERIOD
+    assert queue.push(numbered(20), observed_at=10.0, now=10.7, executed=executed) == 20 - executed
+    assert queue.due_times()[0] == pytest.approx(10.7)
+    # Several ticks are missed, and the one that comes is late: the robot rested until then.
+    first = 10.7 + 9 * tick
+    assert first_of(queue.take(first, first + 0.9 * tick)) == executed
+    assert first_of(queue.take(first + tick, first + tick)) == pytest.approx(executed + tick / PERIOD)
+    assert (queue.late, queue.observed_at) == (executed, 10.0)
+    assert queue.dry_at == pytest.approx(first + (20 - executed) * PERIOD)
+
+
+def test_the_next_chunk_is_aligned_to_the_executed_actions() -> None:
+    queue = ActionQueue(PERIOD, aggregation=WeightedAggregation("average", 0.5))
+    queue.push(numbered(20), observed_at=10.0, now=10.7, executed=0)
+    assert queue.take(10.75, 10.75) is not None
+    # Its frame is older than the motion: the robot rested then, so both chunks begin with the same action.
+    assert queue.aggregate(numbered(20), 10.6).tolist() == numbered(20).tolist()
+    join(queue, numbered(20), observed_at=10.6, now=10.76)
+    assert first_of(queue.take(10.8, 10.8)) == 1
+    # Two actions later in the motion.
+    join(queue, numbered(20, first=2), observed_at=10.85, now=10.92)
+    assert first_of(queue.take(10.95, 10.95)) == 4
+    # After another rest time begins again.
+    queue.clear()
+    queue.push(numbered(20), observed_at=11.0, now=11.3, executed=0)
+    assert first_of(queue.take(11.35, 11.35)) == 0
 
 
 def test_due_times_say_what_is_left() -> None:

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.control.aggregation import EnsembleAggregation
+from service.control.aggregation import AGGREGATIONS, EnsembleAggregation
 from service.control.chunk_scheduler import PolicyAnswer, PolicyRequest
 from service.control.config import ControlConfig, ControlSettings, SafetySettings
 from service.control.controller import ControlEvent, Controller, TickResult
@@ -21,6 +23,7 @@ from service.control.robot_io import RobotIO
 from service.inference.engine import Engine, LoadedPolicy
 from service.stage import Move
 from service.testing import MemoryTransport, ScriptedPolicy
+from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
@@ -38,12 +41,14 @@ class World:
 
     Attributes:
         sees: whether frames come in, at every tick.
+        age: of these frames, in seconds.
         latency: seconds the policy takes.
         policy: what it answers; an exception's text when it is a string.
     """
 
     pace: ControlConfig = PACE
     sees: bool = True
+    age: float = 0.0
     latency: float = 0.01
     policy: Callable[[Snapshot], object] = plan
     now: float = 100.0
@@ -81,7 +86,7 @@ class World:
                 return self
             self.now = wake
             if self.sees:
-                self.buffer.put_frame("front", FRAME, self.now)
+                self.buffer.put_frame("front", FRAME, self.now - self.age)
             self.do(self.control.tick(self.now))
 
     def answer(self, request: PolicyRequest) -> None:
@@ -93,6 +98,14 @@ class World:
         self.events.clear()
         self.control.begin(self.now)
         return self
+
+    def event(self, event: LinkEvent) -> None:
+        self.do(self.control.take_link_event(event, self.now, carries_joints=True))
+
+    def fail(self, policy: Callable[[Snapshot], object]) -> None:
+        self.policy = policy
+        while self.control.hold is None or not self.control.hold.code.startswith("policy_"):
+            self.run(0.05)
 
     def commands(self, since: float = 0.0) -> list[list[float]]:
         return [command for at, command in self.sent if at >= since]
@@ -124,13 +137,99 @@ def test_nothing_moves_before_every_camera_and_all_joints_were_seen() -> None:
     assert world.control.hold is None
 
 
-def test_actions_are_those_of_their_own_time() -> None:
-    world = World(latency=0.12, pace=replace(PACE, action_steps=100, chunk=100))
-    world.policy = lambda snapshot: plan(snapshot, 100)
-    world.begin().run(0.5)
-    # Seen at t, answered at t + 0.12: actions 0, 1 and 2 are over, the tick at t + 0.15 does action 3.
-    assert [round(command[0] - POSE["Rotation"]) for _, command in world.sent] == [4, 5, 6, 7, 8, 9, 10, 11]
+def test_a_chunk_that_follows_another_is_aligned_to_its_observation() -> None:
+    pace = replace(PACE, action_steps=10, ask_ahead=0.0)
+    world = World(latency=0.12, pace=pace).begin().run(1.0)
+    # The first chunk begins with its action 0. The next one is asked for with its tenth action: when its answer comes
+    # 0.12 s later, its actions 0, 1 and 2 are over.
+    done = [round(command[0] - POSE["Rotation"]) for _, command in world.sent]
+    assert done == [*range(1, 11), 11, 12, 4, 5, 6, 7, 8, 9]
     assert world.control.queue.late == 3
+
+
+REST = {
+    "start": lambda world: world.begin(),
+    "stop and start": lambda world: (world.do(world.control.halt(world.now)), world.begin()),
+    "stop, wait and start": lambda world: (world.do(world.control.halt(world.now)), world.run(1.0), world.begin()),
+    "camera": lambda world: (setattr(world, "sees", False), world.run(1.0), setattr(world, "sees", True)),
+    "link": lambda world: (
+        world.event(LinkDown("arm", "gone")),
+        world.run(0.06),
+        world.event(LinkUp("arm")),
+        world.buffer.put_joints(POSE, world.now),
+    ),
+    "robot replaced": lambda world: (
+        world.event(RobotLeft("arm", is_replaced=True)),
+        world.run(0.3),
+        world.buffer.put_joints(POSE, world.now),
+    ),
+    "failure": lambda world: world.fail(lambda snapshot: "broken"),
+    "refused chunk": lambda world: world.fail(BAD_CHUNKS["nan"]),
+    "emergency stop and reset": lambda world: (
+        world.do(world.control.halt(world.now, always_hold=True)),
+        world.run(2.0),
+        world.begin(),
+    ),
+}
+
+
+@pytest.mark.parametrize("rest", REST)
+@pytest.mark.parametrize("latency", [0.01, 0.7])
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: Any) -> None:
+    pace = replace(PACE, safety=SafetySettings(on_hold=on_hold), control=ControlSettings(failures_allowed=9))
+    world = World(latency=latency, pace=pace).begin().run(2.0)
+    assert len(world.sent) > 20
+    REST[rest](world)
+    world.policy, late, sent = plan, world.control.queue.late, len(world.sent)
+    while world.control.hold is not None or len(world.sent) == sent:
+        sent = len(world.sent)
+        world.run(world.control.clock.next_deadline(world.now) - world.now)
+    assert world.control.queue.late == late
+    world.run(0.3 if rest != "link" else 1.0)  # the repeats of this hold go on while the policy is asked
+    moved = [command[0] - POSE["Rotation"] for command in world.commands()[sent:]]
+    assert list(dropwhile(lambda step: step == 0, moved))[:4] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(20, [1, 2, 3, 4]), (50, [1, 1.4, 1.8, 2.2]), (10, [1, 3, 5, 7])])
+@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("late", [0.0, 0.004, 0.13])
+def test_at_every_rate_and_overlap_the_plan_is_timed_from_its_first_tick(
+    rate: float, expected: list[float], name: str, late: float
+) -> None:
+    pace = replace(PACE, rate=rate, overlap=AGGREGATIONS[name])
+    world = World(latency=0.7, pace=pace).begin().run(0.72)
+    world.run(0.4, late=late)
+    world.run(0.4)
+    assert [command[0] - POSE["Rotation"] for _, command in world.sent[: 1 if late > 0.1 else 4]] == pytest.approx(
+        expected[: 1 if late > 0.1 else 4]
+    )
+    assert world.control.queue.late == 0 or late > 0.1
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_a_second_chunk_seen_before_the_motion_skips_no_action(name: str) -> None:
+    pace = replace(PACE, overlap=AGGREGATIONS[name], action_steps=10)
+    world = World(latency=0.7, age=0.2, pace=pace).begin().run(2.0)
+    # The second chunk was asked for with the first command. Its frame shows the arm at rest, so it is the same plan.
+    assert world.asked[1] == world.sent[0][0]
+    assert [command[0] - POSE["Rotation"] for command in world.commands()[:20]] == pytest.approx([*range(1, 21)])
+
+
+def test_a_chunk_after_starving_continues_after_the_executed_actions() -> None:
+    world = World(latency=0.02).begin().run(3.0)
+    world.latency = 1.3
+    asked = len(world.asked)
+    while len(world.asked) == asked:
+        world.run(0.05)
+    world.run(1.2)
+    assert world.control.hold is not None
+    assert world.control.hold.code == "starved"
+    done = sum(at >= world.asked[-1] for at, command in world.sent if command[0] != POSE["Rotation"])
+    resumed = world.now
+    world.run(0.4)
+    assert [command[0] - POSE["Rotation"] for command in world.commands(resumed)][:3] == [done + n for n in (1, 2, 3)]
+    assert world.control.hold is None
 
 
 @pytest.mark.parametrize("latency", [0.001, 0.04, 0.11, 0.3])
@@ -146,13 +245,31 @@ def test_only_so_many_actions_of_a_chunk_are_done_as_the_policy_was_made_for() -
     assert np.diff(world.asked[1:]) == pytest.approx(5 * 0.05)
 
 
-def test_a_slower_policy_than_its_chunk_never_moves_and_says_so() -> None:
-    world = World(latency=1.5).begin().run(6.0)
-    assert world.sent == []
+def test_a_policy_slower_than_its_chunk_executes_one_chunk_after_each_rest() -> None:
+    world = World(latency=1.5).begin().run(3.05)
+    assert [command[0] - POSE["Rotation"] for _, command in world.sent] == [*range(1, 21), *([0] * 4)]
     assert world.control.hold is not None
     assert world.control.hold.code == "policy_late"
     assert "1500 ms after its frame" in world.control.hold.text
     assert "covers only 1000 ms" in world.control.hold.text
+    since = world.now
+    world.run(2.0)
+    assert [command[0] - POSE["Rotation"] for command in world.commands(since)][:3] == [1, 2, 3]
+
+
+def test_a_policy_slower_than_an_inference_may_be_never_moves() -> None:
+    world = World(latency=2.5).begin().run(6.0)
+    assert world.sent == []
+    assert world.control.holds["inference_slow"] == 2
+
+
+def test_frames_that_turn_stale_during_an_inference_hold_the_robot() -> None:
+    world = World(latency=0.7).begin().run(0.3)
+    world.sees = False
+    world.run(1.0)
+    assert world.sent == []
+    assert world.control.hold is not None
+    assert world.control.hold.code == "camera_stale"
 
 
 def test_a_pause_of_the_whole_process_is_one_hold_though_an_answer_was_under_way() -> None:
@@ -404,6 +521,35 @@ def test_a_hold_of_a_robot_that_left_meanwhile_keeps_no_grip(gripping: World) ->
     gripping.buffer.distrust_joints()
     gripping.run(2.0)
     assert gripping.sent[-1][1] == list(POSE.values())
+
+
+@pytest.mark.parametrize("outside", [-115.0, 130.0])
+@pytest.mark.parametrize("on_hold", ["hold", "ramp"])
+def test_an_arm_outside_its_range_is_held_there_and_led_back(outside: float, on_hold: Any) -> None:
+    seen: list[float] = []
+
+    def note(snapshot: Snapshot) -> np.ndarray:
+        seen.append(float(snapshot.joints[0]))
+        return plan(snapshot)
+
+    world = World(policy=note)
+    world.control = Controller(
+        world.buffer,
+        replace(PACE, safety=SafetySettings(on_hold=on_hold)),
+        create_motion_limits(world.buffer.joints, requested=1.0),
+    )
+    world.buffer.put_joints({"Rotation": outside}, world.now)
+    world.do(world.control.halt(world.now, always_hold=True))
+    assert world.sent[-1][1][0] == outside, "a hold does not move the arm"
+    world.begin().run(1.0)
+    assert set(seen) == {outside}, "the policy sees the pose as measured"
+    turn = np.sign(-outside)
+    begun = [command[0] for command in world.commands() if command[0] != outside]
+    assert begun[:3] == pytest.approx([outside + turn * n for n in (1, 2, 3)]), "led back at its step limit"
+    world.sees = False
+    world.run(2.0)
+    assert world.control.hold is not None
+    assert world.sent[-1][1][0] == outside
 
 
 def test_an_obstacle_holds_until_it_is_gone() -> None:

@@ -129,6 +129,26 @@ def test_refusing_brings_in_what_is_a_little_outside_and_leads_a_robot_away_from
     assert judging.judge(near, moving).reason == "seam"
 
 
+@pytest.mark.parametrize("velocity", [500.0, 40.0])
+def test_a_pose_outside_the_range_refuses_no_chunk_that_begins_there(velocity: float) -> None:
+    judging = guard(limits("refuse", velocity=velocity))
+    outside = np.array([-115, 0, 0, 0, 0, 50], np.float32)
+    plan = np.repeat(outside[None], STEPS, axis=0)
+    plan[:, 0] += np.arange(1, STEPS + 1) * 0.5
+    at_rest = judging.judge(plan, Motion(outside, np.zeros(6), np.zeros(6)))
+    assert at_rest.actions is not None
+    step = velocity / 20
+    assert at_rest.actions[:3, 0] == pytest.approx([min(-115 + n * step, -100) for n in (1, 2, 3)])
+    for commanded in (-113, -100):  # on the way back, ahead of the measured pose
+        position = np.array([commanded, 0, 0, 0, 0, 50], np.float32)
+        moving = Motion(position, np.zeros(6), None, is_at_rest=False, pose=outside)
+        led = judging.judge(plan, moving)
+        assert led.actions is not None, led.text
+        assert led.actions[:, 0].max() <= -100
+        assert np.abs(np.diff(led.actions[:, 0], prepend=commanded)).max() <= step + 1e-4
+    assert judging.judge(plan - 11, Motion(outside, np.zeros(6), np.zeros(6))).reason == "position"
+
+
 def test_refusing_judges_what_is_over_too() -> None:
     plan = line(0.0)
     plan[1, 0] = 90
@@ -182,6 +202,9 @@ def test_a_joint_that_is_outside_is_led_back_and_never_pushed_further() -> None:
     assert judged.actions[-1, :2] == pytest.approx([10, -10])
     command = outside.position.astype(np.float32)
     assert judging.limit(plan[0], command)[:2] == pytest.approx([28, -28])
+    back = judging.limit(judged.actions[0], command)
+    assert back[:2] == pytest.approx([29.5, -29.5]), "as smoothly as the chunk"
+    assert judging.clamped["tick"] == 1
 
 
 def test_a_hundred_thousand_random_chunks_leave_inside_position_step_velocity_and_acceleration() -> None:

@@ -115,6 +115,24 @@ async def test_a_robot_that_reports_in_another_unit_is_a_warning_until_it_does_n
     assert rig.stats["warnings"] == {}
 
 
+async def test_joints_outside_their_range_reach_policy_and_hold_as_measured(rig) -> None:
+    class Noting(ScriptedPolicy):
+        def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+            states.append(observation["observation.state"][0].tolist())
+            return super().act(observation)
+
+    states: list[list[float]] = []
+    rig.policy = Noting()
+    rig.pose = POSE | {"Rotation": -109.0, "Jaw": 104.0}
+    await rig.running()
+    await until(lambda: rig.link.sent[-1].values["Rotation"] == -100)
+    assert states[0] == list(rig.pose.values())
+    assert rig.link.sent[-1].values["Jaw"] == 100, "commands of the policy stay inside"
+    assert rig.stats["joints_clamped"] == sum(rig.stats["safety"]["clamped_joints"].values()) > 0
+    await rig.sessions.stop("s")
+    assert rig.link.sent[-1].values == rig.pose, "a hold moves nothing"
+
+
 async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigged) -> None:
     async with rigged() as rig:
         session = await rig.running()

@@ -1,6 +1,8 @@
 """What a session's policy is told to do: at its making, and while its robot moves."""
 
 import asyncio
+import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from service.errors import InvalidRequest
 from service.inference.engine import Engine
 from service.inference.loaded_policy import MAX_INSTRUCTION_LENGTH, select_features, task_input
 from service.testing import MAX_WORDS, ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import POSE
 from tests.testing.waiting import until
 from tests.unit.sessions.test_sessions import LONG, NEW, Rig, rigged
 
@@ -45,6 +48,62 @@ async def test_the_instruction_is_in_every_observation_and_another_one_from_the_
         assert session.status().stats["instruction_tokens_cut"] == 3
 
 
+class Obeying(ScriptedPolicy):
+    """Moves up for the red cube, and down for any other."""
+
+    def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        chunk = super().act(observation)
+        if observation[TASK].tolist() == [RED]:
+            return chunk
+        return 2 * observation["observation.state"][:, None, :6] - chunk
+
+
+@pytest.mark.parametrize("overlap", ["replace", "crossfade", "rtc"])
+async def test_a_new_instruction_ends_the_old_plan_long_before_its_end(overlap: str) -> None:
+    needs = replace(READS, chunk=400, action_steps=380, takes_prefix=overlap == "rtc")
+    async with rigged() as rig:
+        rig.policy = policy = Obeying(needs)
+        await rig.running(replace(NEW, language_instruction=RED, overlap=overlap))
+        session, robot_io = rig.session, rig.session.robot_io
+        assert robot_io is not None
+        asked = len(policy.told)
+        for more in ({"language_instruction": RED}, {"action_steps": 390}):
+            await rig.sessions.adjust("s", more)
+        sent = len(rig.link.sent)
+        await until(lambda: len(rig.link.sent) > sent + 5)
+        assert len(policy.told) == asked, "an instruction that stays the same asks for nothing"
+        assert rig.link.sent[-1].values["Rotation"] > POSE["Rotation"]
+        await rig.sessions.adjust("s", {"language_instruction": BLUE})
+        sent = len(rig.link.sent)
+        await until(lambda: rig.link.sent[-1].values["Rotation"] < POSE["Rotation"])
+        assert len(rig.link.sent) < sent + 100, "not at the end of the old plan"
+        assert policy.told[asked:] == [(BLUE,)]
+        assert robot_io.runner.followed == BLUE
+        assert session.status().stats["starvations"] == 0
+        assert robot_io.controller.holds["starved"] == 0
+
+
+async def test_an_answer_to_the_old_instruction_is_dropped() -> None:
+    async with rigged() as rig:
+        rig.policy = policy = Obeying(replace(READS, chunk=400, action_steps=5))
+        await rig.running(replace(NEW, language_instruction=RED))
+        robot_io, gate = rig.session.robot_io, threading.Event()
+        assert robot_io is not None
+        before = robot_io.controller.scheduler.discarded
+        policy.failures.append(gate)
+        try:
+            await until(lambda: not policy.failures)  # the policy computes an answer to RED
+            await rig.sessions.adjust("s", {"language_instruction": BLUE})
+        finally:
+            gate.set()
+        asked = len(policy.told)
+        await until(lambda: (BLUE,) in policy.told)
+        assert (RED,) not in policy.told[asked + 1 :]
+        await until(lambda: robot_io.runner.followed == BLUE)
+        assert robot_io.controller.scheduler.discarded == before + 1
+        assert robot_io.controller.holds["starved"] == 0
+
+
 @pytest.mark.parametrize("instruction", [None, "  ", "gibberish"])
 async def test_a_policy_that_reads_language_gets_no_session_without_an_instruction(instruction: str | None) -> None:
     async with rigged() as rig:
@@ -73,8 +132,13 @@ async def test_what_the_policy_cannot_read_is_refused_and_the_robot_does_what_it
 
 async def test_a_policy_that_reads_no_language_is_told_nothing_but_the_session_keeps_it() -> None:
     async with rigged() as rig:
+        rig.policy = ScriptedPolicy(replace(LONG, action_steps=400))
         await rig.running(replace(NEW, language_instruction=RED))
+        asked = rig.policy.acted
         session = await rig.sessions.adjust("s", {"language_instruction": None})
+        sent = len(rig.link.sent)
+        await until(lambda: len(rig.link.sent) > sent + 5)
+        assert rig.policy.acted == asked, "its plan goes on"
         assert session.status().stats["language_instruction"] is None
         # It refuses observations that hold more than it reads.
         assert session.status().stats["errors"] == 0

@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from jaxmodels import Requirements
+from service.streaming import codec
 from service.testing import ScriptedPolicy
 
 
@@ -111,6 +112,33 @@ async def test_a_chunk_is_held_to_the_limits_from_the_measured_pose_or_from_what
         # The arm lags behind and the policy wants 6: its motion goes there from the tenth action, not from the pose.
         np.testing.assert_allclose(told["actions"][:2, 0], [9, 10], atol=1e-4)
         assert (await server.act(server.seen(executed=21)))[0] == 422
+
+
+async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
+    class Noting(ScriptedPolicy):
+        def act(self, observation):
+            states.append(observation["observation.state"][0].tolist())
+            return super().act(observation)
+
+    states = []
+    pose = [-115.0, 103.0, 0.0, 0.0, 0.0, -3.0]
+    named = dict(zip(("Rotation", "shoulder_lift", "Elbow", "Wrist_Pitch", "Wrist_Roll", "gripper"), pose, strict=True))
+    async with serve(policy=Noting()) as server:
+        await server.create()
+        for state in (pose, named):
+            status, told = await server.act(server.seen(state=state))
+            assert status == 200, told
+            assert "warnings" not in told
+            np.testing.assert_allclose(told["actions"][0], [-100, 100, 0.1, 0.1, 0.1, 0], atol=1e-5)
+        async with server.stream("/sessions/arm/openpi") as socket:
+            await socket.recv()
+            for _ in range(2):
+                image = np.zeros((48, 64, 3), np.uint8)
+                await socket.send(codec.pack_openpi({"observation/image": image, "state": np.array(pose, np.float32)}))
+                await socket.recv()
+        assert states == 4 * [pose]
+        told = (await server.act(server.seen(state=[-121.0, *pose[1:]])))[1]
+        assert told["warnings"] == ["far outside of its range: Rotation; is it told in another unit?"]
 
 
 async def test_a_chunk_that_cannot_be_done_is_never_told(server):

@@ -84,6 +84,48 @@ async def test_a_client_in_python_tells_it_too(reading):
     assert reading.policy.told == [("lift",)]
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+async def test_a_new_instruction_ends_the_plan_of_single_actions(serve, steps):
+    needs = replace(READS, chunk=20, action_steps=20, observation_steps=steps, rate=10.0)
+    async with serve(policy=ScriptedPolicy(needs)) as server:
+        await server.create(language_instruction="wait")
+
+        async def act(**more) -> tuple[float, int]:
+            status, told = await server.act(server.seen(want="action", **more))
+            assert status == 200, told
+            return round(float(told["action"][0]), 2), told["left"]
+
+        assert [await act(), await act(prompt="wait"), await act(task="wait")] == [(0.1, 19), (0.2, 18), (0.3, 17)]
+        assert [await act(prompt="lift"), await act(), await act(prompt="lift")] == [(0.1, 19), (0.2, 18), (0.3, 17)]
+        patched = await server.call("PATCH", "/sessions/arm", json={"language_instruction": "turn"})
+        assert patched[0] == 200
+        assert [await act(), await act()] == [(0.1, 19), (0.2, 18)]
+        await server.call("PATCH", "/sessions/arm", json={"language_instruction": "turn"})
+        assert await act() == (0.3, 17)
+        async with server.stream() as socket:
+            for prompt, left in (("turn", 19), ("turn", 18), ("wave", 19)):
+                await socket.send(codec.pack({"kind": "act"} | server.seen(want="action", prompt=prompt)))
+                while (told := codec.unpack(await socket.recv()))["kind"] != "action":
+                    pass
+                assert told["left"] == left
+        assert server.policy.told == [("wait",), ("lift",), ("turn",), ("turn",), ("wave",)]
+
+
+async def test_a_policy_without_language_keeps_its_plan_at_a_new_prompt(server):
+    for left, prompt in ((19, "lift"), (18, "drop")):
+        assert (await server.act(server.seen(want="action", prompt=prompt)))[1]["left"] == left
+
+
+async def test_a_new_instruction_begins_at_the_pose_and_keeps_the_grip(serve):
+    async with serve(policy=ScriptedPolicy(READS, step=5.0), max_relative_target=1.0) as server:
+        await server.create(language_instruction="wait")
+        for _ in range(4):
+            assert (await server.act(server.seen(want="action")))[0] == 200
+        told = (await server.act(server.seen(want="action", prompt="lift")))[1]
+        # The arm did not follow its four actions: only the jaw goes on from the last one.
+        np.testing.assert_allclose(told["action"], np.add(server.pose, [1, 1, 1, 1, 1, 5]), atol=1e-4)
+
+
 async def test_the_stream_tells_the_control_loop(reading):
     async with reading.stream() as socket:
         assert codec.unpack(await socket.recv())["reads_prompt"] is True
@@ -94,6 +136,15 @@ async def test_the_stream_tells_the_control_loop(reading):
             kinds.append(codec.unpack(await socket.recv())["kind"])
         assert set(reading.policy.told) == {("lift",)}
         assert instruction_of(reading) == "lift"
+        asked = len(reading.policy.told)
+        await reading.call("PATCH", "/sessions/arm", json={"action_steps": 20, "ask_ahead": 0.0})
+        await socket.send(codec.pack({"kind": "observation"} | reading.seen(prompt="turn")))
+        left = 0
+        while ("turn",) not in reading.policy.told:
+            left = left or reading.app.ctx.sessions.get("arm").robot_io.controller.queue.left
+            await socket.recv()
+        assert left > 5, "the old plan was far from its end"
+        assert reading.policy.told[asked:] == [("turn",)]
 
 
 async def test_openpis_client_is_told_that_its_prompt_is_read(reading):
