@@ -303,7 +303,14 @@ class Policy:
             self._instructions = Instructions(reads, self._encode, self._placement)
         renames = checkpoint.normalization.renames
         needs = build_requirements(lerobot_folder.Description(config, checkpoint.sidecar, renames))
-        self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.get_range(config.action))
+        inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
+        # With a joint map, the statistics are those of mapped joints, which no robot reports.
+        has_statistics = config.state is not None and config.joint_map is None
+        self._requirements = replace(
+            needs,
+            action_range=outputs.get_range(config.action),
+            state_statistics=inputs.get_statistics(config.state) if has_statistics else None,
+        )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 
