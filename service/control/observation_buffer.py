@@ -208,8 +208,7 @@ class ObservationBuffer:
             self._past.append((observed_at, self.pose))
         positions = list(update.values)
         self._values = self._values.copy()
-        # A value that is far outside of its range stays as it was measured: it may be in another unit.
-        self._values[positions] = list((update.values | update.out_of_range).values())
+        self._values[positions] = list(update.values.values())
         self._values.flags.writeable = False
         self._is_known[positions] = True
         self._is_current[positions] = True

@@ -12,8 +12,8 @@ from service.errors import UnitsDiffer
 # A state counts as far outside the statistics from this many spans of the widest joint's training data on. Every joint
 # is compared with the widest, because a joint that hardly moves in the data may rest anywhere. In the same unit, an
 # SO-100 anywhere in its range is at most 1.3 such spans outside the data of the shipped policy, and at most 4 spans
-# outside data that covers a fifth of the range. Servo ticks (about 2048) in place of -100..100 are 10 spans outside data
-# that covers the whole range, and 5.2 in place of -180..180 degrees; degrees in place of radians are 20 to 50 outside.
+# outside data that covers a fifth of the range. Servo ticks (about 2048) in place of -100..100 are 10 spans outside of
+# data that covers the whole range, and 5.2 in place of -180..180 degrees; degrees in place of radians are 20 to 50.
 FAR_SPANS = 5.0
 # Joints within this range may be in radians: a joint turns by half a turn to each side, and calibrations differ a bit.
 RADIANS = 1.05 * math.pi

@@ -27,8 +27,8 @@ NOISE = 0.001
 FOLLOWED = 0.04
 # Seconds after a clear motion was commanded within which a joint follows it, or counts as in another unit.
 UNITS_AFTER = 1.0
-# Seconds between two looks at the joints, at most.
-LOOK_INTERVAL = 0.1
+# Seconds between two comparisons of the joints with their commands, at most.
+COMPARE_INTERVAL = 0.1
 # Seconds without a tick after which a robot is held, however long its frames may last: from here on the event loop
 # counts as blocked, and a robot that receives nothing for 0.5 s holds itself.
 STALL = 0.25
@@ -240,7 +240,7 @@ class Watchdog:
                 stop = Stop(code, f"{text} for {now - since:.0f} s, limit {self.stop_after:g} s")
         else:
             self._since.clear()
-        if self.joints is not None and now >= self.joints.next_look_at:
+        if self.joints is not None and now >= self.joints.due_at:
             self.joints.compare(now, times, safety.frozen_after)
         if self.frozen or (self.joints is not None and self.joints.fault is not None):
             for code, text in self.get_warnings(now).items():
@@ -319,7 +319,7 @@ class JointMotion:
 
     Attributes:
         fault: found and not over yet, or None.
-        next_look_at: time of the next comparison.
+        due_at: time of the next comparison.
     """
 
     def __init__(self, names: Sequence[str], spans: np.ndarray, grippers: np.ndarray):
@@ -331,18 +331,18 @@ class JointMotion:
             grippers: (a,) bool, which joints hold things: what is gripped blocks them, whatever is commanded.
         """
         self.fault: JointFault | None = None
-        self.next_look_at = -math.inf
+        self.due_at = -math.inf
         self._names, self._arm = tuple(names), ~grippers
         self._ranges = np.asarray(spans, np.float64)
         self._is_begun = False
 
     def begin(self) -> None:
         """Forget everything: a motion begins."""
-        self.fault, self.next_look_at, self._is_begun = None, -math.inf, False
+        self.fault, self.due_at, self._is_begun = None, -math.inf, False
 
     def compare(self, now: float, times: InputTimes, frozen_after: float) -> None:
-        """Compare the pose with the commands since the last look; sets or clears ``fault``."""
-        self.next_look_at = now + min(LOOK_INTERVAL, frozen_after / 4)
+        """Compare the pose with the commands since the last call; sets or clears ``fault``."""
+        self.due_at = now + min(COMPARE_INTERVAL, frozen_after / 4)
         pose, command = times.pose, times.command
         if pose is None:
             self._is_begun = self._is_begun and self.fault is not None

@@ -327,9 +327,10 @@ class DirectInference:
         units, names = robot_io.buffer.units, self._spec_for(robot_io).joints.names
         if units is None or units.unchecked is not None:
             return None
-        for moment in (*observed.past, observed):
-            units.check(pose := np.array([moment.joints[name] for name in names]))
-        return units.warn_of_radians(pose)
+        poses = [np.array([moment.joints[name] for name in names]) for moment in (*observed.past, observed)]
+        for pose in poses:
+            units.check(pose)
+        return units.warn_of_radians(poses[-1])
 
     async def _infer(
         self,
