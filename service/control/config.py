@@ -39,7 +39,7 @@ class SafetySettings(Group):
         description="Seconds that a robot is held because it cannot be seen or reached, until its session is degraded.",
     )
     stop_after: Seconds = Field(
-        default=30.0, description="Such seconds until it is stopped and latched: nobody expects a motion any more."
+        default=30.0, description="Such seconds until it is stopped and latched: by then, people expect no motion."
     )
     frozen_after: Seconds = Field(
         default=2.0,

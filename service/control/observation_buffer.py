@@ -120,7 +120,7 @@ class ObservationBuffer:
         clamped: joint values that came in outside their range.
         odd: joints whose newest value came in far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
-        sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
+        sizes: (height, width) of each camera's newest frame, if it sent any; another object when it changes.
         observed_at: when each camera's newest frame was seen, None before the first.
         pose: (a,) the last measured pose, which nobody changes any more; None while a joint was never seen.
         is_pose_current: whether every joint is known and trusted.

@@ -21,7 +21,7 @@ RADIANS = 1.05 * math.pi
 # Data in degrees or percent covers more: a joint that moves by 30 degrees is a slow start of a motion.
 MIN_ANGLE_SPAN = 30.0
 # Values of a gripper that is measured in 0..1. A gripper whose data has a span of at least 10 is in another unit; data
-# within these values and with a span of at least 0.1 is in this one, whatever unit the arm has.
+# within these values and with a span of at least 0.1 is in this one, also if the arm is in degrees.
 UNIT_GRIPPER = (-0.05, 1.05)
 MIN_GRIPPER_SPAN, MIN_UNIT_SPAN = 10.0, 0.1
 # A warning of radians needs a joint that is this many of its own spans outside the data.

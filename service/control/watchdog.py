@@ -40,7 +40,7 @@ HOLDS = ("paused", "inference_slow", "action_stale", CAMERA_FROZEN, JOINTS_FROZE
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason to stop a robot until somebody resets it: a stable code, and a text for people."""
+    """Reason to stop a robot until a person resets it: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -94,7 +94,7 @@ class Watchdog:
 
     Attributes:
         degraded_after: seconds without seeing or reaching the robot after which its session is degraded.
-        stop_after: such seconds after which it is stopped until somebody resets it.
+        stop_after: such seconds after which it is stopped until a person resets it.
         slow_after: seconds after which an inference is slow.
         frozen: cameras that show the same picture for too long.
         joints: compares the measured joints with their commands; None if nothing is known of them, or no command is
@@ -253,9 +253,8 @@ class Watchdog:
     def _is_paused(self, now: float, times: InputTimes) -> bool:
         """Whether the pause of this process is still a reason to hold the robot.
 
-        Whatever was planned before is not for a robot that went on without us, and what the cameras showed meanwhile
-        comes bit by bit: one pause is one hold, until each had a frame since. One that does not soon is stale
-        by itself.
+        The plan from before the pause is not for a robot that went on without it, and frames from the pause arrive one
+        by one. So a pause is one hold, until each camera had a frame since. A camera without a frame soon is stale.
         """
         is_seen = all(
             observed_at is not None and observed_at >= self._resumed_at for observed_at in times.observed_at.values()
@@ -328,7 +327,7 @@ class JointMotion:
         Args:
             names: names of the joints.
             spans: (a,) width of each joint's range; infinite if it is unknown.
-            grippers: (a,) bool, which joints hold things: what is gripped blocks them, whatever is commanded.
+            grippers: (a,) bool, which joints hold things: what they hold blocks them.
         """
         self.fault: JointFault | None = None
         self.due_at = -math.inf
