@@ -305,11 +305,11 @@ class Policy:
         needs = build_requirements(lerobot_folder.Description(config, checkpoint.sidecar, renames))
         inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
         # With a joint map, the statistics are those of mapped joints, which no robot reports.
-        has_statistics = config.state is not None and config.joint_map is None
+        state = config.state if config.joint_map is None else None
         self._requirements = replace(
             needs,
             action_range=outputs.get_range(config.action),
-            state_statistics=inputs.get_statistics(config.state) if has_statistics else None,
+            state_statistics=None if state is None else inputs.get_statistics(state),
         )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}

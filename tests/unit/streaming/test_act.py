@@ -9,7 +9,7 @@ from PIL import Image
 
 from jaxmodels import Requirements
 from service.streaming import codec
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from service.testing import ScriptedPolicy
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:
@@ -241,7 +241,7 @@ async def test_a_direct_session_outlives_its_server(serve, tmp_path):
 
 
 LEARNED = replace(
-    SO100_REQUIREMENTS,
+    ScriptedPolicy().requirements,
     chunk=4,
     action_steps=4,
     state_statistics={"min": (-33.0, -46.0, -76.0, 59.0, -26.0, 17.0), "max": (37.0, 37.0, 47.0, 100.0, 23.0, 63.0)},
