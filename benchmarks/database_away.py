@@ -11,6 +11,7 @@ the database is back, and started again. Afterwards both servers and the databas
 
 import argparse
 import asyncio
+import itertools
 import json
 import tempfile
 import time
@@ -26,7 +27,7 @@ from benchmarks.measured import RESULTS, machine, write
 from benchmarks.postgres import PostgresServer, postgres
 from robojax.client import AsyncClient, Command, StreamClosed
 
-PICTURES, POSE = {"front": np.zeros((48, 64, 3), np.uint8)}, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+POSE = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 TICK = 0.05
 
 
@@ -48,10 +49,12 @@ class Robot:
             async with session.stream() as stream:
                 hearing = asyncio.create_task(self._hear(stream))
                 try:
-                    await stream.observe(PICTURES, POSE)
+                    await stream.observe({"front": _picture(0)}, POSE)
                     await session.start()
-                    while not hearing.done():
-                        await stream.observe(PICTURES, POSE)
+                    for number in itertools.count():
+                        if hearing.done():
+                            break
+                        await stream.observe({"front": _picture(number)}, POSE)
                         await asyncio.sleep(TICK)
                 except StreamClosed:
                     pass
@@ -136,6 +139,11 @@ async def campaign(folder: Path, seconds: float, database: PostgresServer) -> di
         for one in (a, b):
             await one.end()
     return {**found, "wrong": wrong}
+
+
+def _picture(number: int) -> np.ndarray:
+    """Return one of pictures that differ, as those of a camera do."""
+    return np.full((48, 64, 3), number % 2, np.uint8)
 
 
 _DIRECT = {"policy_path": "p", "transport_server_url": "direct"}

@@ -23,6 +23,8 @@ STATISTICS = {
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
+# Pairs of statistics that describe a feature's values, whatever the mode.
+DESCRIPTIVE = (("mean", "std"), ("min", "max"), ("q01", "q99"))
 
 
 class Affine(NamedTuple):
@@ -94,6 +96,21 @@ class Normalizer:
         if not (np.isfinite(low) & np.isfinite(high) & (low <= high)).all():
             return None
         return tuple(map(float, low)), tuple(map(float, high))
+
+    def get_statistics(self, feature: Feature) -> dict[str, tuple[float, ...]] | None:
+        """Return the statistics of each number of a feature in the data, whatever the mode.
+
+        Returns:
+            statistic to one number per channel, of those pairs of `DESCRIPTIVE` that are complete, finite and of the
+            feature's shape; None if there is no such pair.
+        """
+        stats, found = self.stats.get(feature.name, {}), {}
+        for names in DESCRIPTIVE:
+            pair = [np.asarray(stats[name], np.float64).reshape(-1) for name in names if name in stats]
+            if len(pair) == 2 and all(len(v) in (1, feature.shape[0]) and np.isfinite(v).all() for v in pair):
+                vectors = (np.broadcast_to(values, feature.shape[:1]) for values in pair)
+                found |= {name: tuple(map(float, vector)) for name, vector in zip(names, vectors, strict=True)}
+        return found or None
 
     def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
         width = feature.shape[0]

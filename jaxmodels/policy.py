@@ -303,7 +303,14 @@ class Policy:
             self._instructions = Instructions(reads, self._encode, self._placement)
         renames = checkpoint.normalization.renames
         needs = build_requirements(lerobot_folder.Description(config, checkpoint.sidecar, renames))
-        self._requirements = replace(needs, action_range=checkpoint.normalization.outputs.get_range(config.action))
+        inputs, outputs = checkpoint.normalization.inputs, checkpoint.normalization.outputs
+        # With a joint map, the statistics are those of mapped joints, which no robot reports.
+        state = config.state if config.joint_map is None else None
+        self._requirements = replace(
+            needs,
+            action_range=outputs.get_range(config.action),
+            state_statistics=None if state is None else inputs.get_statistics(state),
+        )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}
 

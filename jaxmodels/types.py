@@ -99,6 +99,9 @@ class Requirements:
         metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
+        state_statistics: statistics of ``observation.state`` in the training data, as far as the checkpoint has them:
+            ``mean``, ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each, in the robot's units. None
+            without a pair of them. Policies may differ in it, too.
     """
 
     policy_type: str
@@ -117,6 +120,7 @@ class Requirements:
     controls_joints: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
+    state_statistics: Mapping[str, tuple[float, ...]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

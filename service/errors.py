@@ -2,6 +2,7 @@
 
 ServiceError                  500 internal
 ├── InvalidRequest            422 invalid          a field that parsed but cannot be used
+│   └── UnitsDiffer           422 joints_units     a state far outside the policy's training data, as in another unit
 ├── Unauthorized              401 unauthorized     no key or token where one is wanted, or one that is not known
 ├── Forbidden                 403 forbidden        a key whose role does not allow it
 ├── UnknownSession            404 unknown_session  also one that belongs to another key
@@ -60,6 +61,15 @@ class InvalidRequest(ServiceError):
     def __init__(self, message: str, loc: tuple[str | int, ...] = ("body",)):
         super().__init__(message)
         self.loc = loc
+
+
+class UnitsDiffer(InvalidRequest):
+    """The state is far outside the data that the policy was trained on, as in another unit."""
+
+    code = "joints_units"
+
+    def __init__(self, message: str):
+        super().__init__(message, ("body", "state"))
 
 
 class Unauthorized(ServiceError):

@@ -231,6 +231,10 @@ def adjust(
     language_instruction: Annotated[
         str | None, typer.Option(help="What the robot is to do, in words, for policies that read language.")
     ] = None,
+    accept_units: Annotated[
+        bool | None,
+        typer.Option(help="Accept a state that looks like another unit than the policy's (holds with joints_units)."),
+    ] = None,
     url: Url = None,
     key: Key = None,
     as_json: AsJson = False,
@@ -245,6 +249,8 @@ def adjust(
     body: dict[str, object] = {}
     if language_instruction is not None:
         body["language_instruction"] = language_instruction
+    if accept_units is not None:
+        body["accept_units"] = accept_units
     for name, (text, kind) in changes.items():
         if text is None:
             continue

@@ -34,6 +34,9 @@ from service.transport.link import EmergencyStop, Rooms
 class SimulatedRobot:
     """Simulation on one thread, since an OpenGL context belongs to the thread that made it.
 
+    Its camera has the noise of a sensor, one grey level: without it, the pictures of an arm at rest would be identical,
+    as those of a frozen camera are, and the server would hold the arm.
+
     Args:
         films: a folder for a video of each episode.
     """
@@ -43,6 +46,7 @@ class SimulatedRobot:
         self._task, self._films = task, films
         self._arm: Arm | None = None
         self._frames: list[np.ndarray] = []
+        self._noise = np.random.default_rng(0)
 
     async def reset(self, seed: int) -> str:
         """Fold the arm and lay the cubes of `seed`; returns the instruction."""
@@ -66,6 +70,7 @@ class SimulatedRobot:
     def _reset(self, seed: int) -> str:
         self._arm = self._arm or Arm(self._task)
         self._arm.reset(seed)
+        self._noise = np.random.default_rng(seed)
         self._frames.clear()
         return self._arm.target_cube.instruction
 
@@ -75,7 +80,8 @@ class SimulatedRobot:
         picture = self._arm.picture(CAMERA, *FRAME)
         if self._films is not None:
             self._frames.append(picture)
-        return self._arm.joints, picture
+        noise = self._noise.integers(-1, 2, (*FRAME, 1), np.int16)
+        return self._arm.joints, np.clip(picture + noise, 0, 255).astype(np.uint8)
 
     def _outcome(self, number: int, seed: int, ticks: int) -> Outcome:
         assert self._arm is not None, "reset comes first"

@@ -104,7 +104,8 @@ class AdjustRequest(_model_of(ADJUSTABLE)):
     def _something(self) -> "AdjustRequest":
         if not self.model_fields_set:
             raise PydanticCustomError(
-                "missing", "At least one of overlap, ask_ahead, action_steps, language_instruction should be there"
+                "missing",
+                "At least one of overlap, ask_ahead, action_steps, language_instruction, accept_units should be there",
             )
         return self
 

@@ -328,6 +328,7 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
             "session_id": session.id,
             **adjusted.describe_overlap(),
             "language_instruction": adjusted.new.language_instruction,
+            "accept_units": adjusted.new.accept_units,
             **sessions.get_warning(),
         }
     )

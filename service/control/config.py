@@ -10,6 +10,8 @@ from service.setting_types import Common, Group, Private, Ranges, Seconds, Steps
 
 # What happens to a chunk that leaves the limits.
 Mode = Literal["clamp", "refuse"]
+# What happens to a robot with a frozen source.
+Frozen = Literal["warn", "hold", "stop"]
 
 
 class SafetySettings(Group):
@@ -37,12 +39,18 @@ class SafetySettings(Group):
         description="Seconds that a robot is held because it cannot be seen or reached, until its session is degraded.",
     )
     stop_after: Seconds = Field(
-        default=30.0, description="Such seconds until it is stopped and latched: nobody expects a motion any more."
+        default=30.0, description="Such seconds until it is stopped and latched: by then, people expect no motion."
     )
     frozen_after: Seconds = Field(
-        default=2.0, description="Seconds with the same picture after which a camera is said to be frozen."
+        default=2.0,
+        description="Seconds with identical pictures, or with identical joints while commands move them, after which "
+        "a camera or the joints count as frozen.",
     )
-    frozen_stops: bool = Field(default=False, description="Stop and latch a robot whose camera is frozen.")
+    frozen: Common[Frozen] = Field(
+        default="hold",
+        description="What happens to a moving robot whose camera or joints are frozen: a warning, a hold until they "
+        "change, or an emergency stop.",
+    )
     bad_inputs: int = Field(
         default=20, ge=0, description="Bad joint values within a second that stop and latch a robot; 0 for never."
     )

@@ -13,7 +13,7 @@ from service.control.config import ControlConfig
 from service.control.guard import CommandHistory, Guard, Ramp
 from service.control.limits import MotionLimits, create_motion_limits
 from service.control.observation_buffer import NotReady, ObservationBuffer
-from service.control.watchdog import HOLDS, InputTimes, Watchdog
+from service.control.watchdog import HOLDS, InputTimes, JointMotion, Watchdog
 from service.stage import Move
 from service.stats import Recent, Tally
 from service.transport.link import BadInput, LinkDown, LinkEvent, LinkUp, RobotLeft
@@ -223,6 +223,9 @@ class Controller:
             executed=config.action_steps / config.action_rate,
             covered=config.chunk / config.action_rate,
             period=self.period,
+            joints=JointMotion(
+                buffer.joints.names, self.guard.limits.high - self.guard.limits.low, buffer.joints.grippers
+            ),
         )
         self.is_running = self.is_blind = False
         self.refused_since: float | None = None
@@ -283,6 +286,9 @@ class Controller:
                 self.buffer.is_pose_current,
                 self.queue.observed_at if self.queue.left else None,
                 in_flight and in_flight.requested_at,
+                self.buffer.pose,
+                self.command if self._is_moving else None,
+                self.buffer.units,
             ),
         )
         if report.holds or self._obstacles:
@@ -639,7 +645,9 @@ class Controller:
             return None
         held.repeats_left -= 1
         self._history.clear()
-        pose = self.buffer.pose
+        # A robot that is not where it is measured stays where it was sent last: the measured pose would move it.
+        is_doubted = self.buffer.units_mismatch is not None or self.watchdog.is_pose_doubted
+        pose = None if is_doubted else self.buffer.pose
         if pose is not None:
             self.command = pose = self._keep_grip(pose)
         return pose

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.control.joints import JointTable
+from service.control.units import StateUnits
+from service.control.watchdog import JOINTS_UNITS
 from service.stats import Rate, Tally
 
 
@@ -117,11 +119,13 @@ class ObservationBuffer:
         joint_updates: rate of joint updates with at least one usable value.
         odd: joints whose newest value is far outside their range, with that value.
         last_input_at: when anything usable last came in, or None.
-        sizes: (height, width) of each camera's newest frame, of those that sent one; another object when it changes.
+        sizes: (height, width) of each camera's newest frame, if it sent any; another object when it changes.
         observed_at: when each camera's newest frame was seen, None before the first.
         pose: (a,) the last measured pose, which nobody changes any more; None while a joint was never seen.
         is_pose_current: whether every joint is known and trusted.
         history: what was there before, for policies that look at it.
+        units: of the pose; None if the policy's unit is unknown.
+        units_mismatch: why the pose is in another unit than the policy's; None if it may be in the same.
     """
 
     def __init__(
@@ -132,8 +136,11 @@ class ObservationBuffer:
         frame_age_limit: float = 0.3,
         max_pixels: int = 1920 * 1200,
         history: ObservationHistory | None = None,
+        units: StateUnits | None = None,
     ):
         self.joints = joints
+        self.units: StateUnits | None = units
+        self.units_mismatch: str | None = None
         self.history = history or ObservationHistory()
         self.dropped = Tally()
         self.frames = {camera: Rate() for camera in cameras}
@@ -203,6 +210,8 @@ class ObservationBuffer:
         self._is_known[positions] = True
         self._is_current[positions] = True
         self.pose = self._values if self._is_known.all() else None
+        if self.units is not None and self.units.unchecked is None:
+            self.units_mismatch = None if self.pose is None else self.units.find_mismatch(self.pose)
         self.is_pose_current = bool(self._is_current.all())
         self.joint_updates.add(observed_at)
         self.last_input_at = max(observed_at, self.last_input_at or observed_at)
@@ -212,6 +221,11 @@ class ObservationBuffer:
         """Count joint values that came and could not be used."""
         for reason, times in reasons.items():
             self.dropped.add(reason, times)
+
+    def set_units(self, units: StateUnits) -> None:
+        """Compare the pose with the statistics of another policy, or accept its unit."""
+        self.units = units
+        self.units_mismatch = None if self.pose is None else units.find_mismatch(self.pose)
 
     def distrust_frames(self, now: float) -> None:
         """Let only frames that are seen from now on count for motion: a link was lost."""
@@ -226,6 +240,7 @@ class ObservationBuffer:
         """Forget all joint values: another robot may come, which must not be sent where this one was."""
         self.distrust_joints()
         self._is_known[:] = False
+        self.units_mismatch = None
         self.pose = None if len(self.joints) else self._values
         self._past.clear()
 
@@ -254,7 +269,7 @@ class ObservationBuffer:
         return snapshot if isinstance(snapshot, NotReady) else None
 
     def snapshot(self, now: float) -> Snapshot | NotReady:
-        """Everything at once when it is complete and fresh, else all that is missing or stale in one text."""
+        """Return frames and joints if they are complete, fresh and in the policy's unit, else why they are not."""
         frames: dict[str, np.ndarray] = {}
         missing, stale, unseen, oldest = [], [], [], math.inf
         for camera, observed_at in self.observed_at.items():
@@ -275,5 +290,7 @@ class ObservationBuffer:
         if missing or stale or unseen:
             code = "camera_missing" if missing else "camera_stale" if stale else "joints_missing"
             return NotReady(code, "; ".join(missing + stale + unseen))
+        if self.units_mismatch is not None:
+            return NotReady(JOINTS_UNITS, self.units_mismatch)
         # Without cameras the joints are all there is, and they hold until they change.
         return Snapshot(frames, self._values, oldest if frames else now, self.sizes)

@@ -13,6 +13,7 @@ from service.control.controller import ControlEvent, Controller, TickResult
 from service.control.joints import JointTable
 from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
+from service.control.watchdog import JOINTS_UNITS
 from service.errors import PolicyFailed
 from service.inference.engine import FrameSizes, LoadedPolicy
 from service.logging import sanitize_text
@@ -61,6 +62,8 @@ class RobotIO:
         self.buffer = controller.buffer
         self.observers = SessionObservers() if observers is None else observers
         self.is_dry = is_dry
+        if is_dry:
+            controller.watchdog.joints = None  # no command moves the robot
         self.is_held = False
         self.commands_sent = self.commands_refused = self.commands_withheld = 0
         self._last_command: tuple[JointValue, ...] = ()
@@ -319,6 +322,7 @@ class RobotIO:
         return {
             "frame_age_ms": {camera: age(observed_at) for camera, observed_at in self.buffer.observed_at.items()},
             "camera_frozen": sorted(controller.watchdog.frozen),
+            "units": None if self.buffer.units is None else self.buffer.units.describe(),
             "chunk_age_ms": age(controller.queue.observed_at if controller.queue.left else None),
             "inference_age_ms": age(in_flight and in_flight.requested_at),
             "links_lost": dict(controller.lost_rooms),
@@ -331,4 +335,8 @@ class RobotIO:
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
-        return self.controller.watchdog.get_warnings(now) | warnings
+        units, pose = self.buffer.units, self.buffer.pose
+        if units is not None and pose is not None:
+            text = self.buffer.units_mismatch or units.warn_of_radians(pose)
+            warnings |= {} if text is None else {JOINTS_UNITS: text}
+        return warnings | self.controller.watchdog.get_warnings(now)

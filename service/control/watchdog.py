@@ -1,28 +1,46 @@
 """Watchdog of one robot: detects stale, frozen, late or bad input, and demands a hold or a stop."""
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from service.control.config import SafetySettings
+from service.control.units import StateUnits
 
-# Frames are compared at so many points along each axis first, and in full only when those are equal.
+# Frames are compared at this many points along each axis first, and in full only when those are equal.
 POINTS = 32
+# Codes of a frozen source, and of joints in another unit.
+CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS = "camera_frozen", "joints_frozen", "joints_units"
+# Shares of a joint's range. A command that changes by less than this is no clear motion: policies dither by 1 % around
+# a goal, and a position servo under load may not follow 2 %.
+CLEAR_MOTION = 0.03
+# A joint that changes by less than this did not move: 0.2 of -100..100, 4 steps of a servo's encoder. Real encoders of
+# an arm at rest flicker by one.
+NOISE = 0.001
+# Share of the commanded motion that a joint has to show to count as following it. Radians in place of degrees or
+# percent show 1.6 to 2.2 % of it; joints that follow late or against a load show most of it.
+FOLLOWED = 0.04
+# Seconds after a clear motion was commanded within which a joint follows it, or counts as in another unit.
+UNITS_AFTER = 1.0
+# Seconds between two comparisons of the joints with their commands, at most.
+COMPARE_INTERVAL = 0.1
 # Seconds without a tick after which a robot is held, however long its frames may last: from here on the event loop
 # counts as blocked, and a robot that receives nothing for 0.5 s holds itself.
 STALL = 0.25
 # Seconds in which bad joint values are counted.
 BAD_INPUT_WINDOW = 1.0
 # Codes of the holds that a check may ask for.
-HOLDS = ("paused", "inference_slow", "action_stale")
+HOLDS = ("paused", "inference_slow", "action_stale", CAMERA_FROZEN, JOINTS_FROZEN, JOINTS_UNITS)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason to stop a robot until somebody resets it: a stable code, and a text for people."""
+    """Reason to stop a robot until a person resets it: a stable code, and a text for people."""
 
     code: str
     text: str
@@ -41,6 +59,9 @@ class InputTimes:
         is_pose_current: whether every joint is known and trusted.
         plan_observed_at: when the frames of the queued actions were seen, or None when there are none.
         requested_at: when the inference that runs was asked for, or None.
+        pose: (a,) measured, or None while a joint is unknown.
+        command: (a,) the newest command of the motion, or None while the robot does not move.
+        units: of the pose.
     """
 
     observed_at: Mapping[str, float | None]
@@ -48,6 +69,9 @@ class InputTimes:
     is_pose_current: bool = True
     plan_observed_at: float | None = None
     requested_at: float | None = None
+    pose: np.ndarray | None = None
+    command: np.ndarray | None = None
+    units: StateUnits | None = None
 
 
 @dataclass(frozen=True)
@@ -70,13 +94,22 @@ class Watchdog:
 
     Attributes:
         degraded_after: seconds without seeing or reaching the robot after which its session is degraded.
-        stop_after: such seconds after which it is stopped until somebody resets it.
+        stop_after: such seconds after which it is stopped until a person resets it.
         slow_after: seconds after which an inference is slow.
         frozen: cameras that show the same picture for too long.
+        joints: compares the measured joints with their commands; None if nothing is known of them, or no command is
+            sent (a dry run).
     """
 
     def __init__(
-        self, safety: SafetySettings, *, frame_age: float, executed: float, covered: float, period: float = 0.0
+        self,
+        safety: SafetySettings,
+        *,
+        frame_age: float,
+        executed: float,
+        covered: float,
+        period: float = 0.0,
+        joints: "JointMotion | None" = None,
     ):
         """Watch one robot; times in seconds.
 
@@ -86,7 +119,9 @@ class Watchdog:
             executed: that the actions done of a chunk take.
             covered: that all actions of a chunk take.
             period: from one check to the next.
+            joints: what is known of its joints.
         """
+        self.joints = joints
         stretch = max(1.0, 2 * frame_age / safety.degraded_after)
         self.degraded_after, self.stop_after = stretch * safety.degraded_after, stretch * safety.stop_after
         self._safety, self._frame_age, self._period = safety, frame_age, period
@@ -110,6 +145,14 @@ class Watchdog:
         self._checked_at = self._pause = None
         self._since.clear()
         self._bad.clear()
+        if self.joints is not None:
+            self.joints.begin()
+
+    @property
+    def is_pose_doubted(self) -> bool:
+        """Whether the robot is held for frozen joints or another unit: it may be elsewhere than measured."""
+        fault = None if self.joints is None else self.joints.fault
+        return fault is not None and (fault.code == JOINTS_UNITS or self._safety.frozen != "warn")
 
     def note_frame(self, camera: str, image: np.ndarray, now: float) -> None:
         """Compare a usable frame, uint8 (h, w, 3), with those before it of this camera."""
@@ -130,11 +173,20 @@ class Watchdog:
         self.frozen.discard(camera)
 
     def get_warnings(self, now: float) -> dict[str, str]:
-        """Return code to text of what is unusual but neither holds nor stops the robot."""
+        """Return code to text of frozen cameras and of joints that do not follow their commands."""
+        found = self._describe_frozen_cameras(now)
+        if self.joints is not None and self.joints.fault is not None:
+            found[self.joints.fault.code] = self.joints.fault.text
+        return found
+
+    def _describe_frozen_cameras(self, now: float) -> dict[str, str]:
         if not self.frozen:
             return {}
         names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
-        return {"camera_frozen": f"camera {names}: the same picture"}
+        return {
+            CAMERA_FROZEN: f"camera {names}: the same picture. Check the camera and the program that sends it; for a "
+            "simulator whose pictures have no noise, start the server with --frozen warn"
+        }
 
     def note_bad_input(self, reasons: Mapping[str, int], now: float) -> Stop | None:
         """Count joint values that cannot be used; returns a reason to stop when they are too many."""
@@ -188,17 +240,21 @@ class Watchdog:
                 stop = Stop(code, f"{text} for {now - since:.0f} s, limit {self.stop_after:g} s")
         else:
             self._since.clear()
-        if stop is None and safety.frozen_stops and self.frozen:
-            names = ", ".join(map(repr, sorted(self.frozen)))
-            stop = Stop("camera_frozen", f"camera {names}: the same picture for {safety.frozen_after:g} s")
+        if self.joints is not None and now >= self.joints.due_at:
+            self.joints.compare(now, times, safety.frozen_after)
+        if self.frozen or (self.joints is not None and self.joints.fault is not None):
+            for code, text in self.get_warnings(now).items():
+                if code == JOINTS_UNITS or safety.frozen == "hold":
+                    holds[code] = text
+                elif safety.frozen == "stop":
+                    stop = stop or Stop(code, text)
         return WatchdogReport(holds, blind, stop)
 
     def _is_paused(self, now: float, times: InputTimes) -> bool:
         """Whether the pause of this process is still a reason to hold the robot.
 
-        Whatever was planned before is not for a robot that went on without us, and what the cameras showed meanwhile
-        comes bit by bit: one pause is one hold, until each had a frame since. One that does not soon is stale
-        by itself.
+        The plan from before the pause is not for a robot that went on without it, and frames from the pause arrive one
+        by one. So a pause is one hold, until each camera had a frame since. A camera without a frame soon is stale.
         """
         is_seen = all(
             observed_at is not None and observed_at >= self._resumed_at for observed_at in times.observed_at.values()
@@ -240,3 +296,117 @@ class _FrozenFrame:
     fingerprint: int
     since: float
     compared_at: float
+
+
+class JointFault(NamedTuple):
+    """Measured joints that do not follow their commands.
+
+    Attributes:
+        code: ``joints_frozen`` or ``joints_units``.
+        text: for people.
+    """
+
+    code: str
+    text: str
+
+
+class JointMotion:
+    """Compares the measured joints of one robot with the commands that were sent to it.
+
+    Each joint has an anchor: its position when it last moved. Since then, the range of its commands is kept. Joints
+    that stay at their anchors while the range of commands gets large are frozen, or are measured in another unit.
+
+    Attributes:
+        fault: found and not over yet, or None.
+        due_at: time of the next comparison.
+    """
+
+    def __init__(self, names: Sequence[str], spans: np.ndarray, grippers: np.ndarray):
+        """Create it.
+
+        Args:
+            names: names of the joints.
+            spans: (a,) width of each joint's range; infinite if it is unknown.
+            grippers: (a,) bool, which joints hold things: what they hold blocks them.
+        """
+        self.fault: JointFault | None = None
+        self.due_at = -math.inf
+        self._names, self._arm = tuple(names), ~grippers
+        self._ranges = np.asarray(spans, np.float64)
+        self._is_begun = False
+
+    def begin(self) -> None:
+        """Forget everything: a motion begins."""
+        self.fault, self.due_at, self._is_begun = None, -math.inf, False
+
+    def compare(self, now: float, times: InputTimes, frozen_after: float) -> None:
+        """Compare the pose with the commands since the last call; sets or clears ``fault``."""
+        self.due_at = now + min(COMPARE_INTERVAL, frozen_after / 4)
+        pose, command = times.pose, times.command
+        if pose is None:
+            self._is_begun = self._is_begun and self.fault is not None
+            return
+        if self.fault is not None:
+            is_over = (np.abs(pose - self._anchor) > self._tolerance).any()
+            is_accepted = times.units is not None and times.units.is_accepted
+            if is_over or (self.fault.code == JOINTS_UNITS and is_accepted):
+                self.begin()
+            return
+        if command is None or not self._is_begun:
+            # The first command of a motion starts at the measured pose, and a hold sends the robot back to it.
+            self._restart(pose, now)
+            return
+        self._follow(pose, command, now)
+        self.fault = self._find_fault(pose, times.units, now, frozen_after)
+
+    def _restart(self, pose: np.ndarray, now: float) -> None:
+        self._is_begun = True
+        self._anchor = pose.astype(np.float64)
+        self._least, self._most = self._anchor.copy(), self._anchor.copy()
+        self._spread = np.zeros(len(pose))
+        self._moved_at = np.full(len(pose), now)
+        self._commanded_at = np.full(len(pose), math.inf)
+        # Without a known range, the largest value that any joint has says how large values are.
+        widest = 2 * max(float(np.abs(pose).max(initial=0.0)), 1e-6)
+        self._spans = np.where(np.isfinite(self._ranges) & (self._ranges > 0), self._ranges, widest)
+
+    def _follow(self, pose: np.ndarray, command: np.ndarray, now: float) -> None:
+        """Move the anchors of joints that moved, and extend the ranges of commands of the others."""
+        np.minimum(self._least, command, out=self._least)
+        np.maximum(self._most, command, out=self._most)
+        self._spread = np.maximum(self._spread, np.abs(pose - self._anchor))
+        share = (self._most - self._least) / self._spans
+        moved = self._spread > np.maximum(NOISE, FOLLOWED * share) * self._spans
+        if moved.any():
+            self._anchor[moved] = pose[moved]
+            self._least[moved] = self._most[moved] = command[moved]
+            self._spread[moved] = 0.0
+            self._moved_at[moved], self._commanded_at[moved] = now, math.inf
+        self._commanded_at[~moved & (share >= CLEAR_MOTION) & np.isinf(self._commanded_at)] = now
+
+    def _find_fault(
+        self, pose: np.ndarray, units: StateUnits | None, now: float, frozen_after: float
+    ) -> JointFault | None:
+        arm, commanded, before = self._arm, self._most - self._least, now - UNITS_AFTER
+        worst = int(np.where(arm, commanded / self._spans, -1.0).argmax())
+        # Joints that did not follow, but did not report one and the same value either. An arm counts as a whole.
+        still, asked, shown = self._moved_at <= before, self._commanded_at <= before, self._spread > 0
+        is_arm_still = still[arm].all() and asked[arm].any() and shown[arm].any()
+        still = np.where(arm, is_arm_still, still & asked & shown)
+        if units is not None and still.any() and (index := units.find_small_joint(pose, still)) is not None:
+            index = worst if arm[index] else index
+            self._tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
+            text = units.describe_spread(index, float(self._spread[index]), float(commanded[index]))
+            return JointFault(JOINTS_UNITS, text)
+        is_still = (self._moved_at <= now - frozen_after).all() and (self._spread <= NOISE * self._spans).all()
+        if not is_still or not (self._commanded_at <= now - frozen_after).any(where=arm):
+            return None
+        # Joints that report one and the same value go on with any other; those with noise have to leave it.
+        self._tolerance = 2 * self._spread
+        return JointFault(
+            JOINTS_FROZEN,
+            f"the measured joints did not change for {now - self._moved_at.max():.1f} s, while the commands of "
+            f"{self._names[worst]!r} moved by {commanded[worst]:.3g} ({self._least[worst]:.4g} to "
+            f"{self._most[worst]:.4g}, measured {pose[worst]:.4g}). Check the robot's power and the program that "
+            "reports its joints; it goes on when a measured joint changes, or after a stop and a start",
+        )

@@ -200,10 +200,18 @@ class SessionRequest:
             "and all else of the session have the robot's names. Null: they are the same."
         ),
     ] = None
+    accept_units: Annotated[
+        bool,
+        Field(
+            description="Accept a state that is far outside the policy's training data, or moves as in radians or as a "
+            "gripper in 0..1, instead of a hold (`joints_units`) or a refusal of the request (422). True only if the "
+            "robot reports in the policy's unit."
+        ),
+    ] = False
 
 
 # Fields that PATCH /sessions/{session_id} changes while the robot moves.
-ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps", "language_instruction")
+ADJUSTABLE = ("overlap", "temporal_ensemble_coeff", "ask_ahead", "action_steps", "language_instruction", "accept_units")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from service.control.aggregation import ENSEMBLE
@@ -19,6 +18,7 @@ from service.control.observers import SessionObserver, SessionObservers
 from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
 from service.control.shadow import Shadow, load_shadow
+from service.control.units import create_units
 from service.errors import MoveRefused, PolicyFailed, ServiceError, UnknownSession
 from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.progress import Progress
@@ -107,7 +107,7 @@ class Session(BaseSession):
         self.progress = Progress("@".join(filter(None, (new.policy_path, new.revision))), engine.durations)
         self.rooms: Rooms | None = None
         self.stops = 0
-        self.policies = PolicySlots(new, engine, load, self._require_robot_io, partial(engine.move_reservation, self))
+        self.policies = PolicySlots(new, engine, load, self._require_robot_io, self._follow_policy)
         self._admission: Mapping[str, object] = {}
         self._observers = SessionObservers()
         self._event_source: RobotIO | None = None  # also while its rooms are joined
@@ -178,11 +178,11 @@ class Session(BaseSession):
         self._move(Move.STOP)
 
     async def adjust(self, changes: Mapping[str, object]) -> None:
-        """Change how chunks are joined or asked for, or the instruction, from the next chunk on.
+        """Change how chunks are joined or requested, the instruction, or whether any unit is accepted.
 
         Args:
-            changes: fields of what was asked for: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
-                language_instruction.
+            changes: fields of the session's request: overlap, temporal_ensemble_coeff, ask_ahead, action_steps,
+                language_instruction, accept_units.
 
         Raises:
             InvalidRequest: this policy cannot do that; nothing has changed.
@@ -200,6 +200,7 @@ class Session(BaseSession):
         _, asked = configure_control(robot_io.runner.loaded.requirements, new, self._settings)
         robot_io.adjust(config := self._reserve_rate(robot_io.runner.loaded, asked))
         self.new = new
+        self._set_units(robot_io, robot_io.runner.loaded)
         robot_io.instruct(new.language_instruction)
         if cut is not None:
             robot_io.runner.tokens_cut = cut
@@ -353,6 +354,7 @@ class Session(BaseSession):
                     frame_age_limit=self._settings.control.frame_age_limit,
                     max_pixels=self._settings.max_frame_pixels,
                     history=ObservationHistory(loaded.requirements.observation_steps, 1 / config.action_rate),
+                    units=create_units(loaded.requirements, table, is_accepted=self.new.accept_units),
                 )
                 runner = PolicyRunner(
                     loaded,
@@ -387,6 +389,16 @@ class Session(BaseSession):
             self._leases.release(robot, self)
             self._engine.release(self)
             await self.policies.close()
+
+    def _follow_policy(self, loaded: LoadedPolicy) -> None:
+        """Move the reservation, and compare the robot's state with this policy's statistics from now on."""
+        self._engine.move_reservation(self, loaded)
+        if self.robot_io is not None:
+            self._set_units(self.robot_io, loaded)
+
+    def _set_units(self, robot_io: RobotIO, loaded: LoadedPolicy) -> None:
+        units = create_units(loaded.requirements, robot_io.table, is_accepted=self.new.accept_units)
+        robot_io.buffer.set_units(units)
 
     def _reserve_rate(self, loaded: LoadedPolicy, asked: ControlConfig) -> ControlConfig:
         config = reserve_rate(self._engine, self, loaded, asked, degrade=self.new.degrade, read_sizes=self._frame_sizes)

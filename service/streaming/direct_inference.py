@@ -315,6 +315,7 @@ class DirectInference:
         past = [(await before.decode_images(spec), before.get_pose(spec)[0]) for before in observed.past]
         decode_seconds = time.monotonic() - began
         sizes = {camera: (image.shape[0], image.shape[1]) for camera, image in frames.items()}
+        self.check_units(observed, robot_io)
         snapshot = Snapshot(frames, pose, began if observed_at is None else observed_at, sizes, past=past)
         for before, _ in past:
             observation.check_same_sizes(before, snapshot.sizes)
@@ -324,6 +325,20 @@ class DirectInference:
         rate = robot_io.controller.config.action_rate
         snapshot = self._window.add(snapshot, observed.timestamp, spec.steps, 1 / rate)
         return _ModelInput(snapshot, instruction, out_of_range, decode_seconds)
+
+    def check_units(self, observed: Observation, robot_io: RobotIO) -> str | None:
+        """Refuse a state in another unit than the policy's; returns a warning where it may be in radians.
+
+        Raises:
+            UnitsDiffer: with the joints, their values and the policy's statistics.
+        """
+        units, names = robot_io.buffer.units, self._spec_for(robot_io).joints.names
+        if units is None or units.unchecked is not None:
+            return None
+        poses = [np.array([moment.joints[name] for name in names]) for moment in (*observed.past, observed)]
+        for pose in poses:
+            units.check(pose)
+        return units.warn_of_radians(poses[-1])
 
     async def _infer(
         self,
@@ -457,6 +472,7 @@ class DirectInference:
             As ``infer``.
         """
         robot_io = self.check_not_stopped()[1]
+        self.check_units(observed, robot_io)  # actions of a plan are given out without another inference
         now, trace = time.monotonic(), None
         if robot_io.controller.ticks != self._ticks or now - self._action_at > _MOTION_TIMEOUT:
             self._forget_plan()
@@ -602,6 +618,8 @@ async def answer_act(
             answer["warnings"] = [
                 f"far outside of its range: {name}; is it told in another unit?" for name in trace.out_of_range
             ]
+        if (text := inference.check_units(observed, robot_io)) is not None:
+            answer.setdefault("warnings", []).append(text)
     return answer
 
 

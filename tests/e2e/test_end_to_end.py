@@ -5,6 +5,7 @@ Only the robot is made up: it sends a picture of one colour and a pose, and reme
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -120,13 +121,12 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def robot(self, rooms: Rooms, *, shows: bool = True) -> AsyncIterator[Robot]:
-        """A robot that stands still: it sends its picture and its pose 25 times a second."""
-        picture = np.full((64, 64, 3), (200, 40, 40), np.uint8)
+        """A robot that stands still: it sends a picture that changes and its pose 25 times a second."""
 
         async def live(robot: Robot) -> None:
-            while True:
+            for number in itertools.count():
                 if shows:
-                    robot.show("front", picture)
+                    robot.show("front", np.full((64, 64, 3), (200, 40 + 4 * (number % 25), 40), np.uint8))
                 robot.send_joints(POSE)
                 await asyncio.sleep(1 / RATE)
 

@@ -4,6 +4,7 @@ Policies are scripted, rooms are in memory, keys are in a file.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -48,10 +49,10 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 async def show(link: MemoryLink, size: tuple[int, int] = (48, 64), period: float = 0.01) -> None:
-    """A robot that sees black and stands in `POSE`, until it is cancelled."""
-    while True:
+    """Send frames that change and the joints of `POSE`, until cancelled."""
+    for count in itertools.count():
         for camera in link.rooms.cameras:
-            link.deliver_frame(camera, np.zeros((*size, 3), np.uint8))
+            link.deliver_frame(camera, np.full((*size, 3), count % 2, np.uint8))
         link.deliver_joints(POSE)
         await asyncio.sleep(period)
 

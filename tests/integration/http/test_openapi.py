@@ -99,6 +99,7 @@ def test_the_full_document_is_a_superset():
         "ask_ahead",
         "action_steps",
         "degrade",
+        "accept_units",
         "record",
         "rename",
     }

@@ -18,7 +18,8 @@ NEW = NewSession("s", "policy", "memory://", rate=50)
 
 
 def make_rig(stuck_after: float = 5.0, **settings: Any) -> SessionRig:
-    return SessionRig(NEW, session_settings(Settings.from_values(**QUICK | settings)), stuck_after)
+    # The robots of a rig stay at one pose, whatever is commanded.
+    return SessionRig(NEW, session_settings(Settings.from_values(**QUICK | {"frozen": "warn"} | settings)), stuck_after)
 
 
 @pytest.fixture

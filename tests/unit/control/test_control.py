@@ -27,7 +27,9 @@ from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
-PACE = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6)
+# The world's joints stay where they are, whatever is commanded.
+SAFETY = SafetySettings(frozen="warn")
+PACE = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6, safety=SAFETY)
 
 
 def plan(snapshot: Snapshot, chunk: int = 20) -> np.ndarray:

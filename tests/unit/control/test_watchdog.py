@@ -1,10 +1,16 @@
 """Watchdogs with given times: what they find, and when it ends."""
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 
 from service.control.config import SafetySettings
-from service.control.watchdog import InputTimes, Watchdog
+from service.control.joints import SO100, JointTable
+from service.control.units import StateUnits
+from service.control.watchdog import InputTimes, JointMotion, Watchdog, WatchdogReport
 
 PERIOD = 0.02
 
@@ -147,13 +153,192 @@ def test_a_change_of_one_point_is_found_before_a_camera_is_called_frozen() -> No
         assert not dog.frozen
 
 
-def test_a_frozen_camera_stops_where_that_is_wanted() -> None:
-    dog = watchdog(frozen_stops=True)
-    for second in (0.0, 1.0, 2.0):
-        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
-    stop = dog.check(2.0, InputTimes({"front": 2.0})).stop
-    assert stop is not None
-    assert str(stop).startswith("camera_frozen: camera 'front'")
+@pytest.mark.parametrize("frozen", ["warn", "hold", "stop"])
+def test_a_frozen_camera_warns_holds_or_stops_as_set(frozen: str) -> None:
+    dog = watchdog(frozen=frozen)
+    for tick in range(101):
+        report = dog.check(tick * PERIOD, InputTimes({"front": tick * PERIOD}))
+        assert report == WatchdogReport()
+        dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), tick * PERIOD)
+    report = dog.check(2.02, InputTimes({"front": 2.0}))
+    assert list(report.holds) == (["camera_frozen"] if frozen == "hold" else [])
+    assert (report.stop is not None) is (frozen == "stop")
+    if report.stop is not None:
+        assert str(report.stop).startswith("camera_frozen: camera 'front'")
+    assert list(dog.get_warnings(2.02)) == ["camera_frozen"]
+    dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 2.04)
+    assert dog.check(2.06, InputTimes({"front": 2.04})) == WatchdogReport()
+
+
+POSE = np.array([0, -40, 40, 10, 0, 30.0])
+NAMES = tuple(joint.name for joint in SO100)
+GRIPPERS = JointTable(SO100).grippers
+SPANS = np.array([200.0] * 5 + [100])
+PERCENT = {"min": (-33, -46, -76, 59, -26, 17), "max": (37, 37, 47, 100, 23, 63)}
+
+
+@dataclass
+class Follower:
+    """A robot under a watchdog: what it is commanded, and what it measures for that, over time."""
+
+    commanded: Callable[[float], np.ndarray]
+    measured: Callable[[float], np.ndarray]
+    spans: np.ndarray = field(default_factory=lambda: SPANS)
+    frozen: str = "hold"
+    statistics: Mapping[str, Sequence[float]] | None = None
+    is_accepted: bool = False
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        joints = JointMotion(NAMES, self.spans, GRIPPERS)
+        safety = SafetySettings.model_validate({"frozen": self.frozen})
+        self.dog = Watchdog(safety, frame_age=0.3, executed=0.4, covered=0.4, joints=joints)
+        self.dog.begin(0.0)
+        self.units = StateUnits(NAMES, self.statistics, is_accepted=self.is_accepted, grippers=GRIPPERS)
+
+    def run(self, until: float, *, is_moving: bool = True) -> WatchdogReport:
+        """Check every tick; returns the first report with a demand, else the last one."""
+        report = WatchdogReport()
+        while self.now < until:
+            self.now = round(self.now + PERIOD, 3)
+            command = self.commanded(self.now) if is_moving else None
+            times = InputTimes({}, pose=self.measured(self.now), command=command, units=self.units)
+            report = self.dog.check(self.now, times)
+            if report.holds or report.stop:
+                break
+        return report
+
+
+def still(now: float) -> np.ndarray:
+    return POSE
+
+
+def swing(now: float, by: float = 20.0, joint: int = 1) -> np.ndarray:
+    return POSE + by * np.sin(now) * (np.arange(6) == joint)
+
+
+def flicker(now: float) -> np.ndarray:
+    return POSE + 0.05 * (round(now / PERIOD) % 2)
+
+
+def late(now: float) -> np.ndarray:
+    return POSE + 0.3 * (swing(max(now - 0.3, 0.0)) - POSE)
+
+
+@pytest.mark.parametrize("measured", [still, flicker], ids=["dead bridge", "arm without power"])
+@pytest.mark.parametrize("spans", [SPANS, np.full(6, np.inf)], ids=["known ranges", "unknown ranges"])
+def test_joints_that_do_not_change_while_commands_move_them_hold(measured, spans) -> None:
+    robot = Follower(swing, measured, spans)
+    report = robot.run(5.0)
+    assert list(report.holds) == ["joints_frozen"]
+    assert 2.0 < robot.now < 2.8
+    text = report.holds["joints_frozen"]
+    assert "the commands of 'Pitch' moved by" in text
+    assert re.search(r"measured -(40|39\.95)\)", text)
+    assert robot.dog.is_pose_doubted
+
+
+@pytest.mark.parametrize(
+    ("commanded", "measured"),
+    [
+        (swing, swing),
+        (swing, late),
+        (still, still),
+        (lambda now: swing(5 * now, by=1.5), still),  # a policy that dithers around its goal
+        (lambda now: POSE + 20, lambda now: POSE + min(now, 1.0)),  # kept off its goal by a load
+        (lambda now: swing(now, by=50, joint=5), still),  # a jaw that holds something
+        (lambda now: swing(now) if now < 3 else swing(3.0), lambda now: swing(min(now, 3.0))),  # at its goal
+    ],
+    ids=["follows", "follows late", "rests", "dithers", "loaded", "grips", "arrives"],
+)
+def test_joints_of_a_robot_at_its_goal_are_not_frozen(commanded, measured) -> None:
+    robot = Follower(commanded, measured)
+    assert robot.run(60.0) == WatchdogReport()
+    assert robot.dog.get_warnings(60.0) == {}
+
+
+def test_a_hold_of_frozen_joints_ends_when_one_of_them_changes() -> None:
+    robot = Follower(swing, still)
+    assert list(robot.run(5.0).holds) == ["joints_frozen"]
+    held = robot.now
+    assert list(robot.run(held + 60, is_moving=False).holds) == ["joints_frozen"]
+    robot.measured = lambda now: POSE + 0.05
+    robot.now += 0.2
+    assert robot.run(robot.now + 1, is_moving=False).holds == {}
+    assert not robot.dog.is_pose_doubted
+    robot.dog.begin(robot.now)
+    assert robot.dog.get_warnings(robot.now) == {}
+
+
+def test_noise_does_not_end_the_hold_of_an_arm_without_power() -> None:
+    robot = Follower(swing, flicker)
+    assert list(robot.run(5.0).holds) == ["joints_frozen"]
+    for _ in range(500):
+        assert list(robot.run(robot.now + 1, is_moving=False).holds) == ["joints_frozen"]
+    robot.measured = lambda now: POSE + 0.5
+    robot.now += 0.2
+    assert robot.run(robot.now + 1, is_moving=False).holds == {}
+
+
+def test_a_robot_that_is_held_for_something_else_does_not_freeze() -> None:
+    robot = Follower(swing, still)
+    robot.run(1.0)
+    assert robot.run(10.0, is_moving=False) == WatchdogReport()
+
+
+@pytest.mark.parametrize("frozen", ["warn", "stop"])
+def test_frozen_joints_warn_or_stop_as_set(frozen: str) -> None:
+    robot = Follower(swing, still, frozen=frozen)
+    report = robot.run(5.0)
+    assert report.holds == {}
+    assert (report.stop is not None) is (frozen == "stop")
+    assert report.stop is None or report.stop.code == "joints_frozen"
+    assert list(robot.dog.get_warnings(5.0)) == ["joints_frozen"]
+    assert robot.dog.is_pose_doubted is (frozen == "stop")
+
+
+def radians(now: float) -> np.ndarray:
+    return np.append(np.deg2rad(swing(now)[:5]), 30.0)
+
+
+def small_waves(now: float) -> np.ndarray:
+    return np.full(6, 0.01 * np.sin(now * 25 / 9))
+
+
+def share_of_jaw(now: float) -> np.ndarray:
+    return np.append(swing(now, by=20)[:5], (30 + 25 * np.sin(now)) / 100)
+
+
+def both(now: float) -> np.ndarray:
+    return swing(now) + swing(now, by=25, joint=5) - POSE
+
+
+@pytest.mark.parametrize(
+    ("commanded", "measured", "words"),
+    [
+        (swing, radians, r"joint '\w+' moved by .* as with radians"),
+        (swing, small_waves, "as with radians"),
+        (both, share_of_jaw, "joint 'Jaw' moved by .* as with a gripper in 0..1"),
+    ],
+)
+def test_a_spread_too_small_for_the_commands_holds_as_another_unit(commanded, measured, words: str) -> None:
+    robot = Follower(commanded, measured, statistics=PERCENT, frozen="warn")
+    report = robot.run(5.0)
+    assert list(report.holds) == ["joints_units"], "whatever --frozen says"
+    assert robot.now < 2.5
+    assert re.search(words, report.holds["joints_units"])
+    assert "the checkpoint's statistics are min" in report.holds["joints_units"]
+    accepted = Follower(commanded, measured, statistics=PERCENT, is_accepted=True, frozen="warn")
+    assert accepted.run(10.0).holds == {}
+    robot.units = accepted.units
+    robot.now += 0.2
+    assert robot.run(robot.now + 0.2).holds == {}, "a session that accepts it later goes on"
+
+
+def test_a_robot_near_zero_in_its_own_unit_moves_on() -> None:
+    near = lambda now: swing(now) - POSE  # noqa: E731
+    assert Follower(near, near, statistics=PERCENT).run(60.0) == WatchdogReport()
+    assert Follower(swing, swing, statistics=PERCENT).run(60.0) == WatchdogReport()
 
 
 def test_a_pause_is_one_hold_whatever_waited_meanwhile() -> None:
@@ -182,6 +367,8 @@ def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
     dog = watchdog()
     for second in (0.0, 1.0, 2.0):
         dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), second)
-    assert dog.get_warnings(2.5) == {"camera_frozen": "camera 'front' for 2.5 s: the same picture"}
+    text = dog.get_warnings(2.5)["camera_frozen"]
+    assert text.startswith("camera 'front' for 2.5 s: the same picture. ")
+    assert "--frozen warn" in text
     dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
     assert dog.get_warnings(2.7) == {}

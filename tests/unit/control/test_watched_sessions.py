@@ -133,18 +133,128 @@ async def test_joints_outside_their_range_reach_policy_and_hold_as_measured(rig)
     assert rig.link.sent[-1].values == rig.pose, "a hold moves nothing"
 
 
-async def test_a_frozen_camera_is_said_and_stops_only_where_that_is_wanted(rigged) -> None:
-    async with rigged() as rig:
+async def test_a_frozen_camera_holds_until_it_changes(rigged) -> None:
+    async with rigged(frozen="hold") as rig:
+        session = await rig.running()
+        rig.still = np.zeros((48, 64, 3), np.uint8)
+        await until(lambda: rig.stats["hold_code"] == "camera_frozen")
+        assert session.stage is Stage.RUNNING
+        assert "the same picture" in rig.stats["hold"]
+        sent = rig.link.sent
+        await until(lambda: [one.values for one in sent[-4:]] == 4 * [POSE | {"Jaw": sent[-5].values["Jaw"]}])
+        held = len(sent)
+        await asyncio.sleep(0.1)
+        assert len(sent) == held
+        rig.still = None
+        await until(lambda: rig.stats["hold_code"] is None and len(sent) > held + 5)
+        assert rig.stats["watch"]["camera_frozen"] == []
+        assert not session.is_latched
+
+
+async def test_a_frozen_camera_is_a_warning_or_a_stop_where_set(rigged) -> None:
+    async with rigged(frozen="warn") as rig:
         session = await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
         await until(lambda: rig.stats["watch"]["camera_frozen"] == ["front"] and rig.stats["hold"] is None)
         assert session.stage is Stage.RUNNING
-        rig.still = None
-        await until(lambda: rig.stats["watch"]["camera_frozen"] == [])
-    async with rigged(frozen_after=0.1, frozen_stops=True) as rig:
+    async with rigged(frozen_after=0.1, frozen="stop") as rig:
         await rig.running()
         rig.still = np.zeros((48, 64, 3), np.uint8)
         await until(lambda: rig.stats["stop_code"] == "camera_frozen")
+        assert rig.session.stage is Stage.STOPPED
+
+
+async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
+    async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
+        rig.policy = ScriptedPolicy(step=2.0)
+        session = await rig.running()
+        await until(lambda: rig.stats["hold_code"] == "joints_frozen")
+        held = [one.values for one in rig.link.sent]
+        await asyncio.sleep(0.15)
+        assert [one.values for one in rig.link.sent] == held, "where it was measured is not where it is"
+        assert held[-1]["Rotation"] > POSE["Rotation"] + 1
+        await rig.sessions.stop("s")
+        assert [one.values for one in rig.link.sent] == held
+        await rig.sessions.start("s")
+        await until(lambda: len(rig.link.sent) > len(held))
+        await until(lambda: rig.stats["hold_code"] == "joints_frozen")
+        held = len(rig.link.sent)
+        rig.pose = POSE | {"Elbow": 20.0}
+        await until(lambda: len(rig.link.sent) > held + 5)
+        assert session.stage is Stage.RUNNING
+
+
+@pytest.mark.parametrize("changes", [{"dry_run": True}, {}], ids=["dry run", "joints that follow"])
+async def test_joints_without_reason_to_move_or_that_move_do_not_freeze(rigged, changes) -> None:
+    async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
+        rig.policy = ScriptedPolicy(step=2.0)
+        await rig.running(**changes)
+        for number in range(100):
+            rig.pose = POSE if changes else POSE | {"Rotation": 1 + 0.3 * number}
+            await asyncio.sleep(0.01)
+        assert "joints_frozen" not in rig.stats["holds"]
+        assert "joints_frozen" not in rig.stats["warnings"]
+
+
+STATISTICS = {"min": (-40.0,) * 6, "max": (40.0,) * 6}
+# Joints whose range is unknown.
+LEARNED = replace(
+    SO100_REQUIREMENTS, joint_names=tuple(f"joint_{number}" for number in range(6)), state_statistics=STATISTICS
+)
+
+
+async def test_a_robot_in_servo_ticks_gets_no_command_until_its_unit_is_the_policys(rigged) -> None:
+    async with rigged(**LENIENT) as rig:
+        rig.policy = ScriptedPolicy(LEARNED)
+        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        session = await rig.sessions.create(rig.new)
+        rig.robot()
+        await until(lambda: "joints_units" in rig.stats["warnings"])
+        await rig.sessions.start("s")
+        await until(lambda: rig.stats["hold_code"] == "joints_units")
+        await asyncio.sleep(0.2)
+        assert rig.link.sent == []
+        text = rig.stats["hold"]
+        assert "joint 'joint_0' is at 2048, the checkpoint's statistics are min -40, max 40" in text
+        assert rig.stats["watch"]["units"] == "checked"
+        rig.pose = dict.fromkeys(LEARNED.joint_names, 10.0)
+        await until(lambda: len(rig.link.sent) > 5)
+        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        await until(lambda: rig.stats["hold_code"] == "joints_units")
+        await rig.sessions.emergency_stop("a hand", "s")
+        values = [value for one in rig.link.sent for value in one.values.values()]
+        assert max(values) < 100, "no command is made of a pose in another unit"
+        assert session.stage is Stage.STOPPED
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+async def test_a_session_that_accepts_its_units_moves(rigged, is_patched: bool) -> None:
+    async with rigged(**LENIENT) as rig:
+        rig.policy = ScriptedPolicy(LEARNED)
+        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        session = await rig.sessions.create(replace(rig.new, accept_units=not is_patched))
+        rig.robot()
+        await rig.sessions.start("s")
+        if is_patched:
+            await until(lambda: rig.stats["hold_code"] == "joints_units")
+            await rig.sessions.adjust("s", {"accept_units": True})
+        await until(lambda: len(rig.link.sent) > 5)
+        assert session.new.accept_units
+        assert rig.stats["hold_code"] is None
+        assert rig.stats["watch"]["units"].startswith("accepted")
+
+
+async def test_another_policy_brings_its_own_statistics(rigged) -> None:
+    async with rigged(**LENIENT) as rig:
+        rig.policy = ScriptedPolicy(replace(LEARNED, state_statistics=None))
+        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        session = await rig.running()
+        assert rig.stats["watch"]["units"].startswith("not checked: the checkpoint has no statistics")
+        rig.policies["policy"] = ScriptedPolicy(LEARNED, commit="next")
+        await session.policies.stage("next", "policy", lambda stage: None)
+        await session.policies.swap(0, 5.0)
+        await until(lambda: rig.stats["hold_code"] == "joints_units")
+        assert rig.stats["watch"]["units"] == "checked"
 
 
 BAD = (
@@ -360,7 +470,7 @@ async def test_a_jump_of_the_clock_changes_nothing(rigged, monkeypatch, jump: fl
 def test_the_settings_of_all_sessions_hold_the_facts_times() -> None:
     safety = SessionSettings().safety
     assert (SessionSettings().control.frame_age_limit, safety.degraded_after, safety.stop_after) == (0.3, 3.0, 30.0)
-    assert (safety.frozen_after, safety.frozen_stops, safety.bad_inputs) == (2.0, False, 20)
+    assert (safety.frozen_after, safety.frozen, safety.bad_inputs) == (2.0, "hold", 20)
 
 
 async def test_a_policy_of_two_observations_gets_one_of_a_step_of_its_own_before(rigged) -> None:

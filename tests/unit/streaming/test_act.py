@@ -2,6 +2,7 @@ import asyncio
 import base64
 import io
 import threading
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
@@ -264,3 +265,70 @@ async def test_a_direct_session_outlives_its_server(serve, tmp_path):
         assert (await server.act(server.seen()))[0] == 409
         assert (await server.call("POST", "/sessions/arm/restart"))[0] == 200
         assert (await server.act(server.seen()))[0] == 200
+
+
+LEARNED = replace(
+    ScriptedPolicy().requirements,
+    chunk=4,
+    action_steps=4,
+    state_statistics={"min": (-33.0, -46.0, -76.0, 59.0, -26.0, 17.0), "max": (37.0, 37.0, 47.0, 100.0, 23.0, 63.0)},
+)
+TICKS = np.full(6, 2048, np.float32)
+
+
+async def test_no_client_gets_actions_for_a_state_in_another_unit(serve):
+    words = "joint 'Rotation' is at 2048, the checkpoint's statistics are min -33, max 37"
+    async with serve(policy=ScriptedPolicy(LEARNED)) as server:
+        await server.create()
+        for want in ("chunk", "action"):
+            status, answer = await server.act(server.seen(state=TICKS, want=want))
+            assert status == 422
+            assert (answer["detail"][0]["loc"], words in answer["detail"][0]["msg"]) == (["body", "state"], True)
+        named = dict.fromkeys(("Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"), 2048.0)
+        body = {"images": {"front": base64.b64encode(jpeg()).decode()}, "state": named}
+        assert (await server.call("POST", "/sessions/arm/act", json=body))[0] == 422
+        # A plan from before is not given out, either.
+        assert (await server.act(server.seen(want="action")))[0] == 200
+        assert (await server.act(server.seen(state=TICKS, want="action")))[0] == 422
+        assert server.policy.acted == 1
+        async with server.stream() as socket:
+            await socket.send(codec.pack({"kind": "act"} | server.seen(state=TICKS)))
+            answers = [codec.unpack(await socket.recv()) for _ in range(3)]
+            [error] = [answer for answer in answers if answer["kind"] == "error"]
+            assert (error["code"], words in error["detail"]) == ("joints_units", True)
+        async with server.stream("/sessions/arm/openpi") as socket:
+            await socket.recv()
+            await socket.send(codec.pack_openpi({"image": server.seen()["images"]["front"], "state": TICKS}))
+            assert str(await socket.recv()).startswith("joints_units: the state is far outside")
+
+
+async def test_a_client_whose_units_are_accepted_gets_actions(serve):
+    async with serve(policy=ScriptedPolicy(LEARNED)) as server:
+        await server.create(accept_units=True)
+        assert (await server.act(server.seen(state=TICKS)))[0] == 200
+        status, answer = await server.call("PATCH", "/sessions/arm", json={"accept_units": False})
+        assert (status, answer["accept_units"]) == (200, False)
+        assert (await server.act(server.seen(state=TICKS)))[0] == 422
+        await server.call("PATCH", "/sessions/arm", json={"accept_units": True})
+        assert (await server.act(server.seen(state=TICKS)))[0] == 200
+
+
+async def test_a_state_that_may_be_in_radians_is_answered_with_a_warning(serve):
+    async with serve(policy=ScriptedPolicy(LEARNED)) as server:
+        await server.create()
+        status, answer = await server.act(server.seen(state=np.zeros(6, np.float32)))
+        assert status == 200
+        [warning] = answer["warnings"]
+        assert "as in radians: joint 'Wrist_Pitch' is at 0, the checkpoint's statistics are min 59, max 100" in warning
+        status, answer = await server.act(server.seen(state=np.array([0, -40, 40, 80, 0, 20], np.float32)))
+        assert (status, answer.get("warnings")) == (200, None)
+        stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
+        assert stats["watch"]["units"] == "checked"
+
+
+async def test_every_moment_of_a_window_is_compared_with_the_statistics(serve):
+    async with serve(policy=ScriptedPolicy(replace(LEARNED, observation_steps=2))) as server:
+        await server.create()
+        pictures = np.full((2, 48, 64, 3), 7, np.uint8)
+        states = np.stack([TICKS, np.array(server.pose, np.float32)])
+        assert (await server.act(server.seen(images={"front": pictures}, state=states)))[0] == 422
