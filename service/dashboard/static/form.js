@@ -30,6 +30,7 @@ export class Create {
         field("revision", "Revision", { placeholder: "branch, tag or commit" }),
         field("camera_names", "Cameras", { value: "front" }, "separated by commas; filled in by the policy"),
         field("policy_type", "Policy type", { value: "act" }),
+        field("joint_names", "Joints", { placeholder: "the policy's own" }, "in the order of its actions, separated by commas; for a policy that does not name them"),
         field("transport_server_url", "Rooms", { value: new URL("..", import.meta.url).origin, required: true }, "a transport server's address, or direct: no rooms"),
         field("workspace_id", "Workspace", { placeholder: "a new one" }),
         field("rate", "Ticks per second", { inputmode: "decimal", placeholder: "the policy's own" }),
@@ -43,7 +44,7 @@ export class Create {
     form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
     this.look.addEventListener("click", () => this.check());
     for (const name of ["policy_path", "revision"]) this[name].addEventListener("change", () => this.check());
-    for (const name of ["camera_names", "policy_type", "rate"]) this[name].addEventListener("change", () => { if (this.policy_path.value.trim()) this.check(); });
+    for (const name of ["camera_names", "policy_type", "rate", "joint_names"]) this[name].addEventListener("change", () => { if (this.policy_path.value.trim()) this.check(); });
   }
 
   open() { this.form.hidden = false; this.session_id.focus(); }
@@ -64,6 +65,8 @@ export class Create {
     if (this.revision.value.trim()) body.revision = this.revision.value.trim();
     if (this.touched.has("camera_names")) body.camera_names = list(this.camera_names.value);
     if (this.touched.has("policy_type")) body.policy_type = this.policy_type.value.trim();
+    const joints = list(this.joint_names.value);
+    if (joints.length) body.joint_names = joints;
     const rate = this.rateOf(this.rate);
     if (rate !== undefined) body.rate = rate;
     const instruction = this.language_instruction.value.trim();
@@ -101,6 +104,7 @@ export class Create {
       camera_names: list(this.camera_names.value), policy_type: this.policy_type.value.trim() || "act", auto_update: this.auto_update.value,
       dry_run: this.dry_run.checked, record: this.record.checked, degrade: this.degrade.checked,
     };
+    if (list(this.joint_names.value).length) body.joint_names = list(this.joint_names.value);
     for (const name of ["revision", "workspace_id", "language_instruction", "overlap"]) if (this[name].value.trim()) body[name] = this[name].value.trim();
     for (const name of ["rate", "max_relative_target"]) {
       const value = this.rateOf(this[name]);

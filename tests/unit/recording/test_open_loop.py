@@ -48,6 +48,21 @@ def test_everything_that_does_not_fit_is_said_at_once(record):
     assert "front, top" in str(refused.value)
 
 
+def test_a_policy_with_joints_in_another_order_is_refused(record):
+    source = open_source(record(episodes=1))
+    names = [
+        "shoulder_pan.pos",
+        "shoulder_lift.pos",
+        "elbow_flex.pos",
+        "wrist_flex.pos",
+        "wrist_roll.pos",
+        "gripper.pos",
+    ]
+    replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=tuple(names))))
+    with pytest.raises(PolicyMismatch, match=r"its joints are \['gripper.pos', .* the recording's \['Rotation', "):
+        replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=tuple(reversed(names)))))
+
+
 def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):
     policy = ScriptedPolicy(replace(NEEDS, language=True))
     replay_recording(open_source(record(episodes=1)), policy)
