@@ -96,7 +96,15 @@ async def test_a_session_of_a_policy_without_joint_names_needs_them(server, url:
     assert "send 6 names in the order of the policy's actions" in answer["detail"][0]["msg"]
     status, _ = await server.create("named", transport_server_url=url, joint_names=NAMES[::-1])
     assert status == 200
-    assert list((await server.call("GET", "/sessions/named"))[1]["stats"]["safety"]["limits"])[0] == "Jaw"
+    _, answer = await server.call("GET", "/sessions/named")
+    assert list(answer["stats"]["safety"]["limits"]) == [
+        "Jaw",
+        "Wrist_Roll",
+        "Wrist_Pitch",
+        "Elbow",
+        "Pitch",
+        "Rotation",
+    ]
 
 
 async def test_a_policy_without_statistics_is_refused_by_name(server, demo):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -219,19 +220,18 @@ def test_joint_names_come_from_the_sidecar_then_the_config_then_the_features(
     assert read() == tuple(NAMES)
     (folder / "robojax.json").write_text(json.dumps({"joint_names": list("uvwxyz")}))
     assert read() == tuple("uvwxyz")
-    for count, source in (
-        (5, "joint_names of robojax.json are 6: u, v"),
-        (7, "joint_names of robojax.json are 6: u, v"),
-    ):
+    for count in (5, 7):
         write(action_feature_names=[f"n{number}" for number in range(count)])
-        with pytest.raises(CheckpointError, match=rf"action_feature_names has {count} names \(n0, .*, but {source}"):
+        with pytest.raises(
+            CheckpointError, match=rf"has {count} names \(n0, .*joint_names of robojax.json are 6: u, v"
+        ):
             read()
     (folder / "robojax.json").unlink()
     with pytest.raises(CheckpointError, match=r"has 7 names \(n0, .*, but names of the feature 'action' are 6: a, b"):
         read()
     del values["output_features"]["action"]["names"]
     write()
-    with pytest.raises(CheckpointError, match="has 7 names .*, but the feature 'action' has 6 numbers"):
+    with pytest.raises(CheckpointError, match=r"has 7 names .*, but the feature 'action' has 6 numbers"):
         read()
 
 
