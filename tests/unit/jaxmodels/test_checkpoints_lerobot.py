@@ -222,9 +222,7 @@ def test_joint_names_come_from_the_sidecar_then_the_config_then_the_features(
     assert read() == tuple("uvwxyz")
     for count in (5, 7):
         write(action_feature_names=[f"n{number}" for number in range(count)])
-        with pytest.raises(
-            CheckpointError, match=rf"has {count} names \(n0, .*joint_names of robojax.json are 6: u, v"
-        ):
+        with pytest.raises(CheckpointError, match=rf"has {count} names \(n0, .* of robojax.json are 6: u, v"):
             read()
     (folder / "robojax.json").unlink()
     with pytest.raises(CheckpointError, match=r"has 7 names \(n0, .*, but names of the feature 'action' are 6: a, b"):
