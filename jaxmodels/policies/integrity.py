@@ -108,7 +108,7 @@ def read_description(folder: Folder) -> dict[str, Any]:
 def _describe(
     folder: Folder, normalization: Normalization, values: dict[str, Any], sidecar: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Names of features and statistics of a policy, and those of ``stats.json``."""
+    """Return the names of features and statistics of a policy, and the names in ``stats.json``."""
     sides = (values.get("input_features"), values.get("output_features"))
     own = [name for side in sides if isinstance(side, dict) for name in side]
     group = (sidecar or {}).get(lerobot_processors.GROUP)

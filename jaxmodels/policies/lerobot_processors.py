@@ -131,8 +131,8 @@ def complete_statistics(
 ) -> Normalization:
     """Add the robot's statistics where a policy lacks them, and refuse a policy with features that stay without.
 
-    The robot's statistics are the group of the policy's own that ``robojax.json`` names as ``statistics``, otherwise
-    those of the dataset. Only names are compared, so a policy can be checked without reading its numbers.
+    The robot's statistics are the policy's own with the prefix that ``robojax.json`` names as ``statistics``, otherwise
+    the dataset's. Only names are compared, so a policy can be checked without reading its numbers.
 
     Args:
         dataset: statistics by feature, as `read_dataset_statistics` returns them.
@@ -218,7 +218,7 @@ def _add_robot_statistics(
 
 
 def _describe_gaps(gaps: Iterable[str], found: list[str]) -> str:
-    """Error text for a policy that would move a robot by numbers that nobody scaled."""
+    """Error text for a policy whose actions would not be scaled to the robot's joints."""
     others = f" and {len(found) - 20} more" if len(found) > 20 else ""
     return (
         f"{'; '.join(gaps)}. Statistics found: {', '.join(map(shorten_value, found[:20])) or 'none'}{others}. Without "
@@ -277,7 +277,7 @@ def dump_names(normalization: Normalization, known: Iterable[str]) -> dict[str, 
 
 def parse_names(values: Mapping[str, Any]) -> Normalization:
     """Return a normalization whose statistics have names and no numbers, from what `dump_names` returned."""
-    steps = [
+    inputs, outputs = (
         Normalizer(
             parse_features("features", step["features"]),
             tuple(step["modes"].items()),
@@ -286,8 +286,8 @@ def parse_names(values: Mapping[str, Any]) -> Normalization:
             source=step["source"],
         )
         for step in (values["inputs"], values["outputs"])
-    ]
-    return Normalization(*steps)
+    )
+    return Normalization(inputs, outputs)
 
 
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:

@@ -407,12 +407,12 @@ def read_normalization(folder: Folder, config: OpenpiConfig, sidecar: Mapping[st
 def _read_norm_stats(
     folder: Folder, config: OpenpiConfig, *, is_optional: bool
 ) -> tuple[str, dict[str, dict[str, np.ndarray]]]:
-    """Read the name of the file and its statistics of ``state`` and ``actions``, as many numbers as the robot has.
+    """Return the name of the file and its statistics of ``state`` and ``actions``, cut to the robot's widths.
 
     openpi pads both to ``action_dim`` before or after it takes statistics, so files may have more.
 
     Args:
-        is_optional: whether the file or one of the two may be missing.
+        is_optional: whether the file, the state or the actions may be missing.
     """
     found = _find_assets(folder)
     asset = config.asset_id

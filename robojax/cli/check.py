@@ -109,7 +109,7 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
             requirements.action,
             checkpoint=requirements.joint_names,
             ranges=settings.control.joint_ranges,
-            is_positional=True,  # for their limits, actions without names need none
+            is_positional=True,  # Limits can be shown without names.
         )
         limits = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
         return {"limits": limits.as_json(), "unmatched": list(limits.unmatched)}

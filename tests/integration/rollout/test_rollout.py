@@ -211,7 +211,7 @@ class FolderRig(Rig):
         return jaxmodels.load_policy(path) if Path(path).is_dir() else super().load(path, revision, **more)
 
 
-async def test_a_push_without_statistics_is_refused_and_the_old_policy_goes_on(tmp_path: Path) -> None:
+async def test_a_push_without_statistics_is_refused_and_the_old_one_runs(tmp_path: Path) -> None:
     folder = Path(shutil.copytree("robojax/sim/policy", tmp_path / NEXT, copy_function=shutil.copyfile))
     for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
         values = json.loads((folder / name).read_text())

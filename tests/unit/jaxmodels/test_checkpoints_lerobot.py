@@ -194,9 +194,7 @@ NAMES = ["gripper.pos", "wrist_roll.pos", "wrist_flex.pos", "elbow_flex.pos", "s
 
 
 @pytest.mark.parametrize("name", ["pi0_two_cameras", "pi05_two_cameras"])
-def test_joint_names_come_from_the_sidecar_then_the_config_then_the_features(
-    name: str, golden_folder, tmp_path: Path
-) -> None:
+def test_joint_names_come_from_sidecar_then_config_then_features(name: str, golden_folder, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(golden_folder(name), tmp_path / name))
     values = json.loads((folder / "config.json").read_text())
 

@@ -337,7 +337,7 @@ def family(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit_normalizers(folder: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
-    """Change the normalizing step of both processor files, or of those that are named."""
+    """Change the normalizing step of both processor files, or only of these files."""
     for name in names or (PRE, POST):
         values = json.loads((folder / name).read_text())
         (step,) = [step for step in values["steps"] if "normalizer" in step["registry_name"]]

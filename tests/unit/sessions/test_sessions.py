@@ -397,7 +397,7 @@ async def test_a_session_of_a_policy_without_names_needs_them(rig: Rig, requirem
     assert next(iter(rig.sessions.get("t").status().stats["safety"]["limits"])) == "Rotation"
 
 
-def test_direct_sessions_take_actions_by_position_where_the_state_is_not_the_joints() -> None:
+def test_direct_sessions_without_joints_take_actions_by_position() -> None:
     new, settings = replace(NEW, transport_server_url=DIRECT), SessionSettings()
     for requirements in (replace(UNNAMED, is_positional=True), replace(UNNAMED, state=None, controls_joints=False)):
         table, _ = configure_control(requirements, new, settings)
