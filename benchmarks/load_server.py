@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,11 @@ from benchmarks.control_counts import counts_of
 from benchmarks.measured import percentiles
 from benchmarks.processes import say
 from benchmarks.timed_pictures import taken_at
-from jaxmodels import Requirements
 from service.app import create_app
 from service.http.server import listen, run
 from service.settings import Settings
 from service.stats import Recent
-from service.testing import ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
 # More would take the loop that is measured a fifth of a second to make, when measuring begins.
 SAMPLES = 20_000
@@ -148,9 +148,7 @@ def server(options: argparse.Namespace) -> None:
     """``robojax serve``, with policies that need no computing when asked for."""
     cameras = {name: (480, 640) for name in options.cameras}
 
-    needs = Requirements(
-        policy_type="act", cameras=cameras, state=6, action=6, chunk=20, action_steps=10, rate=options.rate
-    )
+    needs = replace(SO100_REQUIREMENTS, cameras=cameras, action_steps=10, rate=options.rate)
 
     def load(path: str, revision: str | None = None, /, **more: Any) -> ScriptedPolicy:
         return ScriptedPolicy(needs, step=0.01)

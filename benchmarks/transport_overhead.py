@@ -49,6 +49,7 @@ def serve() -> None:
         action=WIDTH,
         chunk=CHUNK,
         action_steps=CHUNK,
+        joint_names=tuple(f"joint_{number}" for number in range(WIDTH)),
     )
 
     class Nothing(ScriptedPolicy):

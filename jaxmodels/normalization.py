@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmodels.errors import CheckpointError
+from jaxmodels.ranges import shorten_value
 from jaxmodels.types import ACTION, Feature
 
 EPSILON = 1e-8
+IDENTITY = "IDENTITY"
 
-# mode -> the two statistics it is made of
+# Mode to the two statistics that it is made of.
 STATISTICS = {
     "MEAN_STD": ("mean", "std"),
     "MIN_MAX": ("min", "max"),
@@ -43,15 +45,19 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalizer:
-    """One normalising or un-normalising step of a LeRobot processor file.
+    """One normalizing or un-normalizing step of a LeRobot processor file.
+
+    A feature is left as it is only where the files say so: its type has the mode IDENTITY, `only` leaves it out, or
+    `unnormalized` names it. LeRobot also leaves features without statistics as they are; here they are an error.
 
     Attributes:
-        features: the features it knows.
-        modes: feature type to mode; a type that is not named is left as it is.
-        stats: feature name to statistic to float32 array; images' are (3, 1, 1). A feature without statistics is
-            left as it is, as LeRobot does.
+        features: features that the step lists.
+        modes: pairs of feature type and mode.
+        stats: feature name to statistic to float32 array; arrays of images are (3, 1, 1).
         epsilon: added to a standard deviation, and used for a range of zero.
-        only: names of the observations it applies to; None is all.
+        only: names of the observations that the step applies to; None for all.
+        unnormalized: names of features that are left as they are although their type has a mode.
+        source: file that the step was read from, for errors.
     """
 
     features: tuple[Feature, ...]
@@ -59,25 +65,49 @@ class Normalizer:
     stats: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     epsilon: float = EPSILON
     only: tuple[str, ...] | None = None
+    unnormalized: frozenset[str] = frozenset()
+    source: str = "normalization"
 
     def get_mode(self, feature: Feature) -> str:
-        """The mode that applies to this feature in the end."""
-        listed = any(known.name == feature.name for known in self.features) or feature.type == "ACTION"
-        left_out = self.only is not None and feature.name not in self.only and feature.type != "ACTION"
-        if not listed or left_out or feature.name not in self.stats:
-            return "IDENTITY"
-        return dict(self.modes).get(feature.type, "IDENTITY")
+        """Return the mode that applies to a feature.
 
-    def without_stats(self) -> list[str]:
-        """Features whose type has a mode but that lack statistics to apply it with."""
-        modes = dict(self.modes)
-        return [
-            feature.name
-            for feature in self.features
-            if modes.get(feature.type, "IDENTITY") != "IDENTITY"
-            and feature.name not in self.stats
-            and (self.only is None or feature.name in self.only)
-        ]
+        Raises:
+            CheckpointError: the feature needs statistics that the step does not have.
+        """
+        if (gap := self.find_gap(feature)) is not None:
+            raise CheckpointError(f"{self.source}: {gap}")
+        if feature.name in self.unnormalized or self.leaves_out(feature):
+            return IDENTITY
+        return dict(self.modes).get(feature.type, IDENTITY)
+
+    def leaves_out(self, feature: Feature) -> bool:
+        """Return whether the step is restricted to other observations."""
+        return self.only is not None and feature.name not in self.only and feature.type != "ACTION"
+
+    def find_gap(self, feature: Feature) -> str | None:
+        """Describe what the step lacks to normalize a feature; None when it lacks nothing.
+
+        As in LeRobot, actions need not be among the step's features. No default of LeRobot has a mode for the type ENV,
+        so ENV without a mode is IDENTITY; other types without a mode are an error.
+        """
+        if feature.name in self.unnormalized or self.leaves_out(feature):
+            return None
+        mode = dict(self.modes).get(feature.type, IDENTITY if feature.type == "ENV" else None)
+        name, kind = shorten_value(feature.name), feature.type
+        if mode is None:
+            return f"feature {name}: norm_map has no mode for the type {kind}; write one, e.g. IDENTITY"
+        if mode == IDENTITY:
+            return None
+        if feature.type != "ACTION" and all(known.name != feature.name for known in self.features):
+            return f"feature {name} (type {kind}, mode {mode}) is missing in the features of the step"
+        if not (found := self.stats.get(feature.name)):
+            return f"feature {name} (type {kind}, mode {mode}) has no statistics"
+        if missing := [statistic for statistic in STATISTICS[mode] if statistic not in found]:
+            return (
+                f"feature {name} (type {kind}, mode {mode}) has no statistic {' and '.join(missing)}; "
+                f"found {', '.join(sorted(found))[:200]}"
+            )
+        return None
 
     def get_forward(self, feature: Feature) -> Affine:
         """The numbers for `Affine.normalize`."""
@@ -115,9 +145,9 @@ class Normalizer:
     def _affine(self, feature: Feature, *, inverse: bool) -> Affine:
         width = feature.shape[0]
         mode = self.get_mode(feature)
-        if mode == "IDENTITY":
+        if mode == IDENTITY:
             return Affine(np.zeros(width, np.float32), np.ones(width, np.float32), np.zeros(width, np.float32))
-        low, high = (self._statistic(feature, name, mode) for name in STATISTICS[mode])
+        low, high = (self._get_statistic(feature, name) for name in STATISTICS[mode])
         epsilon = np.float32(self.epsilon)
         if mode == "MEAN_STD":
             return Affine(low, high if inverse else high + epsilon, np.zeros(width, np.float32))
@@ -126,14 +156,9 @@ class Normalizer:
         # 2 (x - low) / span - 1: the halved span is exact, and x == low gives exactly -1.
         return Affine(low, span / np.float32(2), np.full(width, -1, np.float32))
 
-    def _statistic(self, feature: Feature, name: str, mode: str) -> np.ndarray:
-        """One statistic as a float32 vector over the feature's channels."""
-        values = self.stats[feature.name].get(name)
-        if values is None:
-            raise CheckpointError(
-                f"normalisation of {feature.name!r}: {mode} needs the statistic {name!r}; "
-                f"found {', '.join(sorted(self.stats[feature.name])) or 'none'}"
-            )
+    def _get_statistic(self, feature: Feature, name: str) -> np.ndarray:
+        """Return one statistic as a float32 vector over the feature's channels."""
+        values = self.stats[feature.name][name]
         shape = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
         if values.shape not in (shape, (1,) * len(shape), ()):
             raise CheckpointError(
@@ -198,26 +223,37 @@ def build_normalization(
     modes: tuple[tuple[str, str], ...],
     stats: Mapping[str, Mapping[str, np.ndarray]],
 ) -> Normalization:
-    """Normalization of a new policy from a dataset's statistics, as LeRobot builds it.
+    """Build the normalization of a new policy from a dataset's statistics, as LeRobot does.
 
     Raises:
-        CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
+        CheckpointError: a feature has no statistics that its mode needs, or they are misshaped or not finite.
     """
+    source = "statistics of the dataset"
     normalization = Normalization(
-        inputs=Normalizer((*inputs, *outputs), modes, stats), outputs=Normalizer(outputs, modes, stats)
+        inputs=Normalizer((*inputs, *outputs), modes, stats, source=source),
+        outputs=Normalizer(outputs, modes, stats, source=source),
     )
-    check_normalization(normalization)
+    actions = tuple(feature for feature in outputs if feature.name == ACTION)
+    check_normalization(normalization, (*inputs, *actions), actions)
     return normalization
 
 
-def check_normalization(normalization: Normalization) -> None:
+def check_normalization(
+    normalization: Normalization, inputs: tuple[Feature, ...], outputs: tuple[Feature, ...]
+) -> None:
     """Compute all numbers once, so that bad statistics are found when a policy is read and not when it acts.
 
+    Args:
+        inputs, outputs: features that need statistics. Statistics of other features are checked if they are there.
+
     Raises:
-        CheckpointError: a statistic that a mode needs is missing, misshaped or not finite.
+        CheckpointError: statistics are missing, misshaped or not finite.
     """
-    for feature in normalization.inputs.features:
-        normalization.inputs.get_forward(feature)
-    for feature in normalization.outputs.features:
-        if feature.name == ACTION:
-            normalization.outputs.get_backward(feature)
+    for step, used, convert in (
+        (normalization.inputs, inputs, Normalizer.get_forward),
+        (normalization.outputs, outputs, Normalizer.get_backward),
+    ):
+        names = {feature.name for feature in used}
+        for feature in (*used, *(known for known in step.features if known.name not in names)):
+            if feature.name in names or step.find_gap(feature) is None:
+                convert(step, feature)

@@ -74,7 +74,7 @@ def read_requirements(
             raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
         with PolicyFolder(folder, roots=roots) as opened:
             check_weights(opened, has_orbax=opened.has_tree() or opened.has_tree(PARAMS))
-            return _check_description(lerobot_folder.build_description(read(opened)))
+            return _check_description(read(opened))
     # A cache of its own: half a policy in the usual one would pass for a whole policy when the Hub cannot be reached.
     with tempfile.TemporaryDirectory(prefix="robojax-description-") as cache:
         try:
@@ -82,14 +82,16 @@ def read_requirements(
         except HubError:
             snapshot = fetch(str(path_or_repo), revision, files=DESCRIBING)
         with PolicyFolder(snapshot, roots=snapshot.parents[1:2]) as opened:
-            return _check_description(lerobot_folder.build_description(read(opened)))
+            return _check_description(read(opened))
 
 
-def _check_description(description: lerobot_folder.Description) -> Requirements:
-    """Requirements of a policy that was not checked yet; refuses one that nothing could compute."""
+def _check_description(small: Mapping[str, Any]) -> Requirements:
+    """Return the requirements of a policy that is not loaded, unless it is too large or statistics are missing."""
+    description = lerobot_folder.build_description(small)
     config = description.config
     sizes: Sizes = get_policy_type(config.type).sizes(config)
     sizes.check()
+    lerobot_folder.check_statistics(small, config)
     return build_requirements(description)
 
 
@@ -116,6 +118,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
+        is_positional=getattr(config, "openpi", None) is not None,
         metadata=config.client_metadata,
     )
 

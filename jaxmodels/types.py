@@ -96,6 +96,8 @@ class Requirements:
             two on, every feature has a time axis behind the batch's, oldest first.
         controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
             velocities or displacements, which only a client without rooms takes that knows them.
+        is_positional: whether clients of the checkpoint's own protocol (openpi's) take actions by position, so that a
+            session without rooms needs no names of joints.
         metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
@@ -118,6 +120,7 @@ class Requirements:
     language: bool = False
     observation_steps: int = 1
     controls_joints: bool = True
+    is_positional: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
     state_statistics: Mapping[str, tuple[float, ...]] | None = field(default=None, compare=False)

@@ -213,7 +213,13 @@ class MemoryTransport:
 
 
 SO100_REQUIREMENTS = Requirements(
-    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=20
+    policy_type="act",
+    cameras={"front": (48, 64)},
+    state=6,
+    action=6,
+    chunk=20,
+    action_steps=20,
+    joint_names=("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper"),
 )
 
 

@@ -23,6 +23,7 @@ from jaxmodels.checkpoints.files import (
 )
 from jaxmodels.checkpoints.folder import NORM_STATS, TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
+from jaxmodels.normalization import Normalization
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 
@@ -76,20 +77,46 @@ def _is_used(tensor: str) -> bool:
 
 
 def read_description(folder: Folder) -> dict[str, Any]:
-    """Read a folder without its weights, as JSON: ``config``, ``sidecar`` (or None) and ``renames``.
+    """Read a folder without its weights, as JSON: ``config``, ``sidecar``, ``renames``, ``normalization``, ``buffers``.
 
-    The config has the sizes of the model that the policy is built on, where they are in a file of their own.
+    The config has the sizes of the model that the policy is built on, where they are in a file of their own. The
+    normalization has names of statistics and no numbers, and the names of those in ``stats.json`` as ``dataset``. Older
+    policies have no such files but ``buffers``: names of statistics in the weights, None if there are no weights here.
 
     Raises:
         CheckpointError: a file is missing or malformed.
     """
     values = read_config(folder)
-    is_modern = any((folder / name).exists() for name in PROCESSORS)
-    renames = dict(read_processors(folder).renames) if is_modern else {}
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
-    if openpi_configs.is_openpi(folder, sidecar):
-        renames = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).renames
-    return {"config": values, "sidecar": sidecar, "renames": renames}
+    normalization, buffers = None, None
+    if any((folder / name).exists() for name in PROCESSORS):
+        normalization = read_processors(folder)
+    elif openpi_configs.is_openpi(folder, sidecar):
+        openpi = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY])
+        normalization = openpi_configs.read_normalization(folder, openpi, sidecar)
+    elif has_policy_weights(folder):
+        buffers = sorted(find_policy_weights(folder, lerobot_processors.is_buffer))
+    return {
+        "config": values,
+        "sidecar": sidecar,
+        "renames": {} if normalization is None else dict(normalization.renames),
+        "normalization": None if normalization is None else _describe(folder, normalization, values, sidecar),
+        "buffers": buffers,
+    }
+
+
+def _describe(
+    folder: Folder, normalization: Normalization, values: dict[str, Any], sidecar: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the names of features and statistics of a policy, and the names in ``stats.json``."""
+    sides = (values.get("input_features"), values.get("output_features"))
+    own = [name for side in sides if isinstance(side, dict) for name in side]
+    group = (sidecar or {}).get(lerobot_processors.GROUP)
+    dataset = lerobot_processors.read_dataset_statistics(folder)
+    return {
+        **lerobot_processors.dump_names(normalization, [*own, *(f"{group}.{name}" for name in own)]),
+        "dataset": {name: list(dataset[name]) for name in own if name in dataset},
+    }
 
 
 def read_config(folder: Folder) -> dict[str, Any]:

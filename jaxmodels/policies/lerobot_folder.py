@@ -32,14 +32,23 @@ from jaxmodels.checkpoints.folder import PARAMS, SHARD, STATE_BYTES, Folder, Pol
 from jaxmodels.checkpoints.tensor_layouts import read_tensors, their_shapes, write_tensors
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import Sizes
-from jaxmodels.normalization import Normalization, Normalizer, check_normalization
+from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
-from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors, write_processors
+from jaxmodels.policies.lerobot_processors import (
+    NORMALIZATION,
+    POST,
+    PRE,
+    WRITE_IDENTITY,
+    complete_statistics,
+    parse_names,
+    read_processors,
+    write_processors,
+)
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
-from jaxmodels.types import Feature
+from jaxmodels.types import ACTION, Feature
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 
 RATE = Range(0, 10_000, above=True)  # actions per second
@@ -61,12 +70,12 @@ class PolicyConfig(Protocol):
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Contents of ``robojax.json``, a file beside LeRobot's, which refuse unknown keys.
+    """Contents of ``robojax.json``, a file next to LeRobot's files, which refuse unknown keys.
 
     Attributes:
         rate: actions per second the policy was trained at.
         joint_names: names of the action's numbers in order.
-        other: further keys, kept as they are.
+        other: further keys, kept as they are; ``normalization`` may be ``identity``, see `complete_statistics`.
     """
 
     rate: float | None = None
@@ -86,6 +95,11 @@ class Sidecar:
         ):
             raise CheckpointError(
                 f"robojax.json: joint_names are {shorten_value(names)}; wanted a list of {joints} names"
+            )
+        if NORMALIZATION in values and not lerobot_processors.allows_identity(values):
+            raise CheckpointError(
+                f'robojax.json: {NORMALIZATION} is {shorten_value(values[NORMALIZATION])}; wanted "identity", for a '
+                "policy that was trained without normalization, or no such key"
             )
         other = {key: value for key, value in values.items() if key not in ("rate", "joint_names")}
         return cls(
@@ -155,7 +169,7 @@ def read_policy_description(folder: Folder) -> Description:
 
 
 def build_description(small: Mapping[str, Any]) -> Description:
-    """The description out of what `read_description` read, in this process or another one.
+    """Build the description from what `read_description` read, in this process or another one.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
@@ -165,6 +179,20 @@ def build_description(small: Mapping[str, Any]) -> Description:
     config: Any = read_config_values(values, small["sidecar"])
     lerobot_processors.check_renames(small["renames"], config.input_features)
     return Description(config, _sidecar(small["sidecar"], config), small["renames"])
+
+
+def check_statistics(small: Mapping[str, Any], config: Any) -> None:
+    """Refuse a policy without the statistics that it needs, from what `read_description` read.
+
+    Raises:
+        CheckpointError: statistics are missing, as of `complete_statistics`.
+    """
+    names, buffers, sidecar = small["normalization"], small["buffers"], small["sidecar"]
+    if names is not None:
+        complete_statistics(parse_names(names), config, sidecar, names["dataset"])
+    elif buffers is not None:
+        stats = dict.fromkeys(buffers, np.empty(0, np.float32))
+        complete_statistics(_read_buffers(config, stats, sidecar), config, sidecar, {})
 
 
 def read_config_values(values: Mapping[str, Any], sidecar: Mapping[str, Any] | None) -> Any:
@@ -198,6 +226,7 @@ def read_checkpoint(
     *,
     admit: Callable[[Sizes, PolicyType], None] = lambda sizes, kind: None,
     lerobot: str | None = None,
+    needs_statistics: bool = True,
 ) -> Checkpoint:
     """Read a policy's folder.
 
@@ -206,36 +235,46 @@ def read_checkpoint(
             is refused.
         admit: asked with what follows from the config, before anything is built or weights are read.
         lerobot: the version of LeRobot that is meant, whatever the sidecar says.
+        needs_statistics: False for a policy whose normalization is replaced by a dataset's before it acts.
 
     Raises:
         ConfigError: the config has unknown fields or values that make no sense.
-        CheckpointError: a file is missing, malformed, or does not fit the config (`WeightsMismatch`).
+        CheckpointError: a file is missing, malformed, or does not fit the config (`WeightsMismatch`), or statistics are
+            missing.
     """
     if isinstance(folder, Path):
         if not folder.is_dir():
             raise CheckpointError(f"{folder.name}: no such folder; wanted one with {CONFIG} and {WEIGHTS}")
         with PolicyFolder(folder) as opened:
-            return read_checkpoint(opened, admit=admit, lerobot=lerobot)
-    checkpoint = _read(folder, admit, lerobot)
+            return read_checkpoint(opened, admit=admit, lerobot=lerobot, needs_statistics=needs_statistics)
+    checkpoint = _read(folder, admit, lerobot, needs_statistics)
     folder.check_unchanged()
     return checkpoint
 
 
-def _read(folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lerobot: str | None) -> Checkpoint:
+def _read(
+    folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lerobot: str | None, needs_statistics: bool
+) -> Checkpoint:
     values = read_config(folder)
     sidecar = read_json(folder / SIDECAR) if (folder / SIDECAR).exists() else None
     if lerobot is not None:
         sidecar = {**(sidecar or {}), LEROBOT: lerobot}
     config = read_config_values(values, sidecar)
+    own = _sidecar(sidecar, config)
     kind = get_policy_type(values.get("type"))
     if kind.openpi is not None and openpi_configs.is_openpi(folder, sidecar):
         config = kind.openpi.complete(folder.tree(PARAMS), config)
     sizes: Sizes = kind.sizes(config)
     _check_sizes(folder, kind, config, sizes, admit)
     weights, buffers = _read_weights(folder, kind, config)
-    normalization = _read_normalization(folder, config, buffers)
-    normalization = lerobot_processors.add_statistics(folder, normalization, sidecar)
-    check_normalization(normalization)
+    normalization = _read_normalization(folder, config, buffers, sidecar)
+    if needs_statistics:
+        try:
+            dataset = lerobot_processors.read_dataset_statistics(folder)
+            normalization = complete_statistics(normalization, config, sidecar, dataset)
+            check_normalization(normalization, lerobot_processors.list_inputs(config), (config.action,))
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder.name}: {error}") from error
     lerobot_processors.check_renames(normalization.renames, config.input_features)
     lerobot_processors.check_steps(normalization, config.processor_steps, values["type"])
     relative = lerobot_processors.get_relative_actions(normalization, config.action.shape[0])
@@ -244,27 +283,7 @@ def _read(folder: PolicyFolder, admit: Callable[[Sizes, PolicyType], None], lero
             f"{folder.name}: config.json and {PRE}.json do not agree on which actions are relative to the state: "
             f"{config.relative_action_mask} and {relative}; wanted the files of one training"
         )
-    for step in (normalization.inputs, normalization.outputs):
-        names = step.without_stats()
-        if names and config.prompt_length is not None:
-            raise CheckpointError(_describe_missing_statistics(folder.name, names, step))
-        if names:
-            logger.warning("%s: no statistics for %s; like LeRobot, leaving them as they are", folder.name, names)
-    return Checkpoint(
-        config, weights, normalization, _sidecar(sidecar, config), _read_tokenizer(folder, config, normalization)
-    )
-
-
-def _describe_missing_statistics(where: str, names: list[str], step: Normalizer) -> str:
-    """Error text for a policy that knows actions only as multiples of a spread, and not of which."""
-    found = ", ".join(sorted(step.stats)[:20]) or "none"
-    return (
-        f"{where}: no statistics for {', '.join(names)}; found those of {found}. A policy that was trained on many "
-        "robots ships them by dataset, and which are your robot's nobody can guess: without them its actions are "
-        "numbers around 0 instead of places. Train it on your dataset; or copy meta/stats.json of your dataset into "
-        'the folder as stats.json; or name one of those that are there in robojax.json, e.g. {"statistics": '
-        '"so100.buffer"} for so100.buffer.action'
-    )
+    return Checkpoint(config, weights, normalization, own, _read_tokenizer(folder, config, normalization))
 
 
 def _read_tokenizer(folder: PolicyFolder, config: Any, normalization: Normalization) -> bytes | None:
@@ -397,9 +416,9 @@ def _read_tensors(
     )
 
 
-def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.ndarray]) -> Normalization:
-    inputs: tuple[Feature, ...] = config.input_features
-    outputs: tuple[Feature, ...] = config.output_features
+def _read_normalization(
+    folder: Folder, config: Any, buffers: Mapping[str, np.ndarray], sidecar: Mapping[str, Any] | None
+) -> Normalization:
     if (folder / f"{PRE}.json").exists() or (folder / f"{POST}.json").exists():
         if buffers:
             raise CheckpointError(
@@ -407,24 +426,44 @@ def _read_normalization(folder: Folder, config: Any, buffers: Mapping[str, np.nd
                 "keep one of them"
             )
         return read_processors(folder)
-    modes: tuple[tuple[str, str], ...] = config.normalization_mapping
     openpi = getattr(config, "openpi", None)
     if openpi is not None:
-        statistics = openpi_configs.read_norm_stats(folder, openpi)
-        return openpi_configs.build_normalization((inputs, outputs), modes, statistics, openpi)
-    is_needed = any(dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" for feature in (*inputs, *outputs))
-    if is_needed and not buffers:
+        return openpi_configs.read_normalization(folder, openpi, sidecar)
+    return _read_buffers(config, buffers, sidecar)
+
+
+def _read_buffers(config: Any, buffers: Mapping[str, np.ndarray], sidecar: Mapping[str, Any] | None) -> Normalization:
+    """Read the normalization of a folder without processor files, as LeRobot wrote them before 0.4."""
+    inputs, outputs, modes = config.input_features, config.output_features, config.normalization_mapping
+    is_needed = any(dict(modes).get(feature.type, IDENTITY) != IDENTITY for feature in (*inputs, *outputs))
+    if is_needed and not buffers and not lerobot_processors.allows_identity(sidecar):
         raise CheckpointError(
-            f"{folder.name}: no normalisation; wanted {PRE}.json and {POST}.json, "
-            f"or buffers in {WEIGHTS} as LeRobot wrote before 0.4"
+            f"{CONFIG} has modes, but there is no normalization; wanted {PRE}.json and {POST}.json, or buffers in "
+            f"{WEIGHTS} as LeRobot wrote before 0.4; if the policy was trained without normalization, {WRITE_IDENTITY}"
         )
     return lerobot_processors.read_buffered_normalization(inputs, outputs, modes, buffers)
 
 
-def _sidecar(values: Mapping[str, Any] | None, config: PolicyConfig) -> Sidecar:
-    sidecar = Sidecar() if values is None else Sidecar.from_json(values, config.action.shape[0])
+def _sidecar(values: Mapping[str, Any] | None, config: Any) -> Sidecar:
+    """Return the sidecar with what is missing in it from the config: the rate and the names of the joints."""
+    width = config.action.shape[0]
+    sidecar = Sidecar() if values is None else Sidecar.from_json(values, width)
     openpi = getattr(config, "openpi", None)
-    rate, names = sidecar.rate, sidecar.joint_names or config.action.names
-    if openpi is not None:
-        rate, names = openpi.rate if rate is None else rate, names or openpi.joint_names
-    return replace(sidecar, rate=rate, joint_names=names)
+    if openpi is not None:  # whose config has no names: `OpenpiConfig.build_values` only marks relative actions
+        rate = openpi.rate if sidecar.rate is None else sidecar.rate
+        return replace(sidecar, rate=rate, joint_names=sidecar.joint_names or openpi.joint_names)
+    names = getattr(config, "action_feature_names", None)
+    if names is not None and len(names) < min(width, 2):
+        # LeRobot writes the group of a dataset's {"motors": [...]} instead of the names in it.
+        logger.info("config.json: action_feature_names is %s, which does not name %d numbers", names, width)
+        names = None
+    if names is not None and len(names) != width:
+        other = f"the feature {ACTION!r} has {width} numbers"
+        if sidecar.joint_names or config.action.names:
+            source = "joint_names of robojax.json" if sidecar.joint_names else f"names of the feature {ACTION!r}"
+            other = f"{source} are {width}: {', '.join(sidecar.joint_names or config.action.names)}"
+        raise CheckpointError(
+            f"config.json: action_feature_names has {len(names)} names ({', '.join(names)[:400]}), but {other[:400]}; "
+            f"wanted {width} names in the order of the actions"
+        )
+    return replace(sidecar, joint_names=sidecar.joint_names or names or config.action.names)

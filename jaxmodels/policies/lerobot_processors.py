@@ -6,6 +6,7 @@ lerobot/processor/pipeline.py, lerobot/policies/act/processor_act.py (0.4.4). Ol
 lerobot/processor/migrate_policy_normalization.py (0.4.4), lerobot/common/policies/normalize.py (before 0.4).
 """
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmodels.checkpoints.files import read_floats, read_json, write_json, write_safetensors
+from jaxmodels.checkpoints.files import WEIGHTS, read_floats, read_json, write_json, write_safetensors
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
-from jaxmodels.normalization import EPSILON, Normalization, Normalizer, ProcessorStep
+from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep
 from jaxmodels.ranges import Range, is_number, shorten_value
-from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features
+from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, is_empty_camera, parse_features
 
 PRE = "policy_preprocessor"
 POST = "policy_postprocessor"
@@ -27,8 +28,11 @@ STATE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 EPSILONS = Range(0, 1, above=True, below=True)
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,2}")
 MOVING = ("to_batch_processor", "device_processor")
-# Of ``robojax.json``: whose of the statistics in the processors' files are the robot's.
-GROUP = "statistics"
+# Keys of ``robojax.json``: the prefix of the robot's statistics in the processors' files, and whether features without
+# statistics are left as they are.
+GROUP, NORMALIZATION = "statistics", "normalization"
+WRITE_IDENTITY = f'write {{"{NORMALIZATION}": "identity"}} into robojax.json'
+OTHERS = 100  # names of statistics of other features that a description contains
 DATASET_STATISTICS = "stats.json"
 TOKENIZE = "tokenizer_processor"
 RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
@@ -37,6 +41,8 @@ RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
+
+logger = logging.getLogger(__name__)
 
 
 def read_processors(folder: Folder) -> Normalization:
@@ -120,35 +126,119 @@ def get_tokenizer_name(normalization: Normalization, length: int) -> str | None:
     return name
 
 
-def add_statistics(folder: Folder, normalization: Normalization, sidecar: Mapping[str, Any] | None) -> Normalization:
-    """Add the robot's statistics where a policy lacks them, as one that was trained on many robots does.
+def complete_statistics(
+    normalization: Normalization, config: Any, sidecar: Mapping[str, Any] | None, dataset: Mapping[str, Any]
+) -> Normalization:
+    """Add the robot's statistics where a policy lacks them, and refuse a policy with features that stay without.
 
-    They are those of a dataset among the policy's own that ``robojax.json`` names as ``statistics``; else those of a
-    ``stats.json`` in its folder, which is the file of a LeRobotDataset (``meta/stats.json``).
+    The robot's statistics are the policy's own with the prefix that ``robojax.json`` names as ``statistics``, otherwise
+    the dataset's. Only names are compared, so a policy can be checked without reading its numbers.
+
+    Args:
+        dataset: statistics by feature, as `read_dataset_statistics` returns them.
+
+    Returns:
+        the normalization, in which features without statistics are `Normalizer.unnormalized` if ``robojax.json`` has
+        ``"normalization": "identity"``.
 
     Raises:
-        CheckpointError: there is no such dataset, or the file makes no sense.
+        CheckpointError: statistics are missing. The text names each feature, the file and the statistics found.
     """
-    steps = (normalization.inputs, normalization.outputs)
-    if not any(step.without_stats() for step in steps):
-        return normalization
-    group = (sidecar or {}).get(GROUP)
-    given = _read_dataset_statistics(folder) if group is None and (folder / DATASET_STATISTICS).exists() else {}
-    added: list[Normalizer] = []
-    for step in steps:
-        missing = step.without_stats()
-        if group is not None:
-            if wrong := [name for name in missing if f"{group}.{name}" not in step.stats]:
-                raise CheckpointError(
-                    f"robojax.json: {GROUP} is {shorten_value(group)}, of which there are none for {', '.join(wrong)}; "
-                    f"there are {', '.join(sorted(step.stats)[:20]) or 'none'}"
-                )
-            given = {name: step.stats[f"{group}.{name}"] for name in missing}
-        added.append(replace(step, stats={**step.stats, **{name: given[name] for name in missing if name in given}}))
-    return replace(normalization, inputs=added[0], outputs=added[1])
+    sidecar = sidecar or {}
+    gaps: list[str] = []
+    completed: list[Normalizer] = []
+    for step, used in (
+        (_ignore_absent_cameras(normalization.inputs, config), list_inputs(config)),
+        (normalization.outputs, (config.action,)),
+    ):
+        step = _add_robot_statistics(step, used, sidecar.get(GROUP), dataset)
+        names: list[str] = []
+        for feature in used:
+            if step.leaves_out(feature):
+                logger.info("%s: normalize_observation_keys leave %s as it is", step.source, feature.name)
+            elif gap := _find_mode_gap(step, feature, config) or step.find_gap(feature):
+                names.append(feature.name)
+                gaps.append(f"{step.source}: {gap}")
+        completed.append(replace(step, unnormalized=step.unnormalized.union(names)))
+    if gaps and not allows_identity(sidecar):
+        found = sorted({name for step in (normalization.inputs, normalization.outputs) for name in step.stats})
+        raise CheckpointError(_describe_gaps(gaps, found))
+    if gaps:
+        logger.info('robojax.json has "normalization": "identity"; not normalized: %s', "; ".join(gaps))
+    return replace(normalization, inputs=completed[0], outputs=completed[1])
 
 
-def _read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
+def allows_identity(sidecar: Mapping[str, Any] | None) -> bool:
+    """Return whether ``robojax.json`` says that features without statistics are left as they are."""
+    return (sidecar or {}).get(NORMALIZATION) == IDENTITY.lower()
+
+
+def list_inputs(config: Any) -> tuple[Feature, ...]:
+    """Return the observations that a policy reads."""
+    return tuple(
+        feature for feature in (*config.cameras, config.state, config.environment_state) if feature is not None
+    )
+
+
+def _ignore_absent_cameras(step: Normalizer, config: Any) -> Normalizer:
+    """Return the step without a need for statistics of cameras that no robot has: their images are never looked at."""
+    absent = [camera for camera in config.cameras if config.allows_absent_cameras and is_empty_camera(camera.name)]
+    return replace(step, unnormalized=frozenset(camera.name for camera in absent if step.find_gap(camera) is not None))
+
+
+def _find_mode_gap(step: Normalizer, feature: Feature, config: Any) -> str | None:
+    """Describe a type that has a mode in the config but not in the step, which LeRobot leaves as it is."""
+    mode = dict(config.normalization_mapping).get(feature.type, IDENTITY)
+    if feature.type in dict(step.modes) or mode == IDENTITY or feature.name in step.unnormalized:
+        return None
+    return (
+        f"feature {shorten_value(feature.name)}: norm_map has no mode for the type {feature.type}, and config.json has "
+        f"{mode}; write the mode into norm_map"
+    )
+
+
+def _add_robot_statistics(
+    step: Normalizer, used: Iterable[Feature], group: Any, dataset: Mapping[str, Any]
+) -> Normalizer:
+    missing = [feature for feature in used if step.find_gap(feature) is not None]
+    if group is not None:
+        if wrong := [feature.name for feature in missing if f"{group}.{feature.name}" not in step.stats]:
+            raise CheckpointError(
+                f"robojax.json: {GROUP} is {shorten_value(group)}, of which there are none for {', '.join(wrong)}; "
+                f"there are {', '.join(sorted(step.stats)[:20]) or 'none'}"
+            )
+        dataset = {feature.name: step.stats[f"{group}.{feature.name}"] for feature in missing}
+    added = [feature for feature in missing if feature.name in dataset]
+    listed = {feature.name for feature in step.features}
+    return replace(
+        step,
+        features=(*step.features, *(feature for feature in added if feature.name not in listed)),
+        stats={**step.stats, **{feature.name: dataset[feature.name] for feature in added}},
+    )
+
+
+def _describe_gaps(gaps: Iterable[str], found: list[str]) -> str:
+    """Error text for a policy whose actions would not be scaled to the robot's joints."""
+    others = f" and {len(found) - 20} more" if len(found) > 20 else ""
+    return (
+        f"{'; '.join(gaps)}. Statistics found: {', '.join(map(shorten_value, found[:20])) or 'none'}{others}. Without "
+        "statistics its actions are numbers around 0 instead of positions of joints. Train it on your dataset; or copy "
+        f"meta/stats.json of your dataset into the folder as {DATASET_STATISTICS}; or, if the statistics of your robot "
+        f'have another prefix, name it in robojax.json, e.g. {{"{GROUP}": "so100.buffer"}} for so100.buffer.action; '
+        f"or, if the policy was trained without normalization, {WRITE_IDENTITY}"
+    )
+
+
+def read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]:
+    """Read a dataset's statistics by feature from ``stats.json`` in a policy's folder; empty if there is no such file.
+
+    It is the file ``meta/stats.json`` of a LeRobotDataset.
+
+    Raises:
+        CheckpointError: the file makes no sense.
+    """
+    if not (folder / DATASET_STATISTICS).exists():
+        return {}
     found: dict[str, dict[str, np.ndarray]] = {}
     for feature, statistics in read_json(folder / DATASET_STATISTICS).items():
         if not isinstance(statistics, Mapping):
@@ -161,6 +251,43 @@ def _read_dataset_statistics(folder: Folder) -> dict[str, dict[str, np.ndarray]]
                     f"{DATASET_STATISTICS}: {feature[:80]}.{name[:80]} is {shorten_value(values)}; wanted numbers"
                 ) from error
     return found
+
+
+def dump_names(normalization: Normalization, known: Iterable[str]) -> dict[str, Any]:
+    """Return a normalization without its numbers, as JSON for `parse_names`.
+
+    Args:
+        known: names of features, with their prefix, whose statistics are listed; of other features only `OTHERS` names.
+    """
+    names = set(known)
+
+    def dump(step: Normalizer) -> dict[str, Any]:
+        others = sorted(set(step.stats) - names)[:OTHERS]
+        stats = {name: list(step.stats[name]) for name in step.stats if name in names}
+        return {
+            "features": dump_features(step.features),
+            "modes": dict(step.modes),
+            "only": step.only,
+            "stats": stats | {name[:200]: [] for name in others},
+            "source": step.source,
+        }
+
+    return {"inputs": dump(normalization.inputs), "outputs": dump(normalization.outputs)}
+
+
+def parse_names(values: Mapping[str, Any]) -> Normalization:
+    """Return a normalization whose statistics have names and no numbers, from what `dump_names` returned."""
+    inputs, outputs = (
+        Normalizer(
+            parse_features("features", step["features"]),
+            tuple(step["modes"].items()),
+            {name: dict.fromkeys(statistics, np.empty(0, np.float32)) for name, statistics in step["stats"].items()},
+            only=None if step["only"] is None else tuple(step["only"]),
+            source=step["source"],
+        )
+        for step in (values["inputs"], values["outputs"])
+    )
+    return Normalization(inputs, outputs)
 
 
 def write_processors(folder: Path, normalization: Normalization, device: str | None) -> None:
@@ -271,7 +398,8 @@ def _read_step(folder: Folder, where: str, step: Mapping[str, Any], config: Mapp
     for key, array in _read_state(folder, where, step.get("state_file")).items():
         feature, _, statistic = key.rpartition(".")
         stats.setdefault(feature, {})[statistic] = array
-    return Normalizer(features, tuple(modes.items()), stats, float(epsilon), None if only is None else tuple(only))
+    names = None if only is None else tuple(only)
+    return Normalizer(features, tuple(modes.items()), stats, float(epsilon), names, source=where)
 
 
 def _read_state(folder: Folder, where: str, name: Any) -> dict[str, np.ndarray]:
@@ -368,10 +496,10 @@ def read_buffered_normalization(
     modes: tuple[tuple[str, str], ...],
     buffers: Mapping[str, np.ndarray],
 ) -> Normalization:
-    """Normalization out of the buffers of an older weights file.
+    """Read the normalization from the buffers of an older weights file; `complete_statistics` finds missing ones.
 
     Raises:
-        CheckpointError: buffers that belong to no feature of the config, or features without theirs, all listed.
+        CheckpointError: buffers belong to no feature of the config.
     """
     unused = dict(buffers)
 
@@ -386,18 +514,9 @@ def read_buffered_normalization(
     before = take(INPUTS, inputs)
     targets = take(TARGETS, outputs)
     after = take(OUTPUTS, outputs)
-    missing = [
-        feature.name
-        for stats, features in ((before, inputs), (after, outputs))
-        for feature in features
-        if dict(modes).get(feature.type, "IDENTITY") != "IDENTITY" and feature.name not in stats
-    ]
-    if unused or missing:
-        raise CheckpointError(
-            "model.safetensors: normalisation buffers do not fit the config; "
-            f"belong to no feature: {sorted(unused) or 'none'}; features without theirs: {missing or 'none'}"
-        )
+    if unused:
+        raise CheckpointError(f"{WEIGHTS}: normalization buffers belong to no feature of the config: {sorted(unused)}")
     return Normalization(
-        inputs=Normalizer((*inputs, *outputs), modes, {**before, **(targets or after)}),
-        outputs=Normalizer(outputs, modes, after),
+        inputs=Normalizer((*inputs, *outputs), modes, {**before, **(targets or after)}, source=WEIGHTS),
+        outputs=Normalizer(outputs, modes, after, source=WEIGHTS),
     )

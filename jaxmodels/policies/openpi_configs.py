@@ -20,9 +20,9 @@ from jaxmodels.checkpoints.files import read_json
 from jaxmodels.checkpoints.folder import NORM_STATS, PARAMS, Folder, PolicyFolder
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import Normalization, Normalizer, ProcessorStep
-from jaxmodels.policies.lerobot_processors import ABSOLUTE, RELATIVE
+from jaxmodels.policies.lerobot_processors import ABSOLUTE, RELATIVE, WRITE_IDENTITY, allows_identity
 from jaxmodels.ranges import CHUNK, POSITIVE, WIDTH, Range, find_value_errors, list_numbers, shorten_value
-from jaxmodels.types import ACTION, ACTIONS, IMAGES, STATE, Feature
+from jaxmodels.types import ACTION, ACTIONS, IMAGES, STATE, parse_features
 
 KEY = "openpi"  # in robojax.json
 MODELS = ("pi0", "pi05")
@@ -368,32 +368,77 @@ def describe_missing_config(name: str) -> str:
     )
 
 
-def read_norm_stats(folder: Folder, config: OpenpiConfig) -> dict[str, dict[str, np.ndarray]]:
-    """Statistics of ``state`` and ``actions``, as many numbers as the robot has.
+def read_normalization(folder: Folder, config: OpenpiConfig, sidecar: Mapping[str, Any] | None) -> Normalization:
+    """Read openpi's statistics as LeRobot's steps take them: spreads and ranges are wider by openpi's epsilon.
+
+    Args:
+        sidecar: content of ``robojax.json``, which may say that there are no statistics (`allows_identity`).
+
+    Raises:
+        CheckpointError: statistics are missing, are of another robot, or are malformed.
+    """
+    values, steps = config.build_values(), ()
+    inputs, outputs = (parse_features(name, values[name]) for name in ("input_features", "output_features"))
+    modes = tuple(values["normalization_mapping"].items())
+    where, statistics = _read_norm_stats(folder, config, is_optional=allows_identity(sidecar))
+
+    def widen(added: float) -> dict[str, dict[str, np.ndarray]]:
+        return {
+            feature: {
+                key: (array + {"std": added, "q99": EPSILON}.get(key, 0.0)).astype(np.float32)
+                for key, array in statistics.get(name, {}).items()
+            }
+            for feature, name in ((STATE, "state"), (ACTION, "actions"))
+        }
+
+    normalizer = Normalizer((*inputs, *outputs), modes, source=where)
+    # LeRobot adds an epsilon of its own to spreads, and only where it divides by them.
+    before = replace(normalizer, stats=widen(EPSILON - normalizer.epsilon))
+    after = Normalizer(outputs, modes, {ACTION: widen(EPSILON)[ACTION]}, source=where)
+    if "use_relative_actions" in values:
+        names = {"action_names": values["action_feature_names"], "exclude_joints": values["relative_exclude_joints"]}
+        steps = (
+            ProcessorStep(RELATIVE, {"enabled": True, **names}, comes_after=False),
+            ProcessorStep(ABSOLUTE, {"enabled": True}, comes_after=True, is_output=True),
+        )
+    return Normalization(before, after, config.renames, steps)
+
+
+def _read_norm_stats(
+    folder: Folder, config: OpenpiConfig, *, is_optional: bool
+) -> tuple[str, dict[str, dict[str, np.ndarray]]]:
+    """Return the name of the file and its statistics of ``state`` and ``actions``, cut to the robot's widths.
 
     openpi pads both to ``action_dim`` before or after it takes statistics, so files may have more.
 
-    Raises:
-        CheckpointError: they are missing, those of another robot, or malformed.
+    Args:
+        is_optional: whether the file, the state or the actions may be missing.
     """
     found = _find_assets(folder)
     asset = config.asset_id
     if asset is None and len(found) == 1:
         asset = found[0]
     if asset not in found:
+        if is_optional and not found:
+            return "assets", {}
         wanted = (
             repr(asset) if asset else f'the name of one: {{"{KEY}": {{..., "asset_id": "{(found or ["NAME"])[0]}"}}}}'
         )
         raise CheckpointError(
-            f"{folder.name}: assets has {NORM_STATS} of {', '.join(found)[:400] or 'nothing'}; wanted {wanted}"
+            f"{folder.name}: assets has {NORM_STATS} of {', '.join(found)[:400] or 'nothing'}; wanted {wanted}. "
+            f"If the policy was trained without normalization, {WRITE_IDENTITY}"
         )
     where = f"assets/{asset}/{NORM_STATS}"
     values = read_json(folder / where).get("norm_stats")
     statistics: dict[str, dict[str, np.ndarray]] = {}
     for name, width in (("state", len(config.state_names)), ("actions", len(config.action_names))):
         entry = values.get(name) if isinstance(values, Mapping) else None
+        if entry is None and is_optional:
+            continue
         if not isinstance(entry, Mapping) or not {"mean", "std"} <= set(entry):
-            raise CheckpointError(f"{where}: has no mean and std of {name!r}")
+            raise CheckpointError(
+                f"{where}: has no mean and std of {name!r}; found {', '.join(map(shorten_value, values or ()))[:200]}"
+            )
         try:
             arrays = {str(key): np.asarray(array, np.float64) for key, array in entry.items() if array is not None}
         except (ValueError, TypeError) as error:
@@ -406,7 +451,7 @@ def read_norm_stats(folder: Folder, config: OpenpiConfig) -> dict[str, dict[str,
                 f"wanted those of the robot that robojax.json's {KEY} says"
             )
         statistics[name] = {key: array[:width] for key, array in arrays.items()}
-    return statistics
+    return where, statistics
 
 
 def _find_assets(folder: Folder) -> list[str]:
@@ -415,38 +460,3 @@ def _find_assets(folder: Folder) -> list[str]:
     else:
         names = [path.relative_to(folder).as_posix() for path in (folder / "assets").rglob(NORM_STATS)]
     return sorted(name.removeprefix("assets/").removesuffix(f"/{NORM_STATS}") for name in names)
-
-
-def build_normalization(
-    features: tuple[tuple[Feature, ...], tuple[Feature, ...]],
-    modes: tuple[tuple[str, str], ...],
-    statistics: Mapping[str, Mapping[str, np.ndarray]],
-    config: OpenpiConfig,
-) -> Normalization:
-    """openpi's statistics as LeRobot's steps take them: spreads and ranges are wider by openpi's epsilon.
-
-    Args:
-        features: inputs and outputs of the policy.
-    """
-
-    def widen(added: float) -> dict[str, dict[str, np.ndarray]]:
-        return {
-            feature: {
-                key: (array + {"std": added, "q99": EPSILON}.get(key, 0.0)).astype(np.float32)
-                for key, array in statistics[name].items()
-            }
-            for feature, name in ((STATE, "state"), (ACTION, "actions"))
-        }
-
-    normalizer = Normalizer((*features[0], *features[1]), modes)
-    # LeRobot adds an epsilon of its own to spreads, and only where it divides by them.
-    inputs = replace(normalizer, stats=widen(EPSILON - normalizer.epsilon))
-    outputs = Normalizer(features[1], modes, {ACTION: widen(EPSILON)[ACTION]})
-    values, steps = config.build_values(), ()
-    if "use_relative_actions" in values:
-        names = {"action_names": values["action_feature_names"], "exclude_joints": values["relative_exclude_joints"]}
-        steps = (
-            ProcessorStep(RELATIVE, {"enabled": True, **names}, comes_after=False),
-            ProcessorStep(ABSOLUTE, {"enabled": True}, comes_after=True, is_output=True),
-        )
-    return Normalization(inputs, outputs, config.renames, steps)

@@ -142,7 +142,8 @@ def trained_policy(
         ConfigError: its config has unknown fields or values that make no sense.
         CheckpointError: files are missing, malformed, or do not fit the config.
     """
-    checkpoint = lerobot_folder.read_checkpoint(_folder(path_or_repo, revision, on_progress))
+    folder = _folder(path_or_repo, revision, on_progress)
+    checkpoint = lerobot_folder.read_checkpoint(folder, needs_statistics=False)
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
 
 

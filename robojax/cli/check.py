@@ -106,7 +106,10 @@ def _limits(requirements: "Requirements", file: str | None) -> dict[str, Any]:
     read = None if settings.safety.limits is None else read_limits(settings.safety.limits)
     try:
         table = create_joint_table(
-            requirements.action, checkpoint=requirements.joint_names, ranges=settings.control.joint_ranges
+            requirements.action,
+            checkpoint=requirements.joint_names,
+            ranges=settings.control.joint_ranges,
+            is_positional=True,  # Limits can be shown without names.
         )
         limits = create_motion_limits(table, settings.safety, file=read, action_range=requirements.action_range)
         return {"limits": limits.as_json(), "unmatched": list(limits.unmatched)}
@@ -194,7 +197,10 @@ def _show(
         "environment": None if requirements.environment_state is None else f"{requirements.environment_state} values",
         "instruction": "wanted: it does what it is told, in words" if requirements.language else None,
         "action": f"{requirements.action} joints",
-        "joints": ", ".join(names) if names else "not named by the checkpoint; give joint_names if it is no SO-100",
+        "joints": ", ".join(names)
+        if names
+        else f"not named by the checkpoint: a session needs joint_names ({requirements.action} names in the order of "
+        'its actions), robojax robot needs --policy.joint_names; or write "joint_names" into robojax.json',
         "chunk": f"{requirements.chunk} actions, {requirements.action_steps} of them between two looks"
         + (f", ensembled over time ({ensemble:g})" if ensemble is not None else ""),
         "made for": "no rate given" if requirements.rate is None else f"{requirements.rate:g} Hz",

@@ -82,6 +82,15 @@ def robot(
         str | None,
         typer.Option("--policy.revision", help="Branch, tag or commit of a repo.", rich_help_panel=SESSION),
     ] = None,
+    joint_names: Annotated[
+        str | None,
+        typer.Option(
+            "--policy.joint_names",
+            help="Joints in the order of the policy's actions, e.g. shoulder_pan,shoulder_lift,elbow_flex,wrist_flex,"
+            "wrist_roll,gripper; for a checkpoint that does not name them.",
+            rich_help_panel=SESSION,
+        ),
+    ] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP, rich_help_panel=SESSION)] = None,
     session: Annotated[
         str | None,
@@ -154,6 +163,7 @@ def robot(
         policy=policy,
         revision=revision,
         rename=read_rename(rename),
+        joint_names=None if joint_names is None else [name.strip(" []'\"") for name in joint_names.split(",")],
         task=task,
         transport=transport,
         rate=fps,

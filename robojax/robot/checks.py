@@ -9,7 +9,7 @@ from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.cameras import Camera, CameraConfig
 from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.runner import RobotRunner, build_check
+from robojax.robot.runner import RobotRunner, build_check, suggest_policy_fix
 
 # Seconds that a camera's pictures are counted, and the share of its rate that is good enough.
 COUNTED, ENOUGH = 1.0, 0.8
@@ -133,7 +133,7 @@ def _server(runner: RobotRunner) -> Iterator[Finding]:
                 request = build_check(runner, runner.robot.cameras)
                 fit = client.request("POST", "/policies/check", request, timeout=600)
                 text = "; ".join(fit["misfits"]) or f"{fit['policy_type']}, {fit['rate']:g} Hz"
-                fix = "" if fit["fits"] else "name the cameras as the policy does, or give --rename"
+                fix = "" if fit["fits"] else suggest_policy_fix(runner, fit)
                 yield Finding("policy", "ok" if fit["fits"] else "fail", text, fix)
     except ClientError as error:
         yield Finding("server", "fail", str(error), "start one with `robojax serve`; a key goes into ROBOJAX_KEY")

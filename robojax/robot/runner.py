@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,7 @@ class RobotRunner:
         policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
             None for one that is there.
         rename: cameras of the policy and what the robot calls them, where that differs; for a session that is made now.
+        joint_names: joints in the order of the policy's actions, for a checkpoint that does not name them.
         transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
             the rooms of the server itself.
         rate: observations (and looks at the arm) per second.
@@ -89,6 +90,7 @@ class RobotRunner:
     policy: str | None = None
     revision: str | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
+    joint_names: Sequence[str] | None = None
     task: str | None = None
     transport: str | None = None
     rate: float = 30.0
@@ -229,9 +231,7 @@ async def _session(
     fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
     if not fit["fits"]:
         raise RobotError(
-            f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
-            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras, or give "
-            "--rename POLICYS_NAME=YOURS",
+            f"the policy does not fit this robot: {'; '.join(fit['misfits'])}", suggest_policy_fix(runner, fit)
         )
     on_event(f"loading {runner.policy} ...")
     making = client.create(
@@ -244,6 +244,7 @@ async def _session(
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
         **({"rename": dict(runner.rename)} if runner.rename else {}),
+        **({"joint_names": list(runner.joint_names)} if runner.joint_names else {}),
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
@@ -253,9 +254,26 @@ async def _session(
 
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
-    """The question whether a policy fits these cameras."""
+    """Return the request that checks whether a policy fits these cameras and joints."""
     request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
-    return request | {"camera_names": list(cameras)} | ({"rename": dict(runner.rename)} if runner.rename else {})
+    request |= {"camera_names": list(cameras)} | ({"rename": dict(runner.rename)} if runner.rename else {})
+    return request | ({"joint_names": list(runner.joint_names)} if runner.joint_names else {})
+
+
+def suggest_policy_fix(runner: RobotRunner, fit: Mapping[str, Any]) -> str:
+    """Return what to do about a policy that does not fit, from the answer of POST /policies/check."""
+    fixes = []
+    if set(fit["camera_names"]) != set(runner.robot.cameras):
+        fixes.append(
+            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras, or give "
+            "--rename POLICYS_NAME=YOURS"
+        )
+    if fit["requirements"]["joint_names"] is None and runner.joint_names is None:
+        fixes.append(
+            "say in which order it was trained to move the joints; if in LeRobot's order of this arm: "
+            f"--policy.joint_names={','.join(JOINTS)}"
+        )
+    return "\n".join(fixes) or "choose a policy that fits; robojax check says what it needs"
 
 
 async def _remove_session(session: AsyncSession) -> None:

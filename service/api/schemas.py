@@ -154,7 +154,9 @@ class PolicyCheck(BaseModel):
     policy_type: str
     camera_names: list[str]
     camera_sizes: dict[str, list[int]] = Field(description="Height and width; frames of other sizes are resized.")
-    joint_names: list[str] | None = Field(description="In the order of the actions; null when they do not fit.")
+    joint_names: list[str] | None = Field(
+        description="In the order of the actions; null when it does not fit, or when the session needs joint_names."
+    )
     rate: float | None = Field(description="Ticks per second the session would have; null when it does not fit.")
     requirements: dict[str, Any]
 

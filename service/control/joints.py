@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from service.errors import InvalidRequest, PolicyError
+from service.errors import InvalidRequest, PolicyError, ServiceError
 from service.transport.link import JointValue
 
 # Policies compute in float32, so a value has to be finite in float32 too.
@@ -55,6 +56,7 @@ SO100 = (
     Joint("Wrist_Roll", 4, -100, 100, "wrist_roll"),
     Joint("Jaw", 5, 0, 100, "gripper"),
 )
+JOINT_NAMES = ("body", "joint_names")
 _SO100_BY_NAME = {name: joint for joint in SO100 for name in (joint.name, joint.alias)}
 
 
@@ -159,34 +161,36 @@ def create_joint_table(
     checkpoint: Sequence[str] | None = None,
     requested: Sequence[str] | None = None,
     ranges: Mapping[str, tuple[float, float]] | None = None,
+    is_positional: bool = False,
 ) -> JointTable:
     """Create the joint table of a policy with actions of this width.
 
-    Names come from the checkpoint, else from the request; else six joints are an SO-100 and others
-    are ``joint_1``, ``joint_2``, ... Joints of an SO-100 get its wire names and ranges whichever way they are
-    written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are unbounded
-    unless ``ranges`` names them.
+    Names come from the checkpoint, else from the request. Joints of an SO-100 get its wire names and ranges whichever
+    way they are written (``shoulder_pan``, ``shoulder_pan.pos``, ``main_shoulder_pan``, ``Rotation``); others are
+    unbounded unless ``ranges`` names them.
+
+    Args:
+        is_positional: whether no joint is looked up by its name. Then actions without names are ``action_1``,
+            ``action_2``, ..., and their ranges are not known.
 
     Raises:
-        InvalidRequest: the requested names do not fit the policy.
+        InvalidRequest: the requested names do not fit the policy, or nothing names its joints.
         PolicyError: the checkpoint's names do not fit its own actions.
     """
     if requested is not None:
-        _check_names(requested, width, InvalidRequest, "joint_names of the request")
+        _check_names(requested, width, partial(InvalidRequest, loc=JOINT_NAMES), "joint_names of the request")
     if checkpoint is not None:
         _check_names(checkpoint, width, PolicyError, "joint names of the checkpoint")
-        if requested is not None and [strip_feature_name(name) for name in requested] != [
-            strip_feature_name(name) for name in checkpoint
-        ]:
+        if requested is not None and not have_same_joints(requested, checkpoint):
             raise InvalidRequest(
                 f"joint_names {list(requested)} differ from the checkpoint's {list(checkpoint)}; leave joint_names out",
-                ("body", "joint_names"),
+                JOINT_NAMES,
             )
     names = checkpoint or requested
+    if names is None and not is_positional:
+        raise InvalidRequest(describe_missing_names(width), JOINT_NAMES)
     if names is None:
-        if width == len(SO100):
-            return JointTable(SO100)
-        names = [f"joint_{number + 1}" for number in range(width)]
+        return JointTable([Joint(f"action_{index + 1}", index) for index in range(width)])
     known = [_SO100_BY_NAME.get(strip_feature_name(name)) for name in names]
     if width == len(SO100) and len({joint.name for joint in known if joint is not None}) == width:
         return JointTable([joint for joint in known if joint is not None])
@@ -196,6 +200,26 @@ def create_joint_table(
     )
 
 
+def describe_missing_names(width: int) -> str:
+    """Error text for a policy whose checkpoint does not say which joint each number of an action moves."""
+    example = ", ".join(f'"{joint.alias}"' for joint in SO100)
+    return (
+        f"joint_names is missing: the checkpoint does not name the joints of its actions; send {width} "
+        f"name{'s' if width > 1 else ''} in the order of the policy's actions, e.g. for an SO-101 [{example}]; or "
+        'write them as "joint_names" into robojax.json in the policy\'s folder'
+    )
+
+
+def have_same_joints(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether two lists name the same joints in the same order, in any of their spellings."""
+    return [*map(_to_wire_name, names)] == [*map(_to_wire_name, others)]
+
+
+def _to_wire_name(name: str) -> str:
+    joint = _SO100_BY_NAME.get(stripped := strip_feature_name(name))
+    return stripped if joint is None else joint.name
+
+
 def strip_feature_name(name: str) -> str:
     """Strip LeRobot's additions from a joint's name: ``shoulder_pan.pos``, in its older datasets
     ``main_shoulder_pan``.
@@ -203,7 +227,7 @@ def strip_feature_name(name: str) -> str:
     return name.removesuffix(".pos").removeprefix("main_")
 
 
-def _check_names(names: Sequence[str], width: int, error: type[InvalidRequest | PolicyError], what: str) -> None:
+def _check_names(names: Sequence[str], width: int, error: Callable[[str], ServiceError], what: str) -> None:
     wrong = None
     if len(names) != width:
         wrong = f"are {len(names)}, but the policy's actions have {width} values"

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
+from service.control.joints import have_same_joints
 from service.errors import PolicyError, PolicyFailed
 from service.inference.engine import Engine, FrameSizes, LoadedPolicy, LoadPolicy
 from service.inference.loaded_policy import RenamedPolicy, select_features
@@ -43,7 +44,7 @@ class Shadow:
         """``requirements`` are the first policy's, ``names`` the wire names of its joints."""
         self.path = path
         self.compared = self.skipped = self.errors = 0
-        self.last_error = _explain_mismatch(loaded.requirements, requirements)
+        self.last_error = _explain_mismatch(loaded.requirements, requirements, names)
         self._is_off = self.last_error is not None
         self._first_steps = requirements.observation_steps
         self._served = loaded
@@ -180,13 +181,15 @@ async def load_shadow(
         await loading.__aexit__(None, None, None)
 
 
-def _explain_mismatch(shadow: Requirements, first: Requirements) -> str | None:
+def _explain_mismatch(shadow: Requirements, first: Requirements, names: tuple[str, ...]) -> str | None:
     """Return why the shadow's answers could not be compared, or None. Chunks may be of different lengths."""
     wrong = []
     if set(shadow.cameras) != set(first.cameras):
         wrong.append(f"it wants cameras {sorted(shadow.cameras)}, the session has {sorted(first.cameras)}")
     if shadow.action != first.action:
         wrong.append(f"its actions have {shadow.action} values, the session's {first.action}")
+    elif shadow.joint_names is not None and not have_same_joints(shadow.joint_names, names):
+        wrong.append(f"its joints are {list(shadow.joint_names)}, the session's {list(names)}")
     if shadow.controls_joints != first.controls_joints:
         wrong.append("actions of one of the two are no targets of joints")
     width = first.action if first.controls_joints else first.state

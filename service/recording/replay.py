@@ -1,5 +1,6 @@
 """Open-loop comparison of a recording with a policy; plots."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxmodels.types import TASK
+from service.control.joints import have_same_joints
 from service.inference.loaded_policy import task_input
 from service.recording.dataset import IMAGES, STATE
 from service.recording.steps import RecordingError, SourceInfo, Step, StepSource
+
+# Names of the joints of a recording or dataset that does not name them.
+_NUMBERED = re.compile(r"(joint|action)_\d+")
 
 
 class PolicyRequirements(Protocol):
@@ -26,6 +31,8 @@ class PolicyRequirements(Protocol):
     def action(self) -> int: ...
     @property
     def action_steps(self) -> int: ...
+    @property
+    def joint_names(self) -> Sequence[str] | None: ...
     @property
     def language(self) -> bool: ...
     @property
@@ -128,6 +135,12 @@ def check_policy(info: SourceInfo, requirements: PolicyRequirements) -> None:
     problems = []
     if requirements.action != len(info.joints):
         problems.append(f"its actions have {requirements.action} values, the recording's {len(info.joints)}")
+    elif (
+        requirements.joint_names is not None
+        and not have_same_joints(requirements.joint_names, info.joints)
+        and not all(_NUMBERED.fullmatch(name) for name in info.joints)
+    ):
+        problems.append(f"its joints are {list(requirements.joint_names)}, the recording's {list(info.joints)}")
     if requirements.state not in (None, len(info.joints)):
         problems.append(f"it reads a state of {requirements.state} values, the recording has {len(info.joints)}")
     if missing := sorted(set(requirements.cameras) - set(info.cameras)):

@@ -28,8 +28,8 @@ def configure_control(
 
     Raises:
         PolicyError: the policy does not fit; lists every reason.
-        InvalidRequest: the request's joint names do not fit, its chunks cannot be joined or asked for like that, or the
-            policy wants an instruction.
+        InvalidRequest: joint names are missing or do not fit, the chunks cannot be joined or requested like that, or
+            the policy needs an instruction.
     """
     mismatches = find_mismatches(requirements, new)
     if mismatches:
@@ -41,6 +41,7 @@ def configure_control(
         checkpoint=requirements.joint_names,
         requested=new.joint_names,
         ranges=settings.control.joint_ranges,
+        is_positional=_is_positional(requirements, new),
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
@@ -58,6 +59,15 @@ def configure_control(
         safety=settings.safety,
     )
     return table, config
+
+
+def _is_positional(requirements: Requirements, new: NewSession) -> bool:
+    """Return whether the client of a session without rooms takes actions by position, because they are no joints'.
+
+    Rooms, and clients of a policy whose state is that of its joints, look joints up by their names.
+    """
+    is_other_width = requirements.state not in (None, requirements.action)
+    return new.is_direct and (requirements.is_positional or not requirements.controls_joints or is_other_width)
 
 
 def _choose_overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:

@@ -1,11 +1,12 @@
 """Policy slots of a session: the running, the previous and the staged policy."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from jaxmodels.errors import JaxModelsError
+from service.control.joints import have_same_joints
 from service.control.robot_io import RobotIO
 from service.errors import MoveRefused, PolicyError
 from service.inference.engine import Engine, LoadedPolicy, LoadPolicy
@@ -88,7 +89,7 @@ class PolicySlots:
             if running is None or self.running is not running:
                 await held.stack.aclose()
                 raise MoveRefused("the session changed its policy, or ended, meanwhile")
-            if misfits := list_differences(running.loaded, held.loaded):
+            if misfits := list_differences(running.loaded, held.loaded, self._new.joint_names):
                 await held.stack.aclose()
                 raise IncompatiblePolicy("; ".join(misfits) + "; create a new session for it")
             # The name that the files were verified under, not what a folder happens to be called.
@@ -247,11 +248,21 @@ class IncompatiblePolicy(PolicyError):
     """A policy needs something else than the session has."""
 
 
-def list_differences(running: LoadedPolicy, other: LoadedPolicy) -> list[str]:
-    """List what the other policy needs that the running one does not, field by field."""
+def list_differences(running: LoadedPolicy, other: LoadedPolicy, joint_names: Sequence[str] | None = None) -> list[str]:
+    """List what the other policy needs that the running one does not, field by field.
+
+    Args:
+        joint_names: names from the session's request, which a policy without names has.
+    """
     mine, theirs = running.requirements, other.requirements
-    return [
+    differences = [
         f"{name}: the session has {getattr(mine, name)!r}, the new policy needs {getattr(theirs, name)!r}"
         for name, field in mine.__dataclass_fields__.items()
-        if field.compare and getattr(mine, name) != getattr(theirs, name)
+        if field.compare and name != "joint_names" and getattr(mine, name) != getattr(theirs, name)
     ]
+    names, others = mine.joint_names or joint_names, theirs.joint_names or joint_names
+    if names != others and (names is None or others is None or not have_same_joints(names, others)):
+        what = "names no joints; write them into its robojax.json" if others is None else f"needs {tuple(others)!r}"
+        session = "no joint names" if names is None else repr(tuple(names))
+        differences.append(f"joint_names: the session has {session}, the new policy {what}")
+    return differences

@@ -144,7 +144,10 @@ class SessionRequest:
     ] = "off"
     joint_names: Annotated[
         JointNames | None,
-        Field(description="Names of the policy's joints in order, when its checkpoint has none."),
+        Field(
+            description="Names of the policy's joints in the order of its actions. Needed if its checkpoint has none, "
+            "except without rooms if its actions are not targets of the joints that its state measures."
+        ),
     ] = None
     dry_run: Annotated[bool, Field(description="Do everything but send commands to the robot.")] = False
     shadow_policy_path: Annotated[

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import CheckpointError
-from service.testing import ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
 FILE = "script.json"
 RATE = 50.0
 CHUNK = 20
 STEP = 0.01  # of every joint, from one action to the next: tells which action of a chunk a command is
-REQUIREMENTS = Requirements(
-    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=CHUNK, action_steps=CHUNK // 2, rate=RATE
-)
+REQUIREMENTS = replace(SO100_REQUIREMENTS, chunk=CHUNK, action_steps=CHUNK // 2, rate=RATE)
 
 
 class Script:

@@ -46,7 +46,7 @@ export class Create {
     form.addEventListener("submit", (event) => { event.preventDefault(); this.submit(); });
     this.look.addEventListener("click", () => this.check());
     for (const name of ["policy_path", "revision"]) this[name].addEventListener("change", () => this.check());
-    for (const name of ["camera_names", "policy_type", "rate"]) this[name].addEventListener("change", () => { if (this.policy_path.value.trim()) this.check(); });
+    for (const name of ["camera_names", "policy_type", "rate", "joint_names"]) this[name].addEventListener("change", () => { if (this.policy_path.value.trim()) this.check(); });
   }
 
   open() { this.form.hidden = false; this.session_id.focus(); }
@@ -67,6 +67,8 @@ export class Create {
     if (this.revision.value.trim()) body.revision = this.revision.value.trim();
     if (this.touched.has("camera_names")) body.camera_names = list(this.camera_names.value);
     if (this.touched.has("policy_type")) body.policy_type = this.policy_type.value.trim();
+    const joints = list(this.joint_names.value);
+    if (joints.length) body.joint_names = joints;
     const rate = this.rateOf(this.rate);
     if (rate !== undefined) body.rate = rate;
     const instruction = this.language_instruction.value.trim();

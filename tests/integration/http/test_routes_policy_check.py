@@ -1,5 +1,13 @@
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+
+NAMES = ["shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper"]
 DEMO = {"policy_path": "robojax/sim/policy"}
 
 
@@ -60,3 +68,59 @@ async def test_a_score_is_told_by_whoever_judges_it(server):
     assert {name: stats["score"][name] for name in score} == score
     assert (await server.call("POST", "/sessions/arm/score", json={"tried": 1, "succeeded": 2}))[0] == 422
     assert (await server.call("POST", "/sessions/nobody/score", json=score))[0] == 404
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """A copy of the shipped policy."""
+    return Path(shutil.copytree("robojax/sim/policy", tmp_path / "policy", copy_function=shutil.copyfile))
+
+
+async def test_a_policy_without_joint_names_fits_when_they_are_sent(server, demo):
+    (demo / "robojax.json").write_text('{"rate": 25}')
+    status, answer = await server.call("POST", "/policies/check", json={"policy_path": str(demo)})
+    assert (status, answer["fits"], answer["joint_names"]) == (200, False, None)
+    (text,) = answer["misfits"]
+    assert "send 6 names in the order of the policy's actions" in text
+    assert "robojax.json" in text
+    asked = {"policy_path": str(demo), "joint_names": NAMES[::-1]}
+    status, answer = await server.call("POST", "/policies/check", json=asked)
+    assert (status, answer["fits"], answer["joint_names"][0]) == (200, True, "Jaw")
+
+
+@pytest.mark.parametrize("url", ["http://rooms.example", "direct"])
+async def test_a_session_of_a_policy_without_joint_names_needs_them(server, url: str):
+    server.load.make = lambda: ScriptedPolicy(replace(SO100_REQUIREMENTS, joint_names=None))
+    status, answer = await server.create(transport_server_url=url)
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "joint_names"])
+    assert "send 6 names in the order of the policy's actions" in answer["detail"][0]["msg"]
+    status, _ = await server.create("named", transport_server_url=url, joint_names=NAMES[::-1])
+    assert status == 200
+    _, answer = await server.call("GET", "/sessions/named")
+    assert list(answer["stats"]["safety"]["limits"]) == [
+        "Jaw",
+        "Wrist_Roll",
+        "Wrist_Pitch",
+        "Elbow",
+        "Pitch",
+        "Rotation",
+    ]
+
+
+async def test_a_policy_without_statistics_is_refused_by_name(server, demo):
+    for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
+        values = json.loads((demo / name).read_text())
+        for step in values["steps"]:
+            if "normalizer" in step["registry_name"]:
+                step["config"]["features"] = {}
+                del step["state_file"]
+        (demo / name).write_text(json.dumps(values))
+    status, answer = await server.call("POST", "/policies/check", json={"policy_path": str(demo)})
+    assert (status, answer["detail"][0]["loc"]) == (422, ["body", "policy_path"])
+    text = answer["detail"][0]["msg"]
+    assert "policy_preprocessor.json: feature 'observation.state' (type STATE, mode MEAN_STD)" in text
+    assert "policy_postprocessor.json: feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in text
+    sidecar = json.loads((demo / "robojax.json").read_text()) | {"normalization": "identity"}
+    (demo / "robojax.json").write_text(json.dumps(sidecar))
+    status, answer = await server.call("POST", "/policies/check", json={"policy_path": str(demo)})
+    assert (status, answer["fits"]) == (200, True)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import threading
 import time
 import weakref
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxmodels
 from service.distributed.host_group import HostSilent, HostsLost
 from service.inference.batching import LatencyModel
 from service.rollout.gates import GateLimits, ProbationSettings, Verdict
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
+from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.faults.meter import Meter
 from tests.testing.pauses import Pauses
@@ -168,6 +171,64 @@ async def test_a_policy_that_needs_something_else_is_refused_with_what_differs(r
     assert session.policies.staged is None
     assert other.acted == 0
     assert session.status().stats["policy_commit"] == SHA
+
+
+NAMES = SO100_REQUIREMENTS.joint_names or ()
+UNNAMED = replace(SO100_REQUIREMENTS, joint_names=None)
+
+
+@pytest.mark.parametrize(
+    ("running", "requested", "pushed", "text"),
+    [
+        (NAMES, NAMES, None, None),
+        (None, NAMES, None, None),
+        (None, NAMES, tuple(f"{name}.pos" for name in NAMES), None),
+        (NAMES, None, tuple(POSE), None),
+        (NAMES, None, None, "the new policy names no joints; write them into its robojax.json"),
+        (NAMES, None, NAMES[::-1], "the new policy needs ('gripper', "),
+        (None, NAMES, NAMES[::-1], "the new policy needs ('gripper', "),
+    ],
+    ids=["inherited", "both unnamed", "other spelling", "wire names", "unnamed", "other order", "not as requested"],
+)
+async def test_a_pushed_policy_has_the_joints_of_the_session(rig: Rig, running, requested, pushed, text) -> None:
+    rig.policies["owner/name"] = ScriptedPolicy(replace(SO100_REQUIREMENTS, joint_names=running), commit=SHA)
+    session = await rig.running(replace(NEW, joint_names=requested))
+    verdict = await rig.prepare(ScriptedPolicy(replace(SO100_REQUIREMENTS, joint_names=pushed)))
+    if text is not None:
+        assert (verdict.reason, session.policies.staged) == ("requirements", None)
+        assert text in verdict.text
+        return
+    assert verdict.reason is None, verdict.text
+    assert (await rig.rollout.swap("s", NEXT)).reason is None
+    await session.adjust({"action_steps": 5})
+    assert list(session.status().stats["safety"]["limits"]) == list(POSE)  # type: ignore[index]
+
+
+class FolderRig(Rig):
+    """Policies that are folders are loaded from them."""
+
+    def load(self, path: str, revision: str | None = None, /, **more: Any) -> Any:
+        return jaxmodels.load_policy(path) if Path(path).is_dir() else super().load(path, revision, **more)
+
+
+async def test_a_push_without_statistics_is_refused_and_the_old_one_runs(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree("robojax/sim/policy", tmp_path / NEXT, copy_function=shutil.copyfile))
+    for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
+        values = json.loads((folder / name).read_text())
+        for step in values["steps"]:
+            if "normalizer" in step["registry_name"]:
+                step["config"]["features"] = {}
+                del step["state_file"]
+        (folder / name).write_text(json.dumps(values))
+    async with FolderRig(RolloutSettings(UNHURRIED), 5.0) as rig:
+        session = await rig.running()
+        verdict = await rig.rollout.prepare("s", "owner/name", NEXT, folder, rig.told.append)
+        assert verdict.reason == "load"
+        assert "feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in verdict.text
+        assert (session.policies.staged, session.status().stats["policy_commit"]) == (None, SHA)
+        sent = rig.policy.acted
+        await until(lambda: rig.policy.acted > sent)
+        assert session.stage is Stage.RUNNING
 
 
 async def test_a_policy_that_reads_language_does_not_take_over_from_one_that_reads_none(rig: Rig) -> None:

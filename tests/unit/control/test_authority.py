@@ -162,6 +162,7 @@ async def test_a_shadow_that_hangs_or_fails_or_talks_nonsense_harms_nobody(rig) 
         ({"cameras": {"wrist": (4, 4)}}, "'wrist'"),
         ({"rate": 7.0}, "7"),
         ({"observation_steps": 2}, "at 2 obs"),
+        ({"joint_names": ("gripper", *tuple(SO100_REQUIREMENTS.joint_names or ())[:5])}, "its joints are ['gripper'"),
     ],
 )
 async def test_a_shadow_that_does_not_fit_is_said_and_not_asked(rig, changes: dict, word: str) -> None:

@@ -91,11 +91,19 @@ def test_only_finite_values_are_kept_and_they_are_kept_unchanged(values: dict[st
     assert len(update.values) + sum(update.dropped.values()) <= len(values) + len(WIRE)
 
 
-def test_six_joints_without_names_are_an_so100_and_others_are_numbered() -> None:
-    assert create_joint_table(6).names == WIRE
-    fourteen = create_joint_table(14)
-    assert fourteen.names == tuple(f"joint_{number}" for number in range(1, 15))
-    assert fourteen.to_commands(np.full(14, 1e6, np.float32))[13].value == 1e6
+@pytest.mark.parametrize("width", [6, 14])
+def test_joints_without_names_are_refused(width: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"send {width} names in the order .*\[\"shoulder_pan\", ") as error:
+        create_joint_table(width)
+    assert error.value.loc == ("body", "joint_names")
+    assert "robojax.json" in str(error.value)
+
+
+def test_actions_by_position_are_numbered_and_have_no_ranges() -> None:
+    table = create_joint_table(6, is_positional=True)
+    assert table.names == tuple(f"action_{number}" for number in range(1, 7))
+    assert table.to_commands(np.full(6, 1e6, np.float32))[5].value == 1e6
+    assert create_joint_table(6, requested=STANDARD, is_positional=True).names == WIRE
 
 
 @pytest.mark.parametrize("spelling", ["{}", "{}.pos", "main_{}"])
@@ -114,8 +122,10 @@ def test_names_come_from_the_checkpoint_else_from_the_request() -> None:
     assert create_joint_table(2, checkpoint=["a", "b"]).names == ("a", "b")
     assert create_joint_table(2, requested=["c", "d"]).names == ("c", "d")
     assert create_joint_table(2, checkpoint=["a", "b"], requested=["a", "b"]).names == ("a", "b")
-    with pytest.raises(InvalidRequest, match="differ from the checkpoint's"):
+    assert create_joint_table(6, checkpoint=STANDARD, requested=WIRE).names == WIRE
+    with pytest.raises(InvalidRequest, match="differ from the checkpoint's") as error:
         create_joint_table(2, checkpoint=["a", "b"], requested=["b", "a"])
+    assert error.value.loc == ("body", "joint_names")
 
 
 @pytest.mark.parametrize(
@@ -139,8 +149,9 @@ def test_ranges_may_be_given_by_name() -> None:
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", ""], ["a", "x" * 51]])
 def test_names_that_do_not_fit_are_refused(names: list[str]) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as error:
         create_joint_table(2, requested=names)
+    assert error.value.loc == ("body", "joint_names")
     with pytest.raises(PolicyError):
         create_joint_table(2, checkpoint=names)
 

@@ -55,7 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.input_features, config.output_features, config.normalization_mapping, {STATE: ends, ACTION: ends}
     )
     path = tmp_path_factory.mktemp("policies") / "told"
-    lerobot_folder.write_checkpoint(path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0)))
+    lerobot_folder.write_checkpoint(
+        path, Checkpoint(config, weights, normalization, Sidecar(rate=20.0, joint_names=tuple(POSE)))
+    )
     return path
 
 

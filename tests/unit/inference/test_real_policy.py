@@ -73,7 +73,7 @@ def sampled_folder(tmp_path: Path) -> Path:
     config = Diffusion2dConfig(
         input_features=(Feature(STATE, "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32))),
         output_features=(Feature(ACTION, "ACTION", (6,)),),
-        normalization_mapping=(("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
+        normalization_mapping=(("VISUAL", "IDENTITY"), ("STATE", "MIN_MAX"), ("ACTION", "MIN_MAX")),
         chunk_size=20,
         n_action_steps=5,
         dim_model=16,

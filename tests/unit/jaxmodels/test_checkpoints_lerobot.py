@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -187,6 +188,47 @@ def test_joint_names_of_the_features_are_used_and_kept_out_of_lerobots_file(fold
     lerobot_folder.write_checkpoint(tmp_path / "back", checkpoint)
     assert "names" not in json.loads((tmp_path / "back" / "config.json").read_text())["output_features"]["action"]
     assert lerobot_folder.read_checkpoint(tmp_path / "back").sidecar.joint_names == tuple("abcdef")
+
+
+NAMES = ["gripper.pos", "wrist_roll.pos", "wrist_flex.pos", "elbow_flex.pos", "shoulder_lift.pos", "shoulder_pan.pos"]
+
+
+@pytest.mark.parametrize("name", ["pi0_two_cameras", "pi05_two_cameras"])
+def test_joint_names_come_from_sidecar_then_config_then_features(name: str, golden_folder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(golden_folder(name), tmp_path / name))
+    values = json.loads((folder / "config.json").read_text())
+
+    def write(**fields: Any) -> None:
+        values.update(fields)
+        (folder / "config.json").write_text(json.dumps(values))
+
+    def read() -> tuple[str, ...] | None:
+        found = lerobot_folder.read_checkpoint(folder).sidecar.joint_names
+        assert jaxmodels.read_requirements(folder).joint_names == found
+        return found
+
+    write(action_feature_names=None)
+    assert read() is None
+    write(output_features={"action": values["output_features"]["action"] | {"names": list("abcdef")}})
+    assert read() == tuple("abcdef")
+    # LeRobot writes the group of a dataset's {"motors": [...]}, which names no joint.
+    write(action_feature_names=["motors"])
+    assert read() == tuple("abcdef")
+    write(action_feature_names=NAMES)
+    assert read() == tuple(NAMES)
+    (folder / "robojax.json").write_text(json.dumps({"joint_names": list("uvwxyz")}))
+    assert read() == tuple("uvwxyz")
+    for count in (5, 7):
+        write(action_feature_names=[f"n{number}" for number in range(count)])
+        with pytest.raises(CheckpointError, match=rf"has {count} names \(n0, .* of robojax.json are 6: u, v"):
+            read()
+    (folder / "robojax.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has 7 names \(n0, .*, but names of the feature 'action' are 6: a, b"):
+        read()
+    del values["output_features"]["action"]["names"]
+    write()
+    with pytest.raises(CheckpointError, match=r"has 7 names .*, but the feature 'action' has 6 numbers"):
+        read()
 
 
 def test_a_policy_of_ours_comes_back_as_it_was(small, checkpoint_of, observation_of, tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 """Normalisation: LeRobot's formulas, its processor files, and the buffers it used before them."""
 
 import json
+import logging
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from jaxmodels.errors import CheckpointError
 from jaxmodels.normalization import Normalizer
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.types import ACTION, Feature
+from tests.unit.jaxmodels import small_policies
 
 PRE = "policy_preprocessor.json"
 POST = "policy_postprocessor.json"
@@ -80,12 +85,17 @@ def test_unnormalising_undoes_normalising(values: list[float], mode: str) -> Non
     assert (np.abs(back - x) <= lost + 6e-5).all()
 
 
-def test_what_is_not_listed_or_has_no_statistics_is_left_as_it_is() -> None:
+def test_features_stay_as_they_are_only_where_the_step_says_so() -> None:
     other = Feature("observation.environment_state", "ENV", (2,))
-    normalizer = Normalizer((VECTOR, other), (("STATE", "MEAN_STD"), ("ENV", "MEAN_STD")), {VECTOR.name: STATISTICS})
-    assert normalizer.get_mode(other) == "IDENTITY"
-    assert normalizer.without_stats() == [other.name]
-    chosen = Normalizer((VECTOR,), (("STATE", "MEAN_STD"),), {VECTOR.name: STATISTICS}, only=("observation.other",))
+    modes, stats = (("STATE", "MEAN_STD"), ("ENV", "MEAN_STD")), {VECTOR.name: STATISTICS}
+    normalizer = Normalizer((VECTOR, other), modes, stats, source="a file")
+    with pytest.raises(CheckpointError, match=r"a file: feature .* \(type ENV, mode MEAN_STD\) has no statistics"):
+        normalizer.get_mode(other)
+    assert replace(normalizer, unnormalized=frozenset({other.name})).get_mode(other) == "IDENTITY"
+    assert replace(normalizer, modes=modes[:1]).get_mode(other) == "IDENTITY"
+    with pytest.raises(CheckpointError, match="no mode for the type STATE"):
+        replace(normalizer, modes=modes[1:]).get_mode(VECTOR)
+    chosen = Normalizer((VECTOR,), modes, stats, only=("observation.other",))
     assert chosen.get_mode(VECTOR) == "IDENTITY"
 
 
@@ -119,7 +129,7 @@ def test_statistics_that_make_no_sense_are_refused(folder: Path, statistic: str,
 
 def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
     edit_step(folder / PRE, 3, norm_map={"STATE": "QUANTILES"})
-    with pytest.raises(CheckpointError, match="QUANTILES needs the statistic 'q01'; found max, mean, min, std"):
+    with pytest.raises(CheckpointError, match=r"QUANTILES\) has no statistic q01 and q99; found max, mean, min, std"):
         lerobot_folder.read_checkpoint(folder)
 
 
@@ -248,15 +258,41 @@ def test_buffers_that_do_not_fit_the_config_are_listed(folder: Path) -> None:
     for statistic in ("mean", "std"):
         del tensors[f"normalize_inputs.buffer_observation_state.{statistic}"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"observation_force\.mean.*without theirs: \['observation\.state'\]"):
+    with pytest.raises(CheckpointError, match=r"belong to no feature of the config: .*observation_force\.mean"):
         lerobot_folder.read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "feature"),
+    [
+        ("normalize_inputs.buffer_observation_state", "observation.state"),
+        ("unnormalize_outputs.buffer_action", "action"),
+    ],
+)
+def test_a_missing_buffer_of_an_older_policy_is_refused(folder: Path, buffer: str, feature: str) -> None:
+    tensors = old_style(folder)
+    left = {name: array for name, array in tensors.items() if not name.startswith(buffer)}
+    assert len(left) == len(tensors) - 2
+    save_file(left, folder / "model.safetensors")
+    for read in (lerobot_folder.read_checkpoint, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: feature '{feature}' .*has no statistics"):
+            read(folder)
+    (folder / "robojax.json").write_text('{"normalization": "identity"}')
+    step = "inputs" if feature == "observation.state" else "outputs"
+    assert getattr(lerobot_folder.read_checkpoint(folder).normalization, step).unnormalized == {feature}
 
 
 def test_a_policy_without_normalisation_is_refused_when_it_needs_one(folder: Path) -> None:
     for path in [*folder.glob("policy_*")]:
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"no normalisation; wanted policy_preprocessor\.json"):
+    with pytest.raises(CheckpointError, match=r"no normalization; wanted policy_preprocessor\.json") as error:
         lerobot_folder.read_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="has modes, but there is no normalization"):
+        jaxmodels.read_requirements(folder)
+    assert '{"normalization": "identity"}' in str(error.value)
+    (folder / "robojax.json").write_text('{"normalization": "identity"}')
+    assert lerobot_folder.read_checkpoint(folder).normalization.outputs.unnormalized == {ACTION}
+    (folder / "robojax.json").unlink()
     values = json.loads((folder / "config.json").read_text())
     values["normalization_mapping"] = {"STATE": "IDENTITY", "ACTION": "IDENTITY"}
     (folder / "config.json").write_text(json.dumps(values))
@@ -270,3 +306,216 @@ def test_normalisation_in_both_places_is_refused(folder: Path) -> None:
         (folder / name).write_bytes(raw)
     with pytest.raises(CheckpointError, match="keep one of them"):
         lerobot_folder.read_checkpoint(folder)
+
+
+FAMILIES = {
+    "act_one_camera": ("observation.state", "observation.images.front"),
+    "act_state_only": ("observation.state",),
+    "diffusion_two_cameras_ddpm": ("observation.state", "observation.images.front", "observation.images.wrist"),
+    "smolvla_two_cameras": ("observation.state",),
+    "pi0_two_cameras": ("observation.state",),
+    "pi0_empty_camera": ("observation.state",),
+    "pi05_two_cameras": ("observation.state",),
+    "diffusion2d": ("observation.state",),
+    "tokens2d": ("observation.state",),
+}
+
+
+@pytest.fixture
+def family(golden_folder, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a policy of any family."""
+
+    def make(name: str) -> Path:
+        if name in small_policies.CONFIGS:
+            lerobot_folder.write_checkpoint(
+                tmp_path / name, small_policies.make_checkpoint(small_policies.CONFIGS[name])
+            )
+            return tmp_path / name
+        return Path(shutil.copytree(golden_folder(name), tmp_path / name))
+
+    return make
+
+
+def edit_normalizers(folder: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
+    """Change the normalizing step of both processor files, or only of these files."""
+    for name in names or (PRE, POST):
+        values = json.loads((folder / name).read_text())
+        (step,) = [step for step in values["steps"] if "normalizer" in step["registry_name"]]
+        change(step)
+        (folder / name).write_text(json.dumps(values))
+
+
+def clear_step(step: dict[str, Any]) -> None:
+    """As public base models have it."""
+    step["config"]["features"] = {}
+    step.pop("state_file", None)
+
+
+def rename_statistics(folder: Path, rename: Callable[[str], str | None]) -> None:
+    """Rename the tensors of statistics, or leave those out that get no name."""
+    for path in folder.glob("policy_*normalizer_processor.safetensors"):
+        tensors = {name: array for old, array in load_file(path).items() if (name := rename(old)) is not None}
+        save_file(tensors, path)
+
+
+def refuse(folder: Path) -> str:
+    """The error of a folder that neither loading nor describing takes."""
+    with pytest.raises(CheckpointError) as error:
+        lerobot_folder.read_checkpoint(folder)
+    with pytest.raises(CheckpointError) as other:
+        jaxmodels.read_requirements(folder)
+    assert str(error.value) == f"{folder.name}: {other.value}"
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_without_features_is_refused_by_all_families(name: str, family, caplog) -> None:
+    folder = family(name)
+    edit_normalizers(folder, clear_step)
+    text = refuse(folder)
+    modes = json.loads((folder / "config.json").read_text())["normalization_mapping"]
+    for feature in FAMILIES[name]:
+        kind = "VISUAL" if "images" in feature else "STATE"
+        assert f"{PRE}: feature '{feature}' (type {kind}, mode {modes[kind]}) is missing in the features" in text
+    assert f"{POST}: feature 'action' (type ACTION, mode {modes['ACTION']}) has no statistics" in text
+    assert "Statistics found: none" in text
+    assert '{"normalization": "identity"}' in text
+    (folder / "robojax.json").write_text('{"normalization": "identity"}')
+    with caplog.at_level(logging.INFO):
+        checkpoint = lerobot_folder.read_checkpoint(folder)
+    assert 'robojax.json has "normalization": "identity"; not normalized' in caplog.text
+    assert "action" in caplog.text
+    assert set(FAMILIES[name]) <= checkpoint.normalization.inputs.unnormalized
+    scale = checkpoint.normalization.outputs.get_backward(checkpoint.config.action)
+    assert (scale.offset == 0).all()
+    assert (scale.scale == 1).all()
+    assert jaxmodels.read_requirements(folder).action == checkpoint.config.action.shape[0]
+    lerobot_folder.write_checkpoint(folder.with_name("saved"), checkpoint)
+    assert json.loads((folder.with_name("saved") / "robojax.json").read_text())["normalization"] == "identity"
+    assert lerobot_folder.read_checkpoint(folder.with_name("saved")).normalization.outputs.unnormalized == {"action"}
+
+
+@pytest.mark.parametrize("name", ["act_one_camera", "diffusion_two_cameras_ddpm", "smolvla_two_cameras", "tokens2d"])
+@pytest.mark.parametrize(
+    ("rename", "found"),
+    [
+        (lambda name: f"so100.buffer.{name}", "'so100.buffer.action'"),
+        (lambda name: None if name.startswith("action.") else name, "'observation.state'"),
+        (lambda name: None if name.startswith("observation.state.") else name, "'action'"),
+    ],
+    ids=["prefix", "without action", "without state"],
+)
+def test_a_feature_without_statistics_is_refused(name: str, rename, found: str, family) -> None:
+    folder = family(name)
+    rename_statistics(folder, rename)
+    assert f"Statistics found: {found}" in refuse(folder) or f", {found}" in refuse(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (PRE, f"{PRE}: feature 'observation.state' (type STATE, mode MEAN_STD) is missing"),
+        (POST, f"{POST}: feature 'action'"),
+    ],
+)
+def test_each_of_the_two_files_needs_its_statistics(changed: str, text: str, folder: Path) -> None:
+    edit_normalizers(folder, clear_step, changed)
+    assert text in refuse(folder)
+
+
+def test_a_postprocessor_needs_statistics_and_no_features(folder: Path) -> None:
+    """As in LeRobot, which un-normalizes an action by its name."""
+    expected = lerobot_folder.read_checkpoint(folder)
+    edit_normalizers(folder, lambda step: step["config"].update(features={}), POST)
+    actual = lerobot_folder.read_checkpoint(folder)
+    before, after = (one.normalization.outputs.get_backward(one.config.action) for one in (expected, actual))
+    np.testing.assert_array_equal(before.scale, after.scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes", "text"),
+    [
+        ("STATE", None, "has no mode for the type STATE, and config.json has MEAN_STD"),
+        ("ACTION", None, "has no mode for the type ACTION, and config.json has MEAN_STD"),
+        ("STATE", {}, "has no mode for the type STATE"),
+        ("ENV", {"ENV": "MEAN_STD"}, "has no mode for the type ENV, and config.json has MEAN_STD"),
+    ],
+)
+def test_a_type_without_a_mode_is_refused(kind: str, modes, text: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    if modes is not None:
+        config["normalization_mapping"] = {**config["normalization_mapping"], **modes} if modes else {}
+        (folder / "config.json").write_text(json.dumps(config))
+    edit_normalizers(folder, lambda step: step["config"]["norm_map"].pop(kind, None))
+    assert text in refuse(folder)
+
+
+def test_a_type_with_the_mode_identity_needs_no_statistics(folder: Path) -> None:
+    edit_normalizers(folder, lambda step: step["config"]["norm_map"].update(STATE="IDENTITY"))
+    rename_statistics(folder, lambda name: None if name.startswith("observation.state.") else name)
+    normalization = lerobot_folder.read_checkpoint(folder).normalization
+    assert normalization.inputs.unnormalized == frozenset()
+    jaxmodels.read_requirements(folder)
+
+
+def test_images_with_a_mode_need_statistics(family) -> None:
+    folder = family("act_one_camera")
+    rename_statistics(folder, lambda name: None if ".images." in name else name)
+    assert "'observation.images.front' (type VISUAL, mode MEAN_STD) has no statistics" in refuse(folder)
+
+
+def test_a_camera_that_no_robot_has_needs_no_statistics(family) -> None:
+    folder = family("smolvla_empty_camera")
+    edit_normalizers(folder, lambda step: step["config"]["norm_map"].update(VISUAL="MEAN_STD"), PRE)
+    camera = "observation.images.empty_camera_0"
+    rename_statistics(folder, lambda name: None if name.startswith(camera) else name)
+    assert lerobot_folder.read_checkpoint(folder).normalization.inputs.unnormalized == {camera}
+    rename_statistics(folder, lambda name: None if ".images." in name else name)
+    text = refuse(folder)
+    assert "'observation.images.top'" in text
+    assert camera not in text
+
+
+def test_features_that_the_policy_does_not_read_need_no_statistics(folder: Path) -> None:
+    unread = {"observation.force": {"type": "STATE", "shape": [3]}}
+    edit_normalizers(folder, lambda step: step["config"]["features"].update(unread), PRE)
+    edit_normalizers(folder, lambda step: step["config"]["features"].pop(ACTION), PRE)
+    lerobot_folder.read_checkpoint(folder)
+    jaxmodels.read_requirements(folder)
+
+
+def test_renamed_observations_count_under_the_policys_names(folder: Path) -> None:
+    edit_step(folder / PRE, 0, rename_map={"observation.joints": "observation.state"})
+    jaxmodels.read_requirements(folder)
+    edit_normalizers(folder, clear_step, PRE)
+    assert "feature 'observation.state'" in refuse(folder)
+
+
+@pytest.mark.parametrize("value", ["none", None, True, ["identity"], "IDENTITY"])
+def test_normalization_of_the_sidecar_is_identity_or_absent(value, folder: Path) -> None:
+    (folder / "robojax.json").write_text(json.dumps({"normalization": value}))
+    for read in (lerobot_folder.read_checkpoint, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match=rf"robojax\.json: normalization is .*{value}.*; wanted \"identity\""):
+            read(folder)
+
+
+@pytest.mark.parametrize("source", ["robojax.json", "stats.json"])
+def test_a_step_without_features_takes_the_robots_statistics(source: str, folder: Path) -> None:
+    expected = lerobot_folder.read_checkpoint(folder)
+    numbers = {**expected.normalization.inputs.stats, **expected.normalization.outputs.stats}
+    edit_normalizers(folder, lambda step: step["config"].update(features={}))
+    rename_statistics(folder, lambda name: f"so101.{name}")
+    if source == "robojax.json":
+        (folder / source).write_text('{"statistics": "so101"}')
+    else:
+        dataset = {name: {key: array.tolist() for key, array in part.items()} for name, part in numbers.items()}
+        (folder / source).write_text(json.dumps(dataset))
+    jaxmodels.read_requirements(folder)
+    actual = lerobot_folder.read_checkpoint(folder)
+    state = actual.config.state
+    for before, after in zip(
+        expected.normalization.inputs.get_forward(state), actual.normalization.inputs.get_forward(state), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+    lerobot_folder.write_checkpoint(folder.with_name("saved"), actual)
+    assert lerobot_folder.read_checkpoint(folder.with_name("saved")).normalization.inputs.get_mode(state) == "MEAN_STD"

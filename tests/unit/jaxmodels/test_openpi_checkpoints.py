@@ -364,9 +364,34 @@ def test_folders_that_do_not_say_which_config_or_are_of_another_are_refused(tmp_
     numbers = {name: {"mean": [0.0] * 8, "std": [1.0] * 8} for name in ("state", "actions")}
     stats.write_text(json.dumps({"norm_stats": numbers}))
     refused(wide, "statistics of 8 numbers for state, of which this robot has 14")
-    refused({"config": "pi05_droid", **SMALL}, "QUANTILES needs the statistic 'q01'")
+    refused({"config": "pi05_droid", **SMALL}, "mode QUANTILES.* has no statistic q01 and q99; found mean, std")
     (folder / "architecture.json").write_text(json.dumps(SIZES | {"vocab_size": 421}))
     refused({"config": "pi05_droid", **SMALL}, "wanted those of architecture.json")
     with pytest.raises(CheckpointError, match="wanted those of architecture"):
         lerobot_folder.read_checkpoint(folder)
     assert set(CONFIGS) >= {"pi0_aloha_sim", "pi0_droid", "pi05_droid", "pi0_libero", "pi05_libero"}
+
+
+def test_openpi_statistics_that_are_missing_are_refused_when_described_too(tmp_path: Path) -> None:
+    folder = tmp_path / "pi05_droid"
+    folder.mkdir()
+    openpi = {"openpi": {"config": "pi05_droid", **SMALL}}
+    write_openpi(folder, openpi["openpi"])
+    stats = folder / "assets" / "droid" / "norm_stats.json"
+    whole = json.loads(stats.read_text())["norm_stats"]
+    spreads = {name: {key: numbers[key] for key in ("mean", "std")} for name, numbers in whole.items()}
+    cases = [
+        ({"norm_stats": {"state": whole["state"]}}, "norm_stats.json: has no mean and std of 'actions'; found 'state'"),
+        ({"norm_stats": spreads}, "norm_stats.json: feature 'observation.state' .* has no statistic q01 and q99"),
+        (None, "assets has norm_stats.json of nothing; wanted 'droid'"),
+    ]
+    for content, wrong in cases:
+        (folder / "robojax.json").write_text(json.dumps(openpi))
+        stats.unlink() if content is None else stats.write_text(json.dumps(content))
+        for read in (lerobot_folder.read_checkpoint, jaxmodels.read_requirements):
+            with pytest.raises(CheckpointError, match=wrong):
+                read(folder)
+        (folder / "robojax.json").write_text(json.dumps({**openpi, "normalization": "identity"}))
+        checkpoint = lerobot_folder.read_checkpoint(folder)
+        assert checkpoint.normalization.outputs.unnormalized == {"action"}
+        assert jaxmodels.read_requirements(folder).policy_type == "pi05"

@@ -6,7 +6,7 @@ import pytest
 from jaxmodels import Requirements
 from service.recording.library import open_source
 from service.recording.replay import PolicyMismatch, replay_recording, save_plot
-from service.testing import ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.recordings import subject
 
 NEEDS = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=8, action_steps=4)
@@ -46,6 +46,14 @@ def test_everything_that_does_not_fit_is_said_at_once(record):
     assert "7 values" in str(refused.value)
     assert "wrist" in str(refused.value)
     assert "front, top" in str(refused.value)
+
+
+def test_a_policy_with_joints_in_another_order_is_refused(record):
+    source = open_source(record(episodes=1))
+    names = tuple(f"{name}.pos" for name in SO100_REQUIREMENTS.joint_names or ())
+    replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=names)))
+    with pytest.raises(PolicyMismatch, match=r"its joints are \['gripper.pos', .* the recording's \['Rotation', "):
+        replay_recording(source, ScriptedPolicy(replace(NEEDS, joint_names=names[::-1])))
 
 
 def test_a_policy_that_reads_language_is_told_what_was_to_be_done(record):

@@ -27,6 +27,8 @@ from service.errors import (
     UnknownSession,
 )
 from service.http.config import LimitSettings
+from service.sessions.compatibility import configure_control
+from service.sessions.request import DIRECT
 from service.sessions.store import NewSession, SessionSettings
 from service.stage import Stage
 from service.testing import SO100_REQUIREMENTS, MemoryLink, ScriptedPolicy
@@ -362,14 +364,45 @@ async def test_a_client_that_gave_up_does_not_end_the_deletion(rig: Rig) -> None
 
 async def test_policies_with_other_joints_work_with_names_of_their_own(rig: Rig) -> None:
     rig.policy.requirements = Requirements("act", {"top": (4, 4)}, state=14, action=14, chunk=10, action_steps=10)
-    await rig.sessions.create(replace(NEW, camera_names=("top",)))
+    names = tuple(f"{side}_{number}" for side in ("left", "right") for number in range(7))
+    await rig.sessions.create(replace(NEW, camera_names=("top",), joint_names=names))
     link = rig.transport.link
-    link.deliver_joints({f"joint_{number}": 1000.0 + number for number in range(1, 15)})
+    link.deliver_joints({name: 1000.0 + number for number, name in enumerate(names)})
     link.deliver_frame("top", np.zeros((4, 4, 3), np.uint8))
     await rig.sessions.start("s")
     await until(lambda: bool(link.sent))
-    assert list(link.sent[0].values) == [f"joint_{number}" for number in range(1, 15)]
-    assert link.sent[0].values["joint_14"] > 1000
+    assert tuple(link.sent[0].values) == names
+    assert link.sent[0].values["right_6"] > 1000
+
+
+UNNAMED = replace(SO100_REQUIREMENTS, joint_names=None)
+
+
+@pytest.mark.parametrize(
+    ("requirements", "url"),
+    [
+        (UNNAMED, NEW.transport_server_url),
+        (UNNAMED, DIRECT),
+        (replace(UNNAMED, state=None), DIRECT),
+        (replace(UNNAMED, is_positional=True), NEW.transport_server_url),
+    ],
+    ids=["rooms", "direct", "direct without a state", "positional in rooms"],
+)
+async def test_a_session_of_a_policy_without_names_needs_them(rig: Rig, requirements: Requirements, url: str) -> None:
+    rig.policy.requirements = requirements
+    with pytest.raises(InvalidRequest, match="send 6 names in the order of the policy's actions") as error:
+        await rig.sessions.create(replace(NEW, transport_server_url=url))
+    assert error.value.loc == ("body", "joint_names")
+    await rig.sessions.create(replace(NEW, session_id="t", joint_names=SO100_REQUIREMENTS.joint_names))
+    assert next(iter(rig.sessions.get("t").status().stats["safety"]["limits"])) == "Rotation"
+
+
+def test_direct_sessions_without_joints_take_actions_by_position() -> None:
+    new, settings = replace(NEW, transport_server_url=DIRECT), SessionSettings()
+    for requirements in (replace(UNNAMED, is_positional=True), replace(UNNAMED, state=None, controls_joints=False)):
+        table, _ = configure_control(requirements, new, settings)
+        assert table.names == tuple(f"action_{number}" for number in range(1, 7))
+        assert not np.isfinite(table.ranges).any()
 
 
 async def test_a_policy_without_state_gets_none(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from jaxmodels import Requirements
 from service.streaming import codec
-from service.testing import ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:
@@ -53,7 +53,7 @@ async def test_json_has_pictures_in_base64_and_joints_by_any_of_their_names(serv
 
 
 async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
-    needs = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=4, action_steps=2)
+    needs = replace(SO100_REQUIREMENTS, chunk=4, action_steps=2)
     async with serve(policy=ScriptedPolicy(needs)) as server:
         await server.create()
         left = [(await server.act(server.seen(want="action")))[1]["left"] for _ in range(4)]
@@ -64,7 +64,7 @@ async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
 
 
 async def test_single_actions_go_on_after_a_failure_from_where_the_arm_is(serve):
-    needs = Requirements(policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=2, action_steps=2)
+    needs = replace(SO100_REQUIREMENTS, chunk=2, action_steps=2)
     async with serve(policy=ScriptedPolicy(needs, step=5.0), max_relative_target=1.0) as server:
         await server.create()
         for _ in range(2):

@@ -119,12 +119,15 @@ async def test_observations_of_openpis_robots_are_found_by_name(robot: str, serv
         action_steps=5,
         language=True,
         controls_joints=controls_joints,
+        is_positional=True,
         metadata={"reset_pose": [0.5]},
     )
     async with serve(policy=ScriptedPolicy(requirements)) as server:
         await server.create(policy_type="pi05", camera_names=list(cameras), language_instruction="wait")
         async with server.stream("/sessions/arm/openpi") as socket:
-            assert codec.unpack(await socket.recv())["reset_pose"] == [0.5]
+            metadata = codec.unpack(await socket.recv())
+            assert metadata["reset_pose"] == [0.5]
+            assert metadata["joint_names"] == [f"action_{number + 1}" for number in range(action)]
             answer = await infer(socket, prompt="fold the towel", **sent)
             np.testing.assert_allclose(answer["actions"], np.array(seen) + 0.1 * np.arange(1, 6)[:, None], rtol=1e-5)
             assert answer["clamped"] == []

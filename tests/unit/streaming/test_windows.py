@@ -3,28 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxmodels import Requirements
 from service.control.observation_buffer import Snapshot
 from service.recording.dataset import DatasetSource
 from service.recording.replay import replay_recording
 from service.streaming import codec
 from service.streaming.direct_inference import ObservationWindow
-from service.testing import ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
-NEEDS = Requirements(
-    policy_type="act",
-    cameras={"front": (48, 64)},
-    state=6,
-    action=6,
-    chunk=8,
-    action_steps=4,
-    rate=10.0,
-    observation_steps=3,
-)
+NEEDS = replace(SO100_REQUIREMENTS, chunk=8, action_steps=4, rate=10.0, observation_steps=3)
 
 
 class Looking(ScriptedPolicy):

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 
 import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
-from jaxmodels.errors import ConfigError, DatasetError, TrainingError
+from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, loop, new_policy, train, trained_policy
 from tests.testing.compiling import process_environment
@@ -270,7 +271,15 @@ def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path) -> None
 def test_a_trained_policy_is_gone_on_with(
     finished: Path, dataset: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
-    start = trained_policy(finished / "policy")
+    base = Path(shutil.copytree(finished / "policy", tmp_path / "base"))
+    for path in base.glob("policy_*processor.json"):  # as base models are, whose statistics the dataset's replace
+        values = json.loads(path.read_text())
+        for step in values["steps"]:
+            step.pop("state_file", None)
+        path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="has no statistics"):
+        lerobot_folder.read_checkpoint(base)
+    start = trained_policy(base)
     still = config(steps=1, optimizer=OptimizerConfig(lr=1e-12))
     train(dataset, start, still, tmp_path / "more")
     fine = lerobot_folder.read_checkpoint(tmp_path / "more" / "policy").weights

@@ -1,6 +1,7 @@
 """With the shipped policy: what `check` says, and a server that ends in the middle of loading and of being ready."""
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -31,6 +32,30 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
     assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
     assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
+
+
+def test_check_says_that_sessions_need_joint_names(call, tmp_path):
+    policy = Path(shutil.copytree(POLICY, tmp_path / "policy", copy_function=shutil.copyfile))
+    (policy / "robojax.json").write_text('{"rate": 25}')
+    done = call("check", str(policy), "--runs", "5")
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert done.returncode == 0, done.stderr
+    assert "a session needs joint_names (6 names in the order of its actions)" in text
+    assert "--policy.joint_names" in text
+    assert "action_1" in text
+    assert "Rotation" not in text
+
+
+def test_check_refuses_a_policy_without_statistics(call, tmp_path):
+    policy = Path(shutil.copytree(POLICY, tmp_path / "policy", copy_function=shutil.copyfile))
+    post = json.loads((policy / "policy_postprocessor.json").read_text())
+    del post["steps"][0]["state_file"]
+    (policy / "policy_postprocessor.json").write_text(json.dumps(post))
+    done = call("check", str(policy))
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 3
+    assert "policy_postprocessor.json: feature 'action' (type ACTION, mode MEAN_STD) has no statistics" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(

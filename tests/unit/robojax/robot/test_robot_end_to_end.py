@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +18,13 @@ from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
 from robojax.robot.checks import check_robot
 from robojax.robot.config import RobotConfig
-from robojax.robot.errors import ArmLost
+from robojax.robot.errors import ArmLost, RobotError
 from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
+from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.faults import processes
 from tests.faults.script import Script
+from tests.testing.rig import REAL, started
 from tests.unit.robojax.robot.conftest import CALIBRATION
 
 PATIENCE = 0.3
@@ -124,6 +126,30 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         await asyncio.wait_for(robot, 60)
         assert told[-1].startswith("the arm is held")
         await stands()
+
+
+async def test_a_policy_without_joint_names_needs_them_from_the_person(
+    config: RobotConfig, servos: SimulatedBus
+) -> None:
+    needs = replace(SO100_REQUIREMENTS, joint_names=None)
+    load = ScriptedLoader(lambda: ScriptedPolicy(needs))
+    told: list[str] = []
+    async with started(transport=REAL, load=load, parts={"read_requirements": lambda path, revision: needs}) as server:
+        program = RobotRunner(config, server.url, session="arm", policy="policies/act", is_started=False)
+        with pytest.raises(RobotError, match="send 6 names in the order of the policy's actions") as error:
+            await run(program, told.append)
+        assert error.value.then.endswith(f"--policy.joint_names={','.join(JOINTS)}")
+        found = await asyncio.to_thread(lambda: list(check_robot(program)))
+        assert [(each.level, each.fix) for each in found if each.name == "policy"] == [("fail", error.value.then)]
+        assert load.loads == []
+        assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+
+        names = tuple(reversed(JOINTS))
+        robot = asyncio.create_task(run(replace(program, joint_names=names), told.append))
+        await until(lambda: any(line.startswith("ready") for line in told), f"ready; {told}")
+        assert server.app.ctx.sessions.get("arm").new.joint_names == names
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(robot, 60)
 
 
 async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_servo(
