@@ -48,7 +48,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"use_peft": True}, "merge the adapter"),
         ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "neither an image nor"),
         ({"beta_start": 0.5}, "betas go from 0.5 to 0.02"),
-        ({"of_the_future": 1}, "unknown fields of_the_future; this reads the fields of LeRobot 0.6.1"),
+        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
