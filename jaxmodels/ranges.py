@@ -164,7 +164,7 @@ def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> 
         found = ", ".join(f"{name[:80]} = {shorten_value(value)}" for name, value in sorted(on.items()))
         raise ConfigError(
             f"{what}: unknown fields {found[:400]}; {advice}. The policy may act differently without them: use a "
-            "version of robojax that knows them. If the training did not use a field, set it to null in config.json"
+            "version of robojax that knows them. If the training did not use a field, set it to null"
         )
     if unknown:
         names = ", ".join(shorten_value(name) for name in sorted(unknown))

@@ -68,8 +68,8 @@ class Pi05Config(Pi0Config):
                 f"{self.chunk_size}"
             )
         wrong += [
-            f"{name} is true; the memory of earlier observations (LeRobot after 0.6.1) is not supported, and the policy "
-            f"acts differently without it: run the policy with LeRobot, or train it with {name} false"
+            f"{name} is true; the memory of earlier observations (LeRobot after 0.6.1) is not supported, and the "
+            f"policy acts differently without it: run the policy with LeRobot, or train it with {name} false"
             for name in MEMORIES
             if getattr(self, name)
         ]
@@ -81,9 +81,7 @@ class Pi05Config(Pi0Config):
 
     def to_json(self) -> dict[str, Any]:
         values, defaults = super().to_json(), {entry.name: entry.default for entry in fields(self)}
-        return {
-            name: value for name, value in values.items() if name not in NEWER_FIELDS or value != defaults[name]
-        }
+        return {name: value for name, value in values.items() if name not in NEWER_FIELDS or value != defaults[name]}
 
     @property
     def prompt_reads_state(self) -> bool:
