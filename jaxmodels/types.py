@@ -240,6 +240,15 @@ def camera_name(feature: str) -> str:
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
 
 
+CHANNELS = (1, 3, 4)  # of pictures: gray, RGB, RGBA
+
+
+def describe_channels(channels: int) -> str:
+    """Return why a picture with this number of channels is refused, and what to do; policies look at three."""
+    advice = {1: "; repeat a gray picture, np.repeat(image, 3, axis=-1)", 4: "; drop the alpha channel, image[..., :3]"}
+    return f"{channels} channel{'' if channels == 1 else 's'}, wanted 3: RGB{advice.get(channels, '')}"
+
+
 def is_empty_camera(feature: str) -> bool:
     """Whether a feature is a camera that a policy was built for and no robot has."""
     return feature.startswith(EMPTY_CAMERA)
