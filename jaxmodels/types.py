@@ -15,6 +15,11 @@ PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", 
 # And for policies that read language (`Requirements.language`): what to do, in words, one text for each member of the
 # batch. LeRobot's name.
 TASK = "task"
+# Which part of a prompt is left out that is too long for a policy, where the state stands behind the instruction: the
+# end of the instruction, or the end of the prompt as in LeRobot. In an observation: one text for each member.
+PROMPT_CUT = "prompt_cut"
+CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
+PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
 
 
 class Prefix(NamedTuple):
@@ -99,6 +104,7 @@ class Requirements:
         metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
+        prompt_reads_state: whether the policy reads the state in its prompt, behind the instruction, as pi0.5 does.
     """
 
     policy_type: str
@@ -117,6 +123,7 @@ class Requirements:
     controls_joints: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
+    prompt_reads_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,30 @@ class StageTime:
     name: str
     seconds: float
     count: int
+
+
+def describe_cut(tokens: int, *, reads_state: bool, prompt_cut: str) -> str | None:
+    """Return the warning about an instruction that is too long for a policy's prompt; None when it fits.
+
+    Args:
+        tokens: how many tokens of the prompt the policy does not read.
+        reads_state: `Requirements.prompt_reads_state`.
+        prompt_cut: one of `PROMPT_CUTS`.
+    """
+    if tokens <= 0:
+        return None
+    if not reads_state:
+        return f"the instruction is too long for the policy: the last {tokens} tokens are cut off; shorten it"
+    if prompt_cut == CUT_TASK:
+        return (
+            f"the instruction is too long for the policy: its last {tokens} tokens are left out, so that the prompt "
+            "has room for the joints; shorten it"
+        )
+    return (
+        f"the instruction is too long for the policy: the last {tokens} tokens of the prompt are cut off, and with "
+        f"them joints that the policy does not see (prompt_cut is {CUT_AS_LEROBOT!r}); shorten it, or set prompt_cut "
+        f"to {CUT_TASK!r}"
+    )
 
 
 def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Requirements:

@@ -321,4 +321,6 @@ class RobotIO:
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
+        if (cut := self.runner.describe_cut()) is not None:
+            warnings["instruction_cut"] = cut
         return self.controller.watchdog.get_warnings(now) | warnings
