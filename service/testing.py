@@ -326,7 +326,9 @@ class ScriptedPolicy:
 
     def on(self, device: str) -> "ScriptedPolicy":
         """One that does the same, and fails when it is told to itself."""
-        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[])
+        return replace(
+            self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[], cuts=[]
+        )
 
     def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""
