@@ -215,10 +215,11 @@ def describe_missing_weights(folder: Folder) -> str:
         with suppress(CheckpointError):
             values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
             what = describe_missing_type(values) if values.get("type") is None else None
+    lacking = WEIGHTS if CONFIG in list_names(folder) else f"{CONFIG} and no {WEIGHTS}"
     return (
         what
         or _describe_pickles(folder)
-        or f"{folder.name}: no {WEIGHTS}; wanted a folder as LeRobot's save_pretrained writes it"
+        or f"{folder.name}: no {lacking}; wanted a folder as LeRobot's save_pretrained writes it"
     )
 
 

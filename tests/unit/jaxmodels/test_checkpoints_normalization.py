@@ -1,6 +1,7 @@
 """Normalisation: LeRobot's formulas, its processor files, and the buffers it used before them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import jaxmodels
-from jaxmodels.errors import CheckpointError
+from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.normalization import Normalizer
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.types import ACTION, Feature
@@ -205,6 +206,24 @@ def test_requirements_name_cameras_as_the_robots_side_does(small, checkpoint_of,
     assert list(policy.requirements.cameras) == ["front", "camera2"]
     policy.save(tmp_path / "saved")
     assert jaxmodels.load_policy(tmp_path / "saved").requirements == policy.requirements
+
+
+@pytest.mark.parametrize("camera", ["Top Cam", "caméra", "上", "a.b/c", "4: left"])
+def test_cameras_may_have_any_name(small, checkpoint_of, observation_of, tmp_path: Path, camera: str) -> None:
+    config = small(cameras=(camera, "wrist"))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
+    assert list(jaxmodels.read_requirements(tmp_path / "policy").cameras) == [camera, "wrist"]
+    policy, seen = jaxmodels.load_policy(tmp_path / "policy"), observation_of(config)
+    chunk = policy.act(seen)
+    picture = seen.pop(f"observation.images.{camera}")
+    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} is missing")):
+        policy.act(seen)
+    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} has shape")):
+        policy.act({**seen, f"observation.images.{camera}": picture[..., :1]})
+    with pytest.raises(ConfigError, match=re.escape(f"which has {', '.join(sorted((camera, 'wrist')))}")):
+        jaxmodels.load_policy(tmp_path / "policy", rename={"front": "top"})
+    renamed = jaxmodels.load_policy(tmp_path / "policy", rename={camera: "front"})
+    np.testing.assert_array_equal(renamed.act({**seen, "observation.images.front": picture}), chunk)
 
 
 def old_style(folder: Path, **renamed: str) -> dict[str, np.ndarray]:
