@@ -149,7 +149,7 @@ def check_numbers(config: Any, what: str) -> None:
 
 
 def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> None:
-    """Log unknown fields that are off, and refuse those that are on.
+    """Log unknown fields that are off, and refuse unknown fields that are on.
 
     Args:
         what: name of the config in errors.

@@ -271,7 +271,7 @@ def camera_name(feature: str) -> str:
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
 
 
-CHANNELS = (1, 3, 4)  # of pictures: gray, RGB, RGBA
+CHANNELS = (1, 3, 4)  # Channels of gray, RGB and RGBA pictures.
 
 
 def describe_channels(channels: int) -> str:

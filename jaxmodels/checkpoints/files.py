@@ -32,7 +32,7 @@ HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
 DIMENSIONS = 64  # of a tensor; NumPy has no more
 METADATA = "__metadata__"
-# How a file begins that stands for a large one in a git repository (https://git-lfs.com).
+# First bytes of a pointer, which replaces a large file in a git repository (https://git-lfs.com).
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.

@@ -34,7 +34,7 @@ PIECE = 16 << 20  # bytes that are in memory at a time
 ANSWER = 100_000
 ERROR = 10_000
 CONFIG = "config.json"
-ADAPTER = "adapter_config.json"  # of PEFT
+ADAPTER = "adapter_config.json"  # PEFT writes it next to the weights of an adapter.
 SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
@@ -163,7 +163,7 @@ def describe_missing_type(values: Mapping[str, Any]) -> str:
 
 
 def _describe_other_folder(folder: PolicyFolder) -> str | None:
-    """Return what a folder is that is not a policy, and where a policy is; None when neither is known."""
+    """Return what a folder is that is not a policy, and where a policy is; None if it is not recognized."""
     where = folder.path
     if not folder.names:
         return f"{where}: the folder is empty; wanted a folder as LeRobot's save_pretrained writes it"

@@ -49,7 +49,7 @@ STEP_FIELDS: Mapping[str, Set[str]] = {
     ABSOLUTE: frozenset({"enabled"}),
     "pi05_prepare_state_tokenizer_processor_step": frozenset({"max_state_dim", "task_key"}),
 }
-FLOAT_DTYPES = (None, "float32")  # of device_processor
+FLOAT_DTYPES = (None, "float32")  # accepted values of device_processor's float_dtype
 
 
 def read_processors(folder: Folder) -> Normalization:
@@ -249,8 +249,8 @@ def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is
     )
 
 
-def _check_step_fields(where: str, name: str, config: Mapping[str, Any]) -> None:
-    """Log unknown fields of a step's config that are off, and refuse those that are on.
+def _check_step_fields(where: str, name: Any, config: Mapping[str, Any]) -> None:
+    """Log unknown fields of a step's config that are off, and refuse unknown fields that are on.
 
     Raises:
         CheckpointError: with the name and value of each field that is on.

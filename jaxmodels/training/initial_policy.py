@@ -67,7 +67,7 @@ def policy_fields(kind: str) -> dict[str, str]:
 
 
 def _check_known(kind: str, values: Mapping[str, Any]) -> None:
-    """Refuse misspelt fields of a training, also those that are off, which the file of a newer version may have.
+    """Refuse unknown fields of a training, even if they are off; only files of newer versions may have such fields.
 
     Raises:
         ConfigError: with the names of the unknown fields.
