@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch, fnmatchcase
@@ -74,6 +74,13 @@ POLICY_FILES = (
     "*/tokenizer.json",
 )
 MODEL_DEPTH = 3
+# What a repo without a policy is that has a file of this name.
+OTHER_REPOS = {
+    "adapter_config.json": "it is an adapter (PEFT, e.g. LoRA): merge it into its base with PEFT's merge_and_unload, "
+    "save the result with save_pretrained, and give that folder",
+    "model_index.json": "it is a pipeline of diffusers, which is not a policy",
+    "meta/info.json": "it is a LeRobotDataset, which is not a policy",
+}
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
 MAX_ANSWER = 16 << 20
@@ -321,6 +328,12 @@ def fetch(
         HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
             reachable nor cached.
     """
+    if repo_id and os.path.isfile(os.path.expanduser(repo_id)):
+        folder = os.path.dirname(repo_id) or "."
+        raise HubError(
+            f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'; it is a file in {folder!r}: give "
+            "the folder of a policy"
+        )
     if not REPO_ID.fullmatch(repo_id):
         raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
     if revision is not None and not _REVISION.fullmatch(revision):
@@ -340,6 +353,8 @@ def fetch(
         selected = {name: file for name, file in listed.items() if _is_selected(name, files)}
         size = sum(file.size for file in selected.values())
         _check_files(repo, selected, list(listed), size, largest)
+        if "robojax.json" in files and not {"config.json", "robojax.json"} & set(selected):
+            raise HubError(_describe_other_repo(repo, listed))
         folder = _download(
             store, commit, selected, list(listed), size, endpoint, kind, repo_id, report, largest is not None
         )
@@ -424,6 +439,12 @@ def _read_listing(repo: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
         is_known = isinstance(size, int) and not isinstance(size, bool) and size >= 0
         listed[str(file.rfilename)] = _Listed(size if is_known else -1, hashed)
     return answer.sha, listed
+
+
+def _describe_other_repo(repo: str, names: Collection[str]) -> str:
+    """Return the error text for a repo without a policy, by the names of its files."""
+    what = next((what for name, what in OTHER_REPOS.items() if name in names), "wanted the repo of a policy")
+    return f"{repo}: the repo has no config.json; {what}"
 
 
 def _check_files(repo: str, files: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:

@@ -12,6 +12,7 @@ from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.program import Inputs
 from jaxmodels.ranges import Range, is_number, shorten_value
 from jaxmodels.types import (
+    CHANNELS,
     IMAGES,
     PADDING_MASK,
     PREFIX_ACTIONS,
@@ -21,6 +22,7 @@ from jaxmodels.types import (
     Observation,
     Prefix,
     camera_name,
+    describe_channels,
     is_empty_camera,
 )
 
@@ -142,7 +144,7 @@ class Reader:
         arrays = [array for array in (*images, state, environment_state, masks) if array is not None]
         batches = {array.shape[0] for array in arrays}
         if len(batches) != 1:
-            sizes = {name: np.shape(observation[name])[:1] for name in observation if name.startswith("observation.")}
+            sizes = {name: len(observation[name]) for name in observation if name.startswith("observation.")}
             raise ObservationError(f"features have different batch sizes: {sizes}; wanted one for all")
         frames = tuple(None if image is None else (image.shape[-3], image.shape[-2]) for image in images)
         batch = batches.pop()
@@ -275,11 +277,9 @@ class Reader:
         if feature is None:
             return None
         name, array = self._find(observation, feature)
-        time = () if self._steps == 1 else (self._steps,)
-        expected = f"({', '.join(map(str, ('batch', *time, feature.shape[0])))})"
-        if array.shape[1:] != (*time, feature.shape[0]) or array.shape[0] < 1:
-            hint = _batch_hint(array, 1 + len(time)) or _time_hint(array, 2 + len(time))
-            raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}{hint}")
+        expected = _format_axes(self._steps, feature.shape[0])
+        if wrong := _vector_errors(array.shape, self._steps, feature.shape[0]):
+            raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}: {', '.join(wrong)}")
         if array.dtype == bool or not (
             np.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)
         ):
@@ -303,13 +303,9 @@ def _numbers(name: str, value: Any, expected: tuple[int, ...]) -> np.ndarray:
 
 
 def _frames(name: str, array: np.ndarray, steps: int) -> np.ndarray:
-    axes = 4 if steps == 1 else 5
-    if array.ndim != axes or array.shape[-1] != 3 or min(array.shape) < 1 or (axes == 5 and array.shape[1] != steps):
-        time = "" if steps == 1 else f"{steps}, "
-        hint = _batch_hint(array, axes - 1) or _time_hint(array, axes)
-        if array.ndim == axes and array.shape[-3] == 3:
-            hint = "; move the channels to the end"
-        raise ObservationError(f"{name} has shape {array.shape}; wanted (batch, {time}height, width, 3){hint}")
+    if wrong := _frame_errors(array.shape, steps):
+        expected = _format_axes(steps, "height", "width", 3)
+        raise ObservationError(f"{name} has shape {array.shape}; wanted {expected}: {', '.join(wrong)}")
     if array.dtype != np.uint8:
         raise ObservationError(f"{name} is {array.dtype}; wanted uint8 pixels in 0..255, the program scales them")
     return np.ascontiguousarray(array)
@@ -319,10 +315,39 @@ def _is_side(pixels: Any) -> bool:
     return is_number(pixels, SIDE, integer=True)
 
 
-def _batch_hint(array: np.ndarray, dimensions: int) -> str:
-    return "; add a batch axis, array[None]" if array.ndim == dimensions else ""
+def _format_axes(steps: int, *axes: int | str) -> str:
+    return f"({', '.join(map(str, ('batch', *(() if steps == 1 else (steps,)), *axes)))})"
 
 
-def _time_hint(array: np.ndarray, dimensions: int) -> str:
-    """For a policy with a time axis, whose features have so many axes."""
-    return "; the policy looks at another number of observations, oldest first" if array.ndim == dimensions else ""
+def _vector_errors(shape: tuple[int, ...], steps: int, width: int) -> list[str]:
+    """Return what is wrong with the shape of numbers (b, s), or (b, t, s) for several steps; empty when it is right."""
+    if wrong := _axis_errors(shape, steps, 1):
+        return wrong
+    return [] if shape[-1] == width else [f"{shape[-1]} numbers, wanted {width}"]
+
+
+def _frame_errors(shape: tuple[int, ...], steps: int) -> list[str]:
+    """Return what is wrong with the shape of frames (b, h, w, 3), or (b, t, h, w, 3); empty when it is right."""
+    axes = 4 if steps == 1 else 5
+    if len(shape) < axes and shape[-1:] and shape[-1] not in CHANNELS and 3 not in shape[-3:-2]:
+        return ["no axis of channels, wanted 3: RGB; a gray picture is np.stack([image] * 3, axis=-1)"]
+    wrong = _axis_errors(shape, steps, 3)
+    if len(shape) >= 3 and shape[-1] != 3:
+        wrong.append("move the channels to the end" if shape[-3] == 3 else describe_channels(shape[-1]))
+    elif len(shape) == axes and 0 in shape[-3:-1]:
+        wrong.append("a picture without pixels")
+    return wrong
+
+
+def _axis_errors(shape: tuple[int, ...], steps: int, axes: int) -> list[str]:
+    """Return what is wrong with the axes of batch and time, which stand before a feature's own `axes`."""
+    leading = 1 if steps == 1 else 2
+    if len(shape) == leading + axes - 1:
+        time = "" if steps == 1 else f", or an axis of time: the policy looks at {steps} observations, oldest first"
+        return [f"add a batch axis, array[None]{time}"]
+    if len(shape) != leading + axes:
+        return [f"{len(shape)} dimensions, wanted {leading + axes}"]
+    wrong = ["an empty batch, wanted 1 or more observations"] if shape[0] == 0 else []
+    if steps > 1 and shape[1] != steps:
+        wrong.append(f"{shape[1]} observations on the axis of time, wanted {steps}, oldest first")
+    return wrong

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -30,15 +32,21 @@ from jaxmodels.policies.integrity import check_weights, read_description
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
+from jaxmodels.ranges import shorten_value
 from jaxmodels.text import PromptTokenizer, Tokenizer, tokenizer
 from jaxmodels.types import (
+    CUT_AS_LEROBOT,
+    CUT_TASK,
     IMAGES,
+    PROMPT_CUT,
+    PROMPT_CUTS,
     TASK,
     Language,
     Observation,
     Requirements,
     StageTime,
     camera_name,
+    describe_cut,
     is_empty_camera,
     rename_cameras,
 )
@@ -120,6 +128,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         controls_joints=config.controls_joints,
         is_positional=getattr(config, "openpi", None) is not None,
         metadata=config.client_metadata,
+        prompt_reads_state=config.prompt_length is not None and config.prompt_reads_state,
     )
 
 
@@ -152,6 +161,24 @@ def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
         if not text.strip():
             raise ObservationError(f"{TASK} is blank for member {member}; this policy is told what to do, in words")
     return tuple(texts)
+
+
+def read_prompt_cuts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...] | None:
+    """Read how the prompt of each member of a batch is cut when it is too long; None where the observation has none.
+
+    Raises:
+        ObservationError: the value is not one of `PROMPT_CUTS` for each member.
+    """
+    if PROMPT_CUT not in observation:
+        return None
+    given = observation[PROMPT_CUT]
+    cuts = given.tolist() if isinstance(given, np.ndarray) else given
+    if not isinstance(cuts, list | tuple) or len(cuts) != batch or any(cut not in PROMPT_CUTS for cut in cuts):
+        raise ObservationError(
+            f"{PROMPT_CUT} is {shorten_value(cuts)}; wanted a list with one of {', '.join(PROMPT_CUTS)} for each of "
+            f"the {batch} members of the batch"
+        )
+    return tuple(cuts)
 
 
 class Instructions:
@@ -203,58 +230,132 @@ class Instructions:
 
     def _put_cached(self, cache: "OrderedDict[Key, Value]", key: Key, value: Value, max_entries: int) -> None:
         with self._lock:
-            cache[key] = value
-            if len(cache) > max_entries:
-                cache.popitem(last=False)
+            _put_newest(cache, key, value, max_entries)
 
 
 class Prompts:
     """Cache and tokenizer of instructions that a policy's program embeds itself. Several threads may use it.
 
     Args:
-        config: says how a prompt is made of an instruction, and of the state where that is part of it.
+        config: the policy's config, which formats a prompt from an instruction, and from the state where the prompt
+            contains it.
         state: normalization of the state.
         tokenizer: content of the policy's ``tokenizer.json``.
+        prompt_cut: one of `PROMPT_CUTS`, for instructions that do not choose one themselves. Only prompts that contain
+            the state can be cut in two ways.
     """
 
-    def __init__(self, config: Any, state: Affine | None, tokenizer: bytes):
+    def __init__(self, config: Any, state: Affine | None, tokenizer: bytes, prompt_cut: str = CUT_TASK):
         self._config = config
         self._state = state if config.prompt_reads_state else None
         self._tokenizer = PromptTokenizer(tokenizer, config.prompt_length, config.vocabulary)
-        self._texts: OrderedDict[str, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._prompt_cut = prompt_cut
+        self._prompts: OrderedDict[tuple[str, str], tuple[np.ndarray, np.ndarray, int]] = OrderedDict()
+        self._short: OrderedDict[str, str] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, texts: Sequence[str], state: np.ndarray | None) -> Language:
-        """Tokens (b, n) and their mask, for one text per member and the raw states (b, s)."""
+    def __call__(
+        self, texts: Sequence[str], state: np.ndarray | None, cuts: Sequence[str | None] | None = None
+    ) -> Language:
+        """Tokenize instructions.
+
+        Args:
+            texts: one for each member of the batch.
+            state: the raw states (b, s).
+            cuts: one of `PROMPT_CUTS` for each member; the policy's own where it is None.
+
+        Returns:
+            tokens (b, n) and their mask.
+
+        Raises:
+            ObservationError: the states leave no room for an instruction.
+        """
         states: list[Any] = [None] * len(texts)
         if self._state is not None and state is not None:
             joints = self._config.joint_map
             own = state if joints is None else joints.read_state(state)
             states = list(np.asarray(self._state.normalize(own), np.float32))
-        rows = [
-            self._tokenize(self._config.format_prompt(text, part)) for text, part in zip(texts, states, strict=True)
-        ]
-        return Language(np.stack([ids for ids, _ in rows]), np.stack([mask for _, mask in rows]))
+        members = zip(texts, states, cuts or [None] * len(texts), strict=True)
+        rows = [self._tokenize(text, part, cut or self._prompt_cut, is_logged=True) for text, part, cut in members]
+        return Language(np.stack([ids for ids, _, _ in rows]), np.stack([mask for _, mask, _ in rows]))
 
-    def count_cut(self, text: str, width: int | None) -> int:
-        """Tokens of an instruction's prompt that are cut off, for a normalised state of so many zeros."""
-        prompt = self._config.format_prompt(text, None if self._state is None else np.zeros(width or 0, np.float32))
-        with self._lock:
-            ids, _, length = self._tokenizer(prompt)
-        return max(length - len(ids), 0)
+    def count_cut(self, text: str, width: int | None, cut: str | None = None) -> int:
+        """Count the tokens of an instruction's prompt that are left out, for a normalised state of `width` zeros.
 
-    def _tokenize(self, prompt: str) -> tuple[np.ndarray, np.ndarray]:
+        Raises:
+            ObservationError: the state leaves no room for an instruction.
+        """
+        state = None if self._state is None else np.zeros(width or 0, np.float32)
+        return self._tokenize(text, state, cut or self._prompt_cut)[2]
+
+    def _tokenize(
+        self, text: str, state: np.ndarray | None, cut: str, *, is_logged: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return the tokens of an instruction's prompt, their mask, and how many tokens are left out."""
+        prompt = self._config.format_prompt(text, state)
         with self._lock:  # the tokenizer's truncation is switched on and off
-            if prompt not in self._texts:
+            key = (prompt, cut)
+            if key not in self._prompts:
                 ids, mask, length = self._tokenizer(prompt)
-                if length > len(ids):
-                    logger.warning(
-                        "an instruction has %d tokens and the policy reads %d; its end is cut off", length, len(ids)
-                    )
-                self._texts[prompt] = (ids, mask)
-                if len(self._texts) > MAX_CACHED_TEXTS:
-                    self._texts.popitem(last=False)
-            return self._texts[prompt]
+                kept = min(length, len(ids))
+                if kept < length and self._state is not None and cut == CUT_TASK:
+                    ids, mask, kept = self._tokenizer(self._config.format_prompt(self._shorten(text, state), state))
+                _put_newest(self._prompts, key, (ids, mask, length - kept), MAX_CACHED_TEXTS)
+            ids, mask, left_out = self._prompts[key]
+            # A state in the prompt makes a new prompt for each chunk; one line for each instruction is enough.
+            if left_out and is_logged and (text, cut) not in self._logged:
+                _put_newest(self._logged, (text, cut), None, MAX_CACHED_TEXTS)
+                self._log_cut(left_out, len(ids), cut)
+            return ids, mask, left_out
+
+    def _log_cut(self, left_out: int, length: int, cut: str) -> None:
+        if self._state is None:
+            logger.warning(
+                "an instruction has %d tokens and the policy reads %d; its end is cut off", length + left_out, length
+            )
+        else:
+            logger.warning("%s", describe_cut(left_out, reads_state=True, prompt_cut=cut))
+
+    def _shorten(self, text: str, state: Any) -> str:
+        """Return the beginning of an instruction that fits into the prompt together with a state.
+
+        It is the same for nearly all states, because it leaves room for a state of three-digit numbers: an instruction
+        that changes with each chunk would change what the robot does.
+        """
+        if text not in self._short:
+            _put_newest(self._short, text, self._find_longest(text, np.zeros_like(state)), MAX_CACHED_TEXTS)
+        short = self._short[text]
+        return short if self._fits(short, state) else self._find_longest(short, state)
+
+    def _find_longest(self, text: str, state: Any) -> str:
+        """Return the longest beginning of an instruction that fits: whole words, or characters of the first word.
+
+        Raises:
+            ObservationError: not even one character fits.
+        """
+        words = [word.end() for word in re.finditer(r"[^\s_]+", text)]
+        for ends in (words, range(1, len(text) + 1)):
+            count = bisect_left(ends, True, key=lambda end: not self._fits(text[:end], state))
+            if count and text[: ends[count - 1]].strip():
+                return text[: ends[count - 1]]
+        _, _, length = self._tokenizer(self._config.format_prompt("", state))
+        raise ObservationError(
+            f"the prompt has room for {self._config.prompt_length} tokens, and the state takes {length} with the words "
+            f"around it: no room is left for {TASK}. With {PROMPT_CUT} {CUT_AS_LEROBOT!r} the end of the state is cut "
+            "off, as LeRobot does"
+        )
+
+    def _fits(self, text: str, state: Any) -> bool:
+        ids, _, length = self._tokenizer(self._config.format_prompt(text, state))
+        return length <= len(ids)
+
+
+def _put_newest(cache: "OrderedDict[Key, Value]", key: Key, value: Value, max_entries: int) -> None:
+    """Add an entry to a cache, and remove the oldest one when there are too many."""
+    cache[key] = value
+    if len(cache) > max_entries:
+        cache.popitem(last=False)
 
 
 class Policy:
@@ -273,10 +374,13 @@ class Policy:
         *,
         dtype: str | None = None,
         device: str | None = None,
+        prompt_cut: str = CUT_TASK,
         _programs: Programs | None = None,
     ):
+        _check_prompt_cut(prompt_cut)
         config: Any = checkpoint.config
         self.commit: str | None = None
+        self._prompt_cut = prompt_cut
         self._checkpoint = checkpoint
         self._kind = get_policy_type(config.type)
         self._placement = find_placement(device)
@@ -300,7 +404,7 @@ class Policy:
         self._prompts: Prompts | None = None
         if config.prompt_length is not None:
             assert checkpoint.tokenizer is not None, "read with its checkpoint, or refused"
-            self._prompts = Prompts(config, scales.state, checkpoint.tokenizer)
+            self._prompts = Prompts(config, scales.state, checkpoint.tokenizer, prompt_cut)
         if config.text_encoder is not None:
             reads = tokenizer(config.text_encoder, checkpoint.tokenizer)
             self._instructions = Instructions(reads, self._encode, self._placement)
@@ -367,8 +471,9 @@ class Policy:
                 (b, s) and ``observation.environment_state`` (b, e) numbers, ``observation.images.<camera>``
                 (b, h, w, 3) uint8. Frames of another size than the policy's are resized in the program. A batch
                 or frame size that is new compiles first; see `is_compiled`. For a policy that reads language, ``task``:
-                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`. With
-                `Requirements.observation_steps` above one, arrays have a time axis behind the batch's, oldest first.
+                b texts, a list or an array. A text is encoded when it is new; see `prepare_task`. ``prompt_cut``: b of
+                `PROMPT_CUTS`, in place of the policy's own. With `Requirements.observation_steps` above one, arrays
+                have a time axis behind the batch's, oldest first.
             noise: what the chunk is made of, in the model's own shape; None takes the policy's own, always the same.
                 With it another program is compiled.
             step_noise: what a sampler adds on its way (DDPM: of each step but the last); only beside `noise`.
@@ -381,19 +486,24 @@ class Policy:
         if self._instructions is not None:
             arrays = arrays._replace(language=self._instructions(read_texts(observation, inputs.batch)))
         if self._prompts is not None:
-            arrays = arrays._replace(language=self._prompts(read_texts(observation, inputs.batch), arrays.state))
+            texts, cuts = read_texts(observation, inputs.batch), read_prompt_cuts(observation, inputs.batch)
+            arrays = arrays._replace(language=self._prompts(texts, arrays.state, cuts))
         program = self._program(inputs)
         actions, self._timings = self._run(program, arrays)
         return actions
 
-    def prepare_task(self, text: str) -> int:
+    def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Encode an instruction ahead of the next `act`; nothing for a policy without language.
 
         May run in one thread while `act` runs in another.
 
+        Args:
+            text: the instruction.
+            prompt_cut: one of `PROMPT_CUTS`; the policy's own when None.
+
         Returns:
-            how many tokens at the end of its prompt are cut off, which the policy never reads. Where the prompt says
-            the state, too, they are counted for a state in the middle of its range.
+            how many tokens of its prompt are left out, which the policy never reads; `describe_cut` says what that
+            means. Where the prompt contains the state, they are counted for a state in the middle of its range.
 
         Raises:
             ObservationError: the policy cannot read it.
@@ -401,9 +511,11 @@ class Policy:
         if self._instructions is None and self._prompts is None:
             return 0
         texts = read_texts({TASK: [text]}, 1)
+        if prompt_cut is not None:
+            read_prompt_cuts({PROMPT_CUT: [prompt_cut]}, 1)
         if self._instructions is not None:
             self._instructions(texts)
-        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state)
+        return 0 if self._prompts is None else self._prompts.count_cut(text, self._requirements.state, prompt_cut)
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
@@ -535,7 +647,10 @@ class Policy:
         """
         if not self.fits(checkpoint):
             raise ConfigError("the checkpoint has another architecture; load it as a policy of its own")
-        return Policy(checkpoint, dtype=self.dtype, device=self.device, _programs=self._programs)
+        return self._with_weights(checkpoint, self._prompt_cut)
+
+    def _with_weights(self, checkpoint: Checkpoint, prompt_cut: str) -> "Policy":
+        return Policy(checkpoint, dtype=self.dtype, device=self.device, prompt_cut=prompt_cut, _programs=self._programs)
 
     def on(self, device: str | None) -> "Policy":
         """This policy on another device; on its own device, one that shares weights and programs.
@@ -547,7 +662,7 @@ class Policy:
             other = copy(self)
             other._timings = {}
             return other
-        other = Policy(self._checkpoint, dtype=self.dtype, device=device)
+        other = Policy(self._checkpoint, dtype=self.dtype, device=device, prompt_cut=self._prompt_cut)
         other.commit = self.commit
         return other
 
@@ -557,6 +672,11 @@ class Policy:
         Tensors that acting does not need (the heads for words of SmolVLA and pi0) are not kept: they are zeros.
         """
         lerobot_folder.write_checkpoint(Path(path), self._checkpoint)
+
+
+def _check_prompt_cut(prompt_cut: str) -> None:
+    if prompt_cut not in PROMPT_CUTS:
+        raise ConfigError(f"{PROMPT_CUT} is {shorten_value(prompt_cut)}; wanted one of {', '.join(PROMPT_CUTS)}")
 
 
 def _scales(checkpoint: Checkpoint) -> Scales:
@@ -583,6 +703,7 @@ def load_policy(
     roots: Iterable[Path] | None = None,
     rename: Mapping[str, str] | None = None,
     lerobot: str | None = None,
+    prompt_cut: str = CUT_TASK,
 ) -> Policy:
     """Load a LeRobot policy from a folder or from the Hub.
 
@@ -603,6 +724,9 @@ def load_policy(
         rename: names of cameras of the policy, and the robot's for them, e.g. ``{"camera1": "front"}``.
         lerobot: the version of LeRobot, 0.4 or 0.6, whose reading of the same files is meant where the two differ;
             None for what ``robojax.json`` says, else 0.6.
+        prompt_cut: what is left out of a prompt that is too long and contains the state behind the instruction (pi0.5):
+            ``task``, the end of the instruction, or ``lerobot``, the end of the prompt, and with it joints. Other
+            policies' prompts are cut at the end either way.
 
     Raises:
         HubError: the repo cannot be fetched, or is larger.
@@ -612,6 +736,7 @@ def load_policy(
     report = on_progress or (lambda stage: None)
     where = find_placement(device)
     find_dtype(dtype)  # which refuses names before anything is fetched
+    _check_prompt_cut(prompt_cut)
 
     def admit(sizes: Sizes, kind: PolicyType) -> None:
         check_loading(sizes, where, find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize)
@@ -628,9 +753,9 @@ def load_policy(
     compute = find_dtype(dtype, where.platform, get_policy_type(config.type).accelerator_dtype)
     same_place = like is not None and (like.dtype, like.device) == (compute.name, where.name)
     if like is not None and same_place and like.fits(checkpoint):
-        policy = like.with_weights(checkpoint)
+        policy = like._with_weights(checkpoint, prompt_cut)
     else:
-        policy = Policy(checkpoint, dtype=dtype, device=device)
+        policy = Policy(checkpoint, dtype=dtype, device=device, prompt_cut=prompt_cut)
     policy.commit = commit
     report("ready")
     return policy

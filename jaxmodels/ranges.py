@@ -5,6 +5,7 @@ A config is a stranger's: its numbers size loops, tables and programs. A field s
 of them together fits is a question of its own (jaxmodels/memory.py). Imports no JAX.
 """
 
+import logging
 import math
 import reprlib
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
 from jaxmodels.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MAX_BITS = 256  # of an integer that is written out; Python refuses to write very long ones
 
@@ -143,6 +146,38 @@ def check_numbers(config: Any, what: str) -> None:
     """
     if wrong := [*find_number_errors(config, integers=True), *find_number_errors(config, integers=False)]:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
+
+
+def check_unknown_fields(what: str, unknown: Mapping[str, Any], advice: str) -> None:
+    """Log unknown fields that are off, and refuse unknown fields that are on.
+
+    Args:
+        what: name of the config in errors.
+        unknown: the unknown fields and their values, from JSON.
+        advice: which version's fields are known.
+
+    Raises:
+        ConfigError: with the name and value of each field that is on.
+    """
+    on = {name: value for name, value in unknown.items() if not is_off(value)}
+    if on:
+        found = ", ".join(f"{name[:80]} = {shorten_value(value)}" for name, value in sorted(on.items()))
+        raise ConfigError(
+            f"{what}: unknown fields {found[:400]}; {advice}. The policy may act differently without them: use a "
+            "version of robojax that knows them. If the training did not use a field, set it to null"
+        )
+    if unknown:
+        names = ", ".join(shorten_value(name) for name in sorted(unknown))
+        logger.warning("%s: ignoring unknown fields that are off: %s; %s", what, names[:400], advice)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value of JSON is false, 0, null, or a list or an object that contains only such values."""
+    if isinstance(value, Mapping):
+        return all(map(is_off, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_off, value))
+    return value is None or value is False or (isinstance(value, int | float) and value == 0)
 
 
 def is_number(value: Any, allowed: Range, *, integer: bool = False) -> bool:

@@ -15,6 +15,11 @@ PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH = "prefix.actions", "prefix.delay", 
 # And for policies that read language (`Requirements.language`): what to do, in words, one text for each member of the
 # batch. LeRobot's name.
 TASK = "task"
+# Which part of a prompt is left out that is too long for a policy, where the state stands behind the instruction: the
+# end of the instruction, or the end of the prompt as in LeRobot. In an observation: one text for each member.
+PROMPT_CUT = "prompt_cut"
+CUT_TASK, CUT_AS_LEROBOT = "task", "lerobot"
+PROMPT_CUTS = (CUT_TASK, CUT_AS_LEROBOT)
 
 
 class Prefix(NamedTuple):
@@ -104,6 +109,7 @@ class Requirements:
         state_statistics: statistics of ``observation.state`` in the training data, as far as the checkpoint has them:
             ``mean``, ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each, in the robot's units. None
             without a pair of them. Policies may differ in it, too.
+        prompt_reads_state: whether the policy reads the state in its prompt, behind the instruction, as pi0.5 does.
     """
 
     policy_type: str
@@ -124,6 +130,7 @@ class Requirements:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
     state_statistics: Mapping[str, tuple[float, ...]] | None = field(default=None, compare=False)
+    prompt_reads_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,30 @@ class StageTime:
     name: str
     seconds: float
     count: int
+
+
+def describe_cut(tokens: int, *, reads_state: bool, prompt_cut: str) -> str | None:
+    """Return the warning about an instruction that is too long for a policy's prompt; None when it fits.
+
+    Args:
+        tokens: how many tokens of the prompt the policy does not read.
+        reads_state: `Requirements.prompt_reads_state`.
+        prompt_cut: one of `PROMPT_CUTS`.
+    """
+    if tokens <= 0:
+        return None
+    if not reads_state:
+        return f"the instruction is too long for the policy: the last {tokens} tokens are cut off; shorten it"
+    if prompt_cut == CUT_TASK:
+        return (
+            f"the instruction is too long for the policy: its last {tokens} tokens are left out, so that the prompt "
+            "has room for the joints; shorten it"
+        )
+    return (
+        f"the instruction is too long for the policy: the last {tokens} tokens of the prompt are cut off, and with "
+        f"them joints that the policy does not see (prompt_cut is {CUT_AS_LEROBOT!r}); shorten it, or set prompt_cut "
+        f"to {CUT_TASK!r}"
+    )
 
 
 def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Requirements:
@@ -245,6 +276,15 @@ def wrong_sizes(inputs: Iterable[Feature], outputs: Iterable[Feature]) -> list[s
 def camera_name(feature: str) -> str:
     """Name of a feature's camera: ``observation.images.front`` is ``front``, ``observation.image`` is ``image``."""
     return feature.removeprefix(IMAGES) if feature.startswith(IMAGES) else feature.removeprefix("observation.")
+
+
+CHANNELS = (1, 3, 4)  # Channels of gray, RGB and RGBA pictures.
+
+
+def describe_channels(channels: int) -> str:
+    """Return why a picture with this number of channels is refused, and what to do; policies look at three."""
+    advice = {1: "; repeat a gray picture, np.repeat(image, 3, axis=-1)", 4: "; drop the alpha channel, image[..., :3]"}
+    return f"{channels} channel{'' if channels == 1 else 's'}, wanted 3: RGB{advice.get(channels, '')}"
 
 
 def is_empty_camera(feature: str) -> bool:

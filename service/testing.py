@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError, ObservationError
-from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, TASK
+from jaxmodels.types import PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH, PROMPT_CUT, TASK
 from service.errors import TransportError
 from service.transport.link import CreatedRooms, EmergencyStop, Inbox, JointValue, LinkDown, LinkUp, Rooms
 from service.transport.protocol import rooms_of
@@ -255,6 +255,7 @@ class ScriptedPolicy:
     batches: list[tuple[int, dict[str, tuple[int, int]]]] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     told: list[tuple[str, ...]] = field(default_factory=list)
+    cuts: list[str | None] = field(default_factory=list)
     unreadable: str | None = None
     device: str = "scripted:0"
     commit: str | None = None
@@ -277,6 +278,7 @@ class ScriptedPolicy:
         wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
         wanted |= {"observation.state"} if self.requirements.state is not None else set()
         wanted |= {TASK} if self.requirements.language else set()
+        wanted |= {PROMPT_CUT} & set(observation) if self.requirements.prompt_reads_state else set()
         if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
             wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
         if wanted != set(observation):
@@ -284,7 +286,7 @@ class ScriptedPolicy:
         if TASK in observation:
             self.told.append(tuple(map(str, observation[TASK])))
             for text in self.told[-1]:
-                self.prepare_task(text)
+                self.prepare_task(text, str(observation[PROMPT_CUT][0]) if PROMPT_CUT in observation else None)
         need = self.requirements
         batch = len(next(iter(observation.values())))
         state = observation.get("observation.state", np.zeros((batch, need.action), np.float32))
@@ -305,8 +307,9 @@ class ScriptedPolicy:
         self.timings = {"to_device": 0.0, "compute": time.perf_counter() - started, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> int:
+    def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Refuse the text that it cannot read; of others it reads the first ``MAX_WORDS`` words."""
+        self.cuts.append(prompt_cut)
         if text == self.unreadable:
             raise ObservationError(f"the instruction {text!r} is no instruction")
         return max(len(text.split()) - MAX_WORDS, 0)
@@ -329,7 +332,9 @@ class ScriptedPolicy:
 
     def on(self, device: str) -> "ScriptedPolicy":
         """One that does the same, and fails when it is told to itself."""
-        return replace(self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[])
+        return replace(
+            self, device=device, failures=[], acted=0, compiled=[], batches=[], threads=set(), told=[], cuts=[]
+        )
 
     def profile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> float:
         """What it is said to take; nothing is done."""

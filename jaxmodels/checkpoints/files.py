@@ -32,6 +32,8 @@ HEADER_LIMIT = 8 << 20  # bytes
 TENSOR_LIMIT = 10_000
 DIMENSIONS = 64  # of a tensor; NumPy has no more
 METADATA = "__metadata__"
+# First bytes of a pointer, which replaces a large file in a git repository (https://git-lfs.com).
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NEVER_USED = ".num_batches_tracked"  # torchvision's frozen batch norm drops it while loading, too
 # NumPy has no bfloat16 of its own, so the library's NumPy side refuses such tensors.
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
@@ -185,6 +187,7 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
     try:
         with open_source(path) as file:
             size = file.size
+            check_lfs_pointer(path.name, file.read(0, len(LFS_POINTER)))
             prefix = file.read(0, 8)
             if len(prefix) < 8:
                 raise CheckpointError(f"{path.name}: {len(prefix)} bytes long; wanted a safetensors file")
@@ -208,6 +211,23 @@ def _read_header(path: Source) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, size
 
 
+def check_lfs_pointer(name: str, content: bytes) -> None:
+    """Refuse a pointer of Git LFS, which a clone without Git LFS has in place of a file.
+
+    Args:
+        name: the file's name, for the error.
+        content: what the file begins with.
+
+    Raises:
+        CheckpointError: the file is such a pointer.
+    """
+    if content.startswith(LFS_POINTER):
+        raise CheckpointError(
+            f"{name}: a pointer of Git LFS and not the file itself; run `git lfs pull` in its repository, or download "
+            "the repository with `hf download`"
+        )
+
+
 def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
     """Read a JSON file that holds an object; pipes and devices are refused.
 
@@ -220,6 +240,7 @@ def read_json(path: Source, limit: int = LIMIT) -> dict[str, Any]:
             raw = file.read(0, limit + 1)
     except OSError as error:
         raise CheckpointError(f"{name}: cannot be read ({error.strerror}); wanted it in the folder") from error
+    check_lfs_pointer(name, raw)
     if len(raw) > limit:
         raise CheckpointError(f"{name}: longer than {limit} bytes; wanted a checkpoint's description")
     try:

@@ -33,6 +33,8 @@ ENTRIES = 10_000  # names in a folder; a policy's has ten
 STATE_FILES = 64
 SHARDS = 64
 ALIGNMENT = 64  # bytes, of an array that JAX need not copy for a program on a CPU
+SEARCH_DEPTH = 3  # folders below a folder that is not a policy, in which a policy is looked for
+SEARCH_FOLDERS = 200
 TREE_ENTRIES = 100_000  # of an Orbax checkpoint
 TREE_DEPTH = 32
 ORBAX = "orbax"
@@ -315,6 +317,67 @@ class PolicyFolder:
             if isinstance(file, OpenFile):
                 file.check_unchanged()
 
+    def has_file(self, name: str) -> bool:
+        """Return whether a regular file of this name, ``/`` between folders, is in the folder."""
+        if self._descriptor is None:
+            return name in self.files
+        with suppress(OSError):
+            return stat.S_ISREG(os.stat(name, dir_fd=self._descriptor).st_mode)
+        return False
+
+    def read_small_file(self, name: str, limit: int = JSON_BYTES) -> bytes | None:
+        """Return the content of a file that is not among the opened ones; None when it cannot be read.
+
+        Args:
+            name: ``/`` between folders.
+            limit: largest size in bytes of a file that is read.
+        """
+        if self._descriptor is None:
+            return None
+        with suppress(OSError, CheckpointError):
+            file = open_file(name, self._descriptor)
+            try:
+                self._check_inside_roots(file.descriptor, name)
+                return file.read() if file.size <= limit else None
+            finally:
+                file.close()
+        return None
+
+    def find_policies(self) -> list[str]:
+        """Return the paths of policies in the folders below, relative to this one.
+
+        The shallowest policy is first; among the checkpoints of a training, the last one.
+        """
+        found: list[str] = []
+        level, searched = [""], 0
+        for _ in range(SEARCH_DEPTH + 1):
+            deeper: list[str] = []
+            for path in level[: SEARCH_FOLDERS - searched]:
+                files, folders = self._list_below(path)
+                if path and "config.json" in files and any(name.endswith(".safetensors") for name in files):
+                    found.append(path)
+                else:
+                    deeper += [f"{path}/{name}" if path else name for name in sorted(folders, key=_newest_first)]
+            searched += len(level)
+            level = deeper
+        return found
+
+    def _list_below(self, path: str) -> tuple[list[str], list[str]]:
+        """Return the names of files and of folders in a folder below; both are empty when it must not be read."""
+        if self._descriptor is None:
+            return [], []
+        with suppress(OSError, CheckpointError):
+            descriptor = os.open(path or ".", _FLAGS | os.O_DIRECTORY, dir_fd=self._descriptor)
+            try:
+                self._check_inside_roots(descriptor, path)
+                with os.scandir(descriptor) as entries:
+                    listed = [(entry.name, entry.is_dir()) for entry, _ in zip(entries, range(ENTRIES), strict=False)]
+            finally:
+                os.close(descriptor)
+            folders = [name for name, is_folder in listed if is_folder and not name.startswith(".")]
+            return [name for name, is_folder in listed if not is_folder], folders
+        return [], []
+
     def has_tree(self, name: str = ORBAX) -> bool:
         """Whether the folder has arrays in Orbax's format, in a folder of this name."""
         if self._descriptor is None:
@@ -475,6 +538,12 @@ def _check_tree_folder(descriptor: int, where: str, identities: dict[str, tuple[
         else:
             kind = _KINDS.get(stat.S_IFMT(state.st_mode), "a link")
             raise CheckpointError(f"{inside}: is {kind}; wanted regular files and folders only")
+
+
+def _newest_first(name: str) -> tuple[bool, bool, int, str]:
+    """Return the sort key of folders of checkpoints: LeRobot's link to the last one, then the number of steps."""
+    is_number = name.isdecimal() and len(name) < 19
+    return name != "last", not is_number, -int(name) if is_number else 0, name
 
 
 def _check_regular(status: os.stat_result, name: str) -> None:

@@ -1,7 +1,7 @@
 """Reading and checking of the fields that all policy configs share."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -9,11 +9,13 @@ import numpy as np
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import RESNETS
-from jaxmodels.ranges import read_number_type, shorten_value
+from jaxmodels.ranges import check_unknown_fields, read_number_type, shorten_value
 from jaxmodels.text.encoder import TextConfig
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, parse_features, wrong_sizes
 
 FEATURES = ("input_features", "output_features")
+
+OTHER = "other"  # the config's field that holds unknown fields of the file
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
     {
@@ -26,22 +28,23 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
 
 
 def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: str) -> dict[str, Any]:
-    """Arguments of a config's dataclass from a parsed ``config.json``.
+    """Read the arguments of a config's dataclass from a parsed ``config.json``.
 
     Args:
-        what: the config in errors, e.g. ``ACT config``.
-        advice: what to say of fields that are not known.
+        cls: the dataclass, a subclass of `PolicyConfig`.
+        values: the fields of the file.
+        what: name of the config in errors, e.g. ``ACT config``.
+        advice: which version's fields are known, for the error about unknown fields.
 
     Raises:
-        ConfigError: unknown fields, or values of other types; all of them together.
+        ConfigError: unknown fields that are on, or values of the wrong type; all of them together.
     """
-    known = {field.name: field for field in fields(cls)}
-    # A field that is null and unknown is a newer LeRobot's that nobody set.
-    values = {name: value for name, value in values.items() if name != "type" and (name in known or value is not None)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(f"{what}: unknown fields {', '.join(unknown)[:400]}; {advice}")
-    read, wrong = {name: None for name in FEATURES} | dict(values), []
+    known = {entry.name: entry for entry in fields(cls) if entry.name != OTHER}
+    read: dict[str, Any] = {name: None for name in FEATURES}
+    read |= {name: value for name, value in values.items() if name in known}
+    unknown = {name: value for name, value in values.items() if name not in known and name != "type"}
+    check_unknown_fields(what, unknown, advice)
+    wrong: list[str] = []
     for name in read:
         try:
             read[name] = _read(name, known[name].type, read[name])
@@ -49,13 +52,13 @@ def read_fields(cls: type[Any], values: Mapping[str, Any], what: str, advice: st
             wrong.append(str(error))
     if wrong:
         raise ConfigError(f"{what}: " + "; ".join(wrong))
-    return read
+    return {**read, OTHER: unknown}
 
 
 def dump_fields(config: Any) -> dict[str, Any]:
-    """Fields of a config as LeRobot writes them, ``type`` first."""
+    """Return the fields of a config as LeRobot writes them, ``type`` first and unknown fields last."""
     values: dict[str, Any] = {"type": config.type}
-    values |= {field.name: getattr(config, field.name) for field in fields(config)}
+    values |= {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.name != OTHER}
     for name in FEATURES:
         values[name] = dump_features(values[name])
     values["normalization_mapping"] = dict(config.normalization_mapping)
@@ -63,7 +66,7 @@ def dump_fields(config: Any) -> dict[str, Any]:
         values["tags"] = list(values["tags"])
     if values.get("text_encoder") is not None:
         values["text_encoder"] = values["text_encoder"].to_json()
-    return values
+    return values | dict(config.other)
 
 
 def _read(name: str, declared: Any, value: Any) -> Any:
@@ -106,10 +109,19 @@ BACKBONES = (*RESNETS, SMALL_CNN)
 LEROBOT_INDIFFERENT = ("device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license")
 
 
-class PolicyConfig:
+@dataclass(frozen=True)
+class _OtherFields:
+    """The field that all configs inherit; `PolicyConfig` is no dataclass itself, because it has no fields' defaults."""
+
+    other: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
+
+
+class PolicyConfig(_OtherFields):
     """Base class of policy configs: features by LeRobot's names. The dataclass below it adds its fields.
 
     Attributes:
+        other: unknown fields of the ``config.json``, all off. They change nothing and are written when the policy is
+            saved, because a version that knows them may have another default.
         input_features: in the order of their tokens.
         normalization_mapping: type of a feature and mode, as `jaxmodels.types` lists both.
     """

@@ -7,6 +7,8 @@ proved here is what is read there.
 
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ from jaxmodels.checkpoints.files import (
 from jaxmodels.checkpoints.folder import NORM_STATS, TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
 from jaxmodels.errors import CheckpointError, JaxModelsError
 from jaxmodels.normalization import Normalization
-from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs
+from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs, policy_types
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
+from jaxmodels.ranges import shorten_value
 
 PIECE = 16 << 20  # bytes that are in memory at a time
 # Of what is told, and of an error that lists the names of a stranger: characters.
 ANSWER = 100_000
 ERROR = 10_000
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # PEFT writes it next to the weights of an adapter.
 SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
@@ -131,7 +135,11 @@ def read_config(folder: Folder) -> dict[str, Any]:
             raise CheckpointError(openpi_configs.describe_missing_config(folder.name))
         values = openpi_configs.read_openpi_config((sidecar or {})[openpi_configs.KEY]).build_values()
     else:
+        if not (folder / CONFIG).exists():
+            raise CheckpointError(describe_missing_config(folder))
         values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+        if values.get("type") is None:
+            raise CheckpointError(describe_missing_type(values))
     field, pattern = ARCHITECTURE_FILES.get(str(values.get("type")), ("", ""))
     name = pattern.replace(VLM_NAME, str(values.get("vlm_model_name", "")))
     if name and (folder / name).exists():
@@ -161,15 +169,96 @@ def check_weights(folder: Folder, *, has_orbax: bool) -> None:
         raise CheckpointError(describe_missing_weights(folder))
 
 
-def describe_missing_weights(folder: Folder) -> str:
-    """Error text for a folder without weights."""
-    pickles = [name for name in list_names(folder) if name.endswith(PICKLES)]
-    if pickles:
+def describe_missing_config(folder: Folder) -> str:
+    """Return the error text for a folder without ``config.json``: what the folder is, and where a policy is."""
+    what = _describe_other_folder(folder) if isinstance(folder, PolicyFolder) else None
+    return what or f"{folder.name}: no {CONFIG}; wanted a folder as LeRobot's save_pretrained writes it"
+
+
+def describe_missing_type(values: Mapping[str, Any]) -> str:
+    """Return the error text for a ``config.json`` without a type: what else it describes."""
+    if "_class_name" in values:
+        what = f"It describes a model of diffusers ({shorten_value(values['_class_name'])}), which is not a policy"
+        if values["_class_name"] == "Transformer2DModel":
+            what += "; jaxmodels.load_model loads it"
+    elif "model_type" in values or "architectures" in values:
+        model = values.get("model_type", values.get("architectures"))
+        what = f"It describes a model of transformers ({shorten_value(model)}), which is not a policy"
+    else:
+        what = 'If it is a policy, add its type, e.g. "type": "act"'
+    return f'{CONFIG} has no "type"; wanted one of {", ".join(policy_types())}. {what}'
+
+
+def _describe_other_folder(folder: PolicyFolder) -> str | None:
+    """Return what a folder is that is not a policy, and where a policy is; None if it is not recognized."""
+    where = folder.path
+    if not folder.names:
+        return f"{where}: the folder is empty; wanted a folder as LeRobot's save_pretrained writes it"
+    if ADAPTER in folder.names:
+        return _describe_adapter(folder)
+    if folder.has_file("model_index.json"):
+        return f"{where}: a pipeline of diffusers (model_index.json), which is not a policy"
+    if folder.has_file("meta/info.json"):
         return (
-            f"{folder.name}: only {', '.join(pickles[:20])} and no {WEIGHTS}; pickle files can run code and are never "
-            "opened. Load the policy where you trust it and save it as safetensors (LeRobot's save_pretrained does)"
+            f"{where}: a LeRobotDataset (meta/info.json), which is not a policy; train a policy on it "
+            "(robojax train), or give the folder of a trained one"
         )
-    return f"{folder.name}: no {WEIGHTS}; wanted a folder as LeRobot's save_pretrained writes it"
+    found = folder.find_policies()
+    is_cache = folder.name.startswith("models--") and "snapshots" in folder.names
+    if is_cache and (main := folder.read_small_file("refs/main", 100)) is not None:
+        found.sort(key=lambda path: path != f"snapshots/{main.decode(errors='replace').strip()}")
+    if found:
+        repo = folder.name.removeprefix("models--").replace("--", "/")
+        what = f"the Hub's cache of {repo!r}" if is_cache else f"no {CONFIG}"
+        others = f"; others are {', '.join(str(where / path) for path in found[1:3])}" if found[1:] else ""
+        return f"{where}: {what}; the policy is in {where / found[0]}{others}"
+    if folder.name.startswith("datasets--"):
+        return f"{where}: the Hub's cache of a dataset, which is not a policy"
+    if folder.has_file("training_step.json"):
+        return (
+            f"{where}: the state of a training; the policy of this training is in {where.parent / 'pretrained_model'}"
+        )
+    return _describe_pickles(folder)
+
+
+def _describe_adapter(folder: PolicyFolder) -> str:
+    """Return the error text for a folder with an adapter of PEFT and without the weights of its base."""
+    base: Any = None
+    with suppress(ValueError, RecursionError, AttributeError):
+        base = json.loads(folder.read_small_file(ADAPTER) or b"").get("base_model_name_or_path")
+    named = f" of {shorten_value(base)}" if isinstance(base, str) and base else ""
+    return (
+        f"{folder.path}: only an adapter{named} (PEFT, e.g. LoRA), without the weights that it changes; merge it into "
+        "its base with PEFT's merge_and_unload, save the result with save_pretrained, and give that folder"
+    )
+
+
+def describe_missing_weights(folder: Folder) -> str:
+    """Return the error text for a folder without weights."""
+    what = None
+    if isinstance(folder, PolicyFolder) and (ADAPTER in folder.names or CONFIG not in folder.names):
+        what = _describe_other_folder(folder)
+    elif CONFIG in list_names(folder):
+        with suppress(CheckpointError):
+            values = lerobot_processors.upgrade_config(read_json(folder / CONFIG))
+            what = describe_missing_type(values) if values.get("type") is None else None
+    lacking = WEIGHTS if CONFIG in list_names(folder) else f"{CONFIG} and no {WEIGHTS}"
+    return (
+        what
+        or _describe_pickles(folder)
+        or f"{folder.name}: no {lacking}; wanted a folder as LeRobot's save_pretrained writes it"
+    )
+
+
+def _describe_pickles(folder: Folder) -> str | None:
+    """Return the error text for a folder whose weights are pickle files; None without such files."""
+    pickles = [name for name in list_names(folder) if name.endswith(PICKLES)]
+    if not pickles:
+        return None
+    return (
+        f"{folder.name}: only {', '.join(pickles[:20])} and no {WEIGHTS}; pickle files can run code and are never "
+        "opened. Load the policy where you trust it and save it as safetensors (LeRobot's save_pretrained does)"
+    )
 
 
 def _read(stored: Stored) -> tuple[int, bool]:

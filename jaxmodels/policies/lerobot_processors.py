@@ -19,7 +19,7 @@ from jaxmodels.checkpoints.files import WEIGHTS, read_floats, read_json, write_j
 from jaxmodels.checkpoints.folder import STATE_BYTES, Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError
 from jaxmodels.normalization import EPSILON, IDENTITY, Normalization, Normalizer, ProcessorStep
-from jaxmodels.ranges import Range, is_number, shorten_value
+from jaxmodels.ranges import Range, check_unknown_fields, is_number, shorten_value
 from jaxmodels.types import ACTION, MODES, TYPES, Feature, dump_features, is_empty_camera, parse_features
 
 PRE = "policy_preprocessor"
@@ -41,6 +41,19 @@ RELATIVE, ABSOLUTE = "relative_actions_processor", "absolute_actions_processor"
 ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
+_NORMALIZE = frozenset({"eps", "features", "norm_map", "normalize_observation_keys"})
+# Fields of each step's config (lerobot/processor, 0.6.1); a step that is not listed has none.
+STEP_FIELDS: Mapping[str, Set[str]] = {
+    "normalizer_processor": _NORMALIZE,
+    "unnormalizer_processor": _NORMALIZE,
+    "rename_observations_processor": frozenset({"rename_map"}),
+    "device_processor": frozenset({"device", "float_dtype"}),
+    TOKENIZE: frozenset({"tokenizer_name", "max_length", "task_key", "padding_side", "padding", "truncation"}),
+    RELATIVE: frozenset({"enabled", "exclude_joints", "action_names"}),
+    ABSOLUTE: frozenset({"enabled"}),
+    "pi05_prepare_state_tokenizer_processor_step": frozenset({"max_state_dim", "task_key"}),
+}
+FLOAT_DTYPES = (None, "float32")  # accepted values of device_processor's float_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -336,15 +349,44 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
             renames |= _read_renames(where, config, renames)
         elif step_kind in OF_TYPES:
             others.append(ProcessorStep(step_kind, dict(config), comes_after=bool(normalizers)))
-        elif step_kind not in MOVING or config.get("float_dtype") not in (None, "float32"):
-            actual = step_kind or step.get("class")
+        elif step_kind not in MOVING:
+            raise CheckpointError(_describe_unknown_step(where, step, kind, is_late=bool(normalizers)))
+        elif config.get("float_dtype") not in FLOAT_DTYPES:
             raise CheckpointError(
-                f"{where}: step {actual!r} with {sorted(config)} is not known here; "
-                f"wanted renaming and one {kind}, as LeRobot 0.4.4 writes for ACT, or {', '.join(sorted(OF_TYPES))}"
+                f"{where}: float_dtype of {step_kind} is {shorten_value(config['float_dtype'])}, which is not read; "
+                "wanted null or 'float32'. The type that a policy computes in is the dtype that it is loaded with: set "
+                "float_dtype to null"
             )
+        _check_step_fields(where, step_kind, config)
     if not normalizers:
         raise CheckpointError(f"{where}: has no step {kind}")
     return normalizers[0], renames, others
+
+
+def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is_late: bool) -> str:
+    """Return the error text for a step that is not read here, or not at its position."""
+    name = step.get("registry_name") or step.get("class")
+    if is_late and name == kind:
+        return f"{where}: has two steps {kind}; wanted one"
+    if is_late and name == "rename_observations_processor":
+        return f"{where}: step {name} comes after {kind}; wanted it before"
+    return (
+        f"{where}: step {shorten_value(name)} is not known here, and without it the numbers may be wrong; known steps "
+        f"are {', '.join((kind, 'rename_observations_processor', *MOVING, *sorted(OF_TYPES)))}"
+    )
+
+
+def _check_step_fields(where: str, name: Any, config: Mapping[str, Any]) -> None:
+    """Log unknown fields of a step's config that are off, and refuse unknown fields that are on.
+
+    Raises:
+        CheckpointError: with the name and value of each field that is on.
+    """
+    unknown = {field: value for field, value in config.items() if field not in STEP_FIELDS.get(name, ())}
+    try:
+        check_unknown_fields(f"{where}: {name}", unknown, "this reads the fields of LeRobot 0.6.1")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _read_renames(where: str, config: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:

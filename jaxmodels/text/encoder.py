@@ -17,6 +17,7 @@ from jaxmodels.ranges import (
     LAYERS_WRITTEN_OUT,
     WIDTH,
     Range,
+    check_unknown_fields,
     find_number_errors,
     find_value_errors,
     list_numbers,
@@ -89,15 +90,16 @@ class TextConfig:
         """Read the object ``text_encoder`` of a policy's ``config.json``.
 
         Raises:
-            ConfigError: unknown fields, or values that make no sense.
+            ConfigError: unknown fields that are on, or values that make no sense.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"text_encoder is {shorten_value(values)}; wanted an object, e.g. {cls.small().to_json()}, or null"
             )
         known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(map(str, values)) - set(known)):
-            raise ConfigError(f"text encoder: unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+        unknown = {str(name): value for name, value in values.items() if name not in known}
+        check_unknown_fields("text encoder", unknown, f"known: {', '.join(known)}")
+        values = {name: value for name, value in values.items() if name in known}
         if wrong := find_value_errors(list_numbers(cls), values):
             raise ConfigError("text encoder: " + "; ".join(wrong))
         return cls(**values)

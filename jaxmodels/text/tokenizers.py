@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxmodels.checkpoints.files import check_lfs_pointer
 from jaxmodels.checkpoints.folder import TOKENIZER_BYTES as LIMIT
 from jaxmodels.checkpoints.folder import Folder, open_source
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
@@ -195,6 +196,7 @@ def read_tokenizer(folder: Folder, name: str | None = None) -> bytes | None:
             raw = file.read(0, LIMIT + 1)
     except OSError as error:
         raise CheckpointError(f"{TOKENIZER}: cannot be read ({error.strerror})") from error
+    check_lfs_pointer(TOKENIZER, raw)
     if len(raw) > LIMIT:
         raise CheckpointError(f"{TOKENIZER}: longer than {LIMIT} bytes; wanted a tokenizer's description")
     return raw

@@ -13,6 +13,7 @@ from jaxmodels.data import Dataset
 from jaxmodels.errors import ConfigError, DatasetError
 from jaxmodels.hub import fetch
 from jaxmodels.policies import SERVED_ONLY, get_policy_type, lerobot_folder, trained_types
+from jaxmodels.policies.config import OTHER
 from jaxmodels.text import TextConfig
 from jaxmodels.text.clip import read_clip_text
 from jaxmodels.types import ACTION, ENVIRONMENT_STATE, STATE, Feature, dump_features
@@ -51,16 +52,30 @@ class Start:
         Raises:
             ConfigError: a field is unknown or makes no sense.
         """
+        _check_known(self.policy.type, values)
         return replace(self, policy=get_policy_type(self.policy.type).config({**self.policy.to_json(), **values}))
 
 
 def policy_fields(kind: str) -> dict[str, str]:
-    """Fields of a policy type's config and their types in words.
+    """Return the fields of a policy type's config and their types in words.
 
     Raises:
         ConfigError: there is no such type.
     """
-    return {field.name: str(field.type) for field in fields(get_policy_type(kind).config(_ANY))}
+    entries = fields(get_policy_type(kind).config(_ANY))
+    return {entry.name: str(entry.type) for entry in entries if entry.name != OTHER}
+
+
+def _check_known(kind: str, values: Mapping[str, Any]) -> None:
+    """Refuse unknown fields of a training, even if they are off; only files of newer versions may have such fields.
+
+    Raises:
+        ConfigError: with the names of the unknown fields.
+    """
+    if unknown := sorted(set(values) - set(policy_fields(kind))):
+        raise ConfigError(
+            f"{kind} config: unknown fields {', '.join(unknown)[:400]}; known: {', '.join(sorted(policy_fields(kind)))}"
+        )
 
 
 def new_policy(
@@ -95,6 +110,7 @@ def new_policy(
     chosen = get_policy_type(kind)
     if preset not in (None, *PRESETS):
         raise ConfigError(f"preset is {preset!r}; known: {', '.join(PRESETS)}")
+    _check_known(kind, values or {})
     read: dict[str, Any] = dict(_features(dataset, image_size))
     read |= dict(chosen.small) if preset == SMALL else {}
     read |= values or {}

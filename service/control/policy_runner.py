@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxmodels.types import CUT_TASK, describe_cut
 from service.control.chunk_scheduler import COMPILING, STUCK, PolicyAnswer, PolicyRequest
 from service.control.controller import TickResult
 from service.control.shadow import Shadow
@@ -54,7 +55,8 @@ class PolicyRunner:
         frame_age: age of the oldest frame at each request, in seconds.
         instruction: of a policy that reads language, from the next request on.
         followed: the instruction that the newest chunk follows; what the next one will before there is one.
-        tokens_cut: of the instruction, at its end, that the policy does not read.
+        prompt_cut: which part of a prompt is left out that is too long, see ``jaxmodels.types.PROMPT_CUTS``.
+        tokens_cut: of the instruction's prompt that the policy does not read.
         recent: newest observations, each with the chunk that the policy answered.
     """
 
@@ -66,9 +68,11 @@ class PolicyRunner:
         samples: int = 2048,
         shadow: Shadow | None = None,
         instruction: str | None = None,
+        prompt_cut: str = CUT_TASK,
     ):
         """``samples``: how many of the newest figures percentiles are taken of."""
         self.followed = instruction
+        self.prompt_cut = prompt_cut
         self.tokens_cut = 0
         self.instruct(instruction)
         self.loaded = loaded
@@ -137,7 +141,12 @@ class PolicyRunner:
 
     def instruct(self, instruction: str | None) -> None:
         """Give a policy that reads language another instruction, from the next request on."""
-        self.instruction, self._task = instruction, task_input(instruction)
+        self.instruction, self._task = instruction, task_input(instruction, self.prompt_cut)
+
+    def describe_cut(self) -> str | None:
+        """Return the warning about an instruction that is too long for the policy's prompt; None when it fits."""
+        reads_state = self.loaded.requirements.prompt_reads_state
+        return describe_cut(self.tokens_cut, reads_state=reads_state, prompt_cut=self.prompt_cut)
 
     # Other policies.
 

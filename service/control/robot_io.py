@@ -339,4 +339,6 @@ class RobotIO:
         if units is not None and pose is not None:
             text = self.buffer.units_mismatch or units.warn_of_radians(pose)
             warnings |= {} if text is None else {JOINTS_UNITS: text}
+        if (cut := self.runner.describe_cut()) is not None:
+            warnings["instruction_cut"] = cut
         return warnings | self.controller.watchdog.get_warnings(now)

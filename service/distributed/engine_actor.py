@@ -260,13 +260,13 @@ class EngineActor:
         except PolicyFailed as error:
             return Refusal(_refusal_kind(error), str(error))
 
-    async def prepare_task(self, handle: str, text: str) -> Refusal | int:
+    async def prepare_task(self, handle: str, text: str, prompt_cut: str | None = None) -> Refusal | int:
         """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self._name)
 
         def prepare() -> int:
-            return max(replica.policy.prepare_task(text) for replica in cached.served.replicas)
+            return max(replica.policy.prepare_task(text, prompt_cut) for replica in cached.served.replicas)
 
         try:
             return await call_in_thread(prepare, "instruction", 5)

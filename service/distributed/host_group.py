@@ -457,15 +457,15 @@ class SharedPolicy:
         )
         return actions
 
-    def prepare_task(self, text: str) -> int:
+    def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Encode an instruction ahead of ``act``, as `jaxmodels.Policy.prepare_task`.
 
         Raises:
             ObservationError: the policy cannot read it.
             HostsLost: another host is gone or failed.
         """
-        command = self._make_command("prepare") | {"text": text}
-        return self._group.run(command, lambda: self.local.prepare_task(text))
+        command = self._make_command("prepare") | {"text": text, "prompt_cut": prompt_cut}
+        return self._group.run(command, lambda: self.local.prepare_task(text, prompt_cut))
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile on all hosts at once, while other requests are answered; then run once.

@@ -152,7 +152,7 @@ class HostActor:
             case "act":
                 policy.act({**arrays, **command["texts"]})
             case "prepare":
-                policy.prepare_task(command["text"])
+                policy.prepare_task(command["text"], command["prompt_cut"])
             case "compile":
                 policy.compile(command["batch"], _frame_sizes(command))
             case "profile":

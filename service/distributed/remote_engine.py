@@ -67,9 +67,9 @@ class RemotePolicy:
         self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
-    def prepare_task(self, text: str) -> int:
+    def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Encode an instruction ahead of ``act``; returns how many of its tokens are cut off."""
-        return self._call("prepare_task", text)
+        return self._call("prepare_task", text, prompt_cut)
 
     def compile(self, batch: int = 1, cameras: FrameSizes | None = None) -> None:
         """Compile for frames of these sizes; the engine chooses the batch sizes."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from jaxmodels import Requirements
-from jaxmodels.types import TASK, rename_cameras
+from jaxmodels.types import CUT_TASK, PROMPT_CUT, TASK, rename_cameras
 from service.errors import PolicyFailed
 from service.inference.batching import IMAGES, FrameSizesKey, LatencyModel
 
@@ -35,10 +35,11 @@ class Policy(Protocol):
         """Return the action chunk (b, t, a), float32, for feature names to arrays with a batch axis."""
         ...
 
-    def prepare_task(self, text: str) -> int:
+    def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
         """Encode an instruction ahead of ``act``; called only for policies that read language.
 
-        Returns how many tokens at its end the policy does not read.
+        ``prompt_cut`` is one of ``jaxmodels.types.PROMPT_CUTS``; the policy's own when None. Returns how many tokens of
+        the prompt the policy does not read.
 
         Raises JaxModelsError with a text that clients may read: it cannot be read.
         """
@@ -311,13 +312,18 @@ MAX_INSTRUCTION_LENGTH = 4096
 STATE = "observation.state"
 
 
-def task_input(instruction: str | None) -> dict[str, np.ndarray]:
+def task_input(instruction: str | None, prompt_cut: str = CUT_TASK) -> dict[str, np.ndarray]:
     """Return an instruction as features of one robot's observation; empty when there is none.
 
     Args:
         instruction: of at most ``MAX_INSTRUCTION_LENGTH`` characters.
+        prompt_cut: one of ``jaxmodels.types.PROMPT_CUTS``. The default of policies is left out, so that robots with it
+            can be inferred for together.
     """
-    return {} if instruction is None else {TASK: _encode_instruction(instruction)}
+    if instruction is None:
+        return {}
+    cut = {} if prompt_cut == CUT_TASK else {PROMPT_CUT: np.array([prompt_cut])}
+    return {TASK: _encode_instruction(instruction)} | cut
 
 
 @lru_cache(maxsize=64)
@@ -330,7 +336,11 @@ def _encode_instruction(instruction: str) -> np.ndarray:
 
 def unread_features(requirements: Requirements) -> frozenset[str]:
     """Return the features of a robot's observation that a policy does not read; frame sizes are compared elsewhere."""
-    is_unread = {STATE: requirements.state is None, TASK: not requirements.language}
+    is_unread = {
+        STATE: requirements.state is None,
+        TASK: not requirements.language,
+        PROMPT_CUT: not requirements.prompt_reads_state,
+    }
     return frozenset(name for name, unread in is_unread.items() if unread)
 
 

@@ -308,7 +308,8 @@ def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, n
         observation = {
             name: np.stack([array] * requirements.observation_steps, axis=1) for name, array in observation.items()
         }
-    return select_features(requirements, observation | task_input(robot_io.runner.instruction))
+    runner = robot_io.runner
+    return select_features(requirements, observation | task_input(runner.instruction, runner.prompt_cut))
 
 
 def _sizes_of(observation: Mapping[str, np.ndarray]) -> dict[str, tuple[int, int]]:

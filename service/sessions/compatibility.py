@@ -210,11 +210,11 @@ def describe_rate(requested: ControlConfig, granted: ControlConfig) -> dict[str,
 INSTRUCTION_FIELD = ("body", "language_instruction")
 
 
-async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> int:
+async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None, prompt_cut: str) -> int:
     """Let the policy encode an instruction outside of the loop and the device's thread: no chunk has to wait for that.
 
     Returns:
-        how many tokens at its end the policy does not read.
+        how many tokens of its prompt the policy does not read.
 
     Raises:
         InvalidRequest: it wants one, or cannot read this one.
@@ -226,7 +226,7 @@ async def prepare_instruction(loaded: LoadedPolicy, instruction: str | None) -> 
     cut = 0
     try:
         for replica in loaded.replicas:
-            cut = await call_in_thread(partial(replica.policy.prepare_task, instruction), "instruction")
+            cut = await call_in_thread(partial(replica.policy.prepare_task, instruction, prompt_cut), "instruction")
     except JaxModelsError as error:
         raise InvalidRequest(f"language_instruction: {error}", INSTRUCTION_FIELD) from error
     return cut

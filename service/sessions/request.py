@@ -127,6 +127,14 @@ class SessionRequest:
             "say language); of other policies only recordings keep it."
         ),
     ] = None
+    prompt_cut: Annotated[
+        Literal["task", "lerobot"],
+        Field(
+            description="What is left out of a prompt that has the joints behind the instruction (pi0.5) and is too "
+            "long: the end of the instruction (task), or the end of the prompt, with joints that the policy then does "
+            "not see (lerobot). stats.warnings say so (instruction_cut)."
+        ),
+    ] = "task"
     rate: Annotated[
         Rate | None,
         Field(

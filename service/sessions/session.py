@@ -191,7 +191,7 @@ class Session(BaseSession):
         robot_io, cut = self._require_robot_io(), None
         if "language_instruction" in changes:
             new = replace(self.new, **changes)  # pyright: ignore[reportArgumentType]
-            cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction)
+            cut = await prepare_instruction(robot_io.runner.loaded, new.language_instruction, new.prompt_cut)
             robot_io = self._require_robot_io()  # it may have ended meanwhile
         if changes.get("overlap", ENSEMBLE) != ENSEMBLE:
             changes = {"temporal_ensemble_coeff": None, **changes}  # of the one before
@@ -215,7 +215,8 @@ class Session(BaseSession):
         """
         if instruction == self.new.language_instruction:
             return
-        cut = await prepare_instruction(self._require_robot_io().runner.loaded, instruction)
+        loaded = self._require_robot_io().runner.loaded
+        cut = await prepare_instruction(loaded, instruction, self.new.prompt_cut)
         robot_io = self._require_robot_io()
         robot_io.instruct(instruction)
         robot_io.runner.tokens_cut = cut
@@ -344,7 +345,7 @@ class Session(BaseSession):
             self._leases.take(robot, self)
             loaded = await self.policies.load_first(self.progress.report)
             table, asked = configure_control(loaded.requirements, new, self._settings)
-            cut = await prepare_instruction(loaded, new.language_instruction)
+            cut = await prepare_instruction(loaded, new.language_instruction, new.prompt_cut)
             config = self._reserve_rate(loaded, asked)
             limits = make_limits(table, loaded.requirements, new, self._settings)
             async with self._load_shadow(loaded, table) as shadow:
@@ -362,6 +363,7 @@ class Session(BaseSession):
                     samples=config.samples,
                     shadow=shadow,
                     instruction=new.language_instruction,
+                    prompt_cut=new.prompt_cut,
                 )
                 runner.tokens_cut = cut
                 robot_io = RobotIO(

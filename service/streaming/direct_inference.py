@@ -357,7 +357,7 @@ class DirectInference:
             self._publish_observation(robot_io, snapshot.frames, observed, now)
         runner = robot_io.runner
         loaded = runner.loaded
-        all_features = snapshot.observation() | task_input(model_input.instruction)
+        all_features = snapshot.observation() | task_input(model_input.instruction, robot_io.runner.prompt_cut)
         inputs = select_features(loaded.requirements, all_features)
         sizes = snapshot.sizes
         if not loaded.is_compiled(sizes):
@@ -614,12 +614,12 @@ async def answer_act(
     }
     if trace is not None:
         answer["timings_ms"] = trace.timings()
-        if trace.out_of_range:
-            answer["warnings"] = [
-                f"far outside of its range: {name}; is it told in another unit?" for name in trace.out_of_range
-            ]
-        if (text := inference.check_units(observed, robot_io)) is not None:
-            answer.setdefault("warnings", []).append(text)
+        warnings = [
+            f"joint {name} is far outside of its range; does the robot use another unit?" for name in trace.out_of_range
+        ]
+        warnings += filter(None, (inference.check_units(observed, robot_io), robot_io.runner.describe_cut()))
+        if warnings:
+            answer["warnings"] = warnings
     return answer
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from jaxmodels.types import describe_channels
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.logging import sanitize_text
@@ -33,8 +34,10 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
         InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+        channels = image.shape[2] if image.ndim == 3 else 3
+        wanted = "uint8 [height, width, 3]" + ("" if channels == 3 else f": {describe_channels(channels)}")
         raise InvalidRequest(
-            f"camera {camera!r}: the array is {image.dtype} {list(image.shape)}; wanted uint8 [height, width, 3]",
+            f"camera {camera!r}: the array is {image.dtype} {list(image.shape)}; wanted {wanted}",
             ("body", "images", camera),
         )
     _check_size(camera, image.shape[0], image.shape[1], max_pixels)

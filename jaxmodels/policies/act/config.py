@@ -50,6 +50,7 @@ class ActConfig(PolicyConfig):
     tags: tuple[str, ...] | None = None
     license: str | None = None
     pretrained_path: str | None = None
+    pretrained_revision: str | None = None
     chunk_size: Annotated[int, Range(1, CHUNK)] = 100
     n_action_steps: Annotated[int, Range(1, CHUNK)] = 100
     normalization_mapping: tuple[tuple[str, str], ...] = DEFAULT_NORMALIZATION
@@ -146,5 +147,8 @@ class ActConfig(PolicyConfig):
         return cls(**read_fields(cls, read, "ACT config", "this reads the fields of LeRobot 0.4.4"))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as LeRobot writes them, ``type`` first."""
-        return dump_fields(self)
+        """Return the fields as LeRobot writes them, ``type`` first."""
+        values = dump_fields(self)
+        if self.pretrained_revision is None:
+            del values["pretrained_revision"]  # LeRobot 0.4.4 refuses a file with this field.
+        return values

@@ -23,6 +23,7 @@ from jaxmodels.weights import blueprint
 INDIFFERENT = (
     *LEROBOT_INDIFFERENT,
     "pretrained_path",
+    "pretrained_revision",
     "normalization_mapping",
     "pretrained_backbone_weights",
     "n_vae_encoder_layers",

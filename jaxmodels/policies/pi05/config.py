@@ -1,6 +1,6 @@
 """Pi05Config: every field of LeRobot's configuration of pi0.5, and its prompt, which says the state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -9,6 +9,15 @@ from jaxmodels.policies.pi0.config import PROMPT, Pi0Config, clean_task
 from jaxmodels.ranges import CHUNK, Range
 
 BINS = np.linspace(-1, 1, 257)[:-1]  # where each of 256 numbers for a normalised state begins
+MEMORIES = ("use_visual_memory", "use_proprioceptive_memory")
+# Fields of LeRobot after 0.6.1. A default is not written, because LeRobot 0.6.1 refuses a file with such a field.
+NEWER_FIELDS = (
+    *MEMORIES,
+    "memory_frames",
+    "memory_stride",
+    "memory_temporal_attention_every",
+    "rtc_training_max_delay",
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,9 @@ class Pi05Config(Pi0Config):
         rtc_training_max_delay: of LeRobot after 0.6.1 (https://github.com/huggingface/lerobot/pull/4056): how many of a
             chunk's first actions were left without noise in training, at most. Such a policy begins its chunks with
             what is being executed, without guidance.
+        use_visual_memory, use_proprioceptive_memory: also of LeRobot after 0.6.1: whether the policy looks at earlier
+            observations. Such a policy is refused.
+        memory_frames, memory_stride, memory_temporal_attention_every: settings of that memory, unused without it.
     """
 
     type: ClassVar[str] = "pi05"
@@ -33,6 +45,8 @@ class Pi05Config(Pi0Config):
         }
     )
 
+    indifferent: ClassVar[tuple[str, ...]] = (*Pi0Config.indifferent, "memory_")
+
     tokenizer_max_length: Annotated[int, PROMPT] = 200
     normalization_mapping: tuple[tuple[str, str], ...] = (
         ("VISUAL", "IDENTITY"),
@@ -40,6 +54,11 @@ class Pi05Config(Pi0Config):
         ("ACTION", "QUANTILES"),
     )
     rtc_training_max_delay: Annotated[int, Range(0, CHUNK)] = 0
+    use_visual_memory: bool = False
+    use_proprioceptive_memory: bool = False
+    memory_frames: Annotated[int, Range(0, CHUNK)] = 6
+    memory_stride: Annotated[int, Range(0, CHUNK)] = 30
+    memory_temporal_attention_every: Annotated[int, Range(0, CHUNK)] = 4
 
     def _wrong_numbers(self) -> list[str]:
         wrong = super()._wrong_numbers()
@@ -48,6 +67,12 @@ class Pi05Config(Pi0Config):
                 f"rtc_training_max_delay is {self.rtc_training_max_delay}; wanted less than chunk_size "
                 f"{self.chunk_size}"
             )
+        wrong += [
+            f"{name} is true; the memory of earlier observations (LeRobot after 0.6.1) is not supported, and the "
+            f"policy acts differently without it: run the policy with LeRobot, or train it with {name} false"
+            for name in MEMORIES
+            if getattr(self, name)
+        ]
         return wrong
 
     @property
@@ -55,10 +80,8 @@ class Pi05Config(Pi0Config):
         return self.rtc_training_max_delay
 
     def to_json(self) -> dict[str, Any]:
-        values = super().to_json()
-        if not self.rtc_training_max_delay:
-            del values["rtc_training_max_delay"]  # which LeRobot 0.6.1 does not know
-        return values
+        values, defaults = super().to_json(), {entry.name: entry.default for entry in fields(self)}
+        return {name: value for name, value in values.items() if name not in NEWER_FIELDS or value != defaults[name]}
 
     @property
     def prompt_reads_state(self) -> bool:

@@ -86,6 +86,7 @@ def test_the_full_document_is_a_superset():
     assert specified["components"]["schemas"].items() <= full["components"]["schemas"].items()
     request, more = (full["components"]["schemas"][name] for name in ("CreateSessionRequest", "NewSessionRequest"))
     assert set(more["properties"]) - set(request["properties"]) == {
+        "prompt_cut",
         "rate",
         "revision",
         "joint_names",

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -34,7 +35,7 @@ from jaxmodels.checkpoints.files import (
     write_safetensors,
 )
 from jaxmodels.checkpoints.folder import PolicyFolder
-from jaxmodels.errors import CheckpointError, WeightsMismatch
+from jaxmodels.errors import CheckpointError, HubError, WeightsMismatch
 from jaxmodels.policies import get_policy_type, lerobot_folder
 
 # Of two arrays that cannot be read, the second is told to Orbax's event loop, which the first has closed; Python
@@ -484,3 +485,131 @@ def test_the_folder_of_orbaxs_arrays_is_in_the_roots_too(policy: Path, tmp_path:
     (policy / "orbax").symlink_to(tmp_path / "outside")
     with PolicyFolder(policy, roots=[policy.parent]) as opened, pytest.raises(CheckpointError, match="leads out"):
         opened.tree()
+
+
+# Folders that are something else than a policy.
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2358152\n"
+OTHER_FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "empty": ({}, "HERE: the folder is empty"),
+    "adapter": (
+        {"adapter_config.json": '{"base_model_name_or_path": "user/base"}', "adapter_model.safetensors": ""},
+        "HERE: only an adapter of 'user/base' (PEFT, e.g. LoRA), without the weights that it changes; merge it into",
+    ),
+    "adapter without a base": ({"adapter_config.json": "[]"}, "HERE: only an adapter (PEFT, e.g. LoRA)"),
+    "pipeline": ({"model_index.json": "{}", "unet/config.json": "{}"}, "HERE: a pipeline of diffusers"),
+    "dataset": ({"meta/info.json": "{}", "data/a.parquet": ""}, "HERE: a LeRobotDataset (meta/info.json)"),
+    "dataset cache": ({"refs/main": "abc"}, "HERE: the Hub's cache of a dataset"),
+    "training state": (
+        {"training_step.json": "{}", "optimizer_state.safetensors": ""},
+        "HERE: the state of a training; the policy of this training is in UP/pretrained_model",
+    ),
+    "transformers": (
+        {"config.json": '{"model_type": "gemma", "architectures": ["Gemma"]}', "model.safetensors": ""},
+        "config.json has no \"type\"; wanted one of act, .*transformers \\('gemma'\\), which is not a policy",
+    ),
+    "diffusers": (
+        {"config.json": '{"_class_name": "Transformer2DModel"}', "diffusion_pytorch_model.safetensors": ""},
+        "config.json has no \"type\".*diffusers \\('Transformer2DModel'\\).*; jaxmodels.load_model loads it",
+    ),
+    "no type": (
+        {"config.json": '{"type": null, "chunk_size": 8}', "model.safetensors": ""},
+        'config.json has no "type"; wanted one of act, .* add its type, e.g. "type": "act"',
+    ),
+    "pickles": ({"pytorch_model.bin": "", "notes.txt": ""}, "only pytorch_model.bin and no model.safetensors"),
+    "anything": ({"notes.txt": "secret"}, "no config.json|no model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FOLDERS)
+@pytest.mark.parametrize("read", [jaxmodels.load_policy, jaxmodels.read_requirements])
+def test_folders_of_something_else_are_described(read, kind: str, tmp_path: Path) -> None:
+    files, words = OTHER_FOLDERS[kind]
+    folder = tmp_path / ("datasets--user--cubes" if kind == "dataset cache" else "folder")
+    folder.mkdir()
+    write(folder, files)
+    with pytest.raises(CheckpointError) as caught:
+        read(str(folder))
+    if words.startswith("HERE"):
+        words = words.replace("HERE", str(folder)).replace("UP", str(tmp_path))
+        assert str(caught.value).startswith(words)
+    else:
+        assert re.search(words, str(caught.value))
+    assert "secret" not in str(caught.value)
+
+
+def test_an_adapter_with_a_config_names_its_base(policy: Path) -> None:
+    (policy / "model.safetensors").unlink()
+    write(policy, {"adapter_config.json": '{"base_model_name_or_path": "user/base"}'})
+    for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match="only an adapter of 'user/base'"):
+            read(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "expected"),
+    [
+        ("last", ["last/pretrained_model"], "pretrained_model"),
+        ("checkpoints", ["000200/pretrained_model", "000100/pretrained_model"], "000200/pretrained_model"),
+        ("checkpoints", ["last/pretrained_model", "000300/pretrained_model"], "last/pretrained_model"),
+        ("run", ["checkpoints/000300/pretrained_model", "checkpoints/last/pretrained_model"], None),
+        ("run", ["policy", "checkpoints/last/pretrained_model"], "policy"),
+        ("models--user--name", ["snapshots/aaa", "snapshots/bbb"], "snapshots/bbb"),
+    ],
+)
+def test_folders_around_a_policy_name_its_path(
+    policy: Path, tmp_path: Path, name: str, copies: list[str], expected: str | None
+) -> None:
+    folder = tmp_path / name
+    for copy in copies:
+        shutil.copytree(policy, folder / copy.removeprefix(f"{name}/"))
+    write(folder, {"refs/main": "bbb\n"})
+    expected = expected or "checkpoints/last/pretrained_model"
+    for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match=f"^{folder}: .*; the policy is in {folder}/{expected}"):
+            read(folder)
+
+
+def test_policies_outside_of_the_roots_are_not_named(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "linked").symlink_to(policy)
+    with pytest.raises(CheckpointError, match=r"the policy is in .*run/linked"):
+        jaxmodels.load_policy(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"^run: no config\.json; wanted a folder"):
+        jaxmodels.load_policy(tmp_path / "run", roots=[tmp_path / "run"])
+
+
+def test_a_search_for_policies_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    list_below = PolicyFolder._list_below
+    monkeypatch.setattr(PolicyFolder, "_list_below", lambda self, path: listed.append(path) or list_below(self, path))
+    for number in range(30):
+        for inner in range(30):
+            (tmp_path / str(number) / str(inner) / "deeper" / "deepest").mkdir(parents=True)
+    with PolicyFolder(tmp_path) as opened:
+        assert opened.find_policies() == []
+    assert len(listed) <= 200
+    assert max(path.count("/") for path in listed) <= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "policy_preprocessor.json", "robojax.json", "tokenizer.json"]
+)
+def test_pointers_of_git_lfs_are_named(policy: Path, name: str) -> None:
+    (policy / name).write_text(LFS)
+    with pytest.raises(CheckpointError, match=f"^{name}: a pointer of Git LFS .*git lfs pull"):
+        jaxmodels.load_policy(policy)
+
+
+def test_a_file_in_place_of_a_folder_is_refused(policy: Path) -> None:
+    for read in (jaxmodels.load_policy, jaxmodels.read_requirements):
+        with pytest.raises(HubError, match=f"it is a file in '{policy}'"):
+            read(policy / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import jaxmodels
-from jaxmodels.errors import CheckpointError
+from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.normalization import Normalizer
 from jaxmodels.policies import lerobot_folder
 from jaxmodels.types import ACTION, Feature
@@ -143,11 +144,39 @@ def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
         (PRE, 0, {"rename_map": {"a": 3}}, "rename_map"),
         (PRE, 0, {"rename_map": {"a": "c", "b": "c"}}, "one name twice: 'a' and 'b' are both 'c'"),
         (PRE, 0, {"rename_map": {"a": "c"}}, "calls 'a' 'c', which the policy does not read"),
-        (PRE, 2, {"float_dtype": "float16"}, "device_processor"),
+        (PRE, 2, {"float_dtype": "bfloat16"}, "float_dtype of device_processor is 'bfloat16'"),
+        (PRE, 3, {"clip": 5}, "normalizer_processor: unknown fields clip = 5; this reads the fields of LeRobot 0.6.1"),
+        (PRE, 2, {"move": "later"}, "device_processor: unknown fields move = 'later'"),
+        (PRE, 1, {"axis": 1}, "to_batch_processor: unknown fields axis = 1"),
+        (POST, 0, {"clip": True}, f"{POST}: unnormalizer_processor: unknown fields clip = True"),
     ],
 )
 def test_a_malformed_step_is_refused(folder: Path, name: str, place: int, changes, words: str) -> None:
     edit_step(folder / name, place, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        lerobot_folder.read_checkpoint(folder)
+
+
+def test_unknown_fields_of_steps_load_when_they_are_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for place, name in ((0, "a_new_rename"), (2, "a_new_device"), (3, "a_new_clip")):
+        edit_step(folder / PRE, place, **{name: False})
+    edit_step(folder / POST, 0, a_new_output=[])
+    jaxmodels.load_policy(folder)
+    for name in ("a_new_rename", "a_new_device", "a_new_clip", "a_new_output"):
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("normalizer_processor", "has two steps normalizer_processor; wanted one"),
+        ("rename_observations_processor", "step rename_observations_processor comes after normalizer_processor"),
+    ],
+)
+def test_steps_at_the_wrong_position_are_refused_with_the_reason(folder: Path, name: str, words: str) -> None:
+    values = json.loads((folder / PRE).read_text())
+    values["steps"].append({"registry_name": name, "config": {}})
+    (folder / PRE).write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)
 
@@ -187,6 +216,24 @@ def test_requirements_name_cameras_as_the_robots_side_does(small, checkpoint_of,
     assert list(policy.requirements.cameras) == ["front", "camera2"]
     policy.save(tmp_path / "saved")
     assert jaxmodels.load_policy(tmp_path / "saved").requirements == policy.requirements
+
+
+@pytest.mark.parametrize("camera", ["Top Cam", "caméra", "上", "a.b/c", "4: left"])
+def test_cameras_may_have_any_name(small, checkpoint_of, observation_of, tmp_path: Path, camera: str) -> None:
+    config = small(cameras=(camera, "wrist"))
+    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint_of(config))
+    assert list(jaxmodels.read_requirements(tmp_path / "policy").cameras) == [camera, "wrist"]
+    policy, seen = jaxmodels.load_policy(tmp_path / "policy"), observation_of(config)
+    chunk = policy.act(seen)
+    picture = seen.pop(f"observation.images.{camera}")
+    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} is missing")):
+        policy.act(seen)
+    with pytest.raises(ObservationError, match=re.escape(f"observation.images.{camera} has shape")):
+        policy.act({**seen, f"observation.images.{camera}": picture[..., :1]})
+    with pytest.raises(ConfigError, match=re.escape(f"which has {', '.join(sorted((camera, 'wrist')))}")):
+        jaxmodels.load_policy(tmp_path / "policy", rename={"front": "top"})
+    renamed = jaxmodels.load_policy(tmp_path / "policy", rename={camera: "front"})
+    np.testing.assert_array_equal(renamed.act({**seen, "observation.images.front": picture}), chunk)
 
 
 def old_style(folder: Path, **renamed: str) -> dict[str, np.ndarray]:

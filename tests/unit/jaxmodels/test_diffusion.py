@@ -48,7 +48,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"use_peft": True}, "merge the adapter"),
         ({"input_features": {"observation.state": {"type": "STATE", "shape": [6]}}}, "neither an image nor"),
         ({"beta_start": 0.5}, "betas go from 0.5 to 0.02"),
-        ({"of_the_future": 1}, "unknown fields of_the_future; this reads the fields of LeRobot 0.6.1"),
+        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:
@@ -114,8 +114,8 @@ def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(pol
 @pytest.mark.parametrize(
     ("changes", "noises", "wrong"),
     [
-        ({"observation.state": np.zeros((1, 2), np.float32)}, {}, r"has shape \(1, 2\); wanted \(batch, 2, 2\); add a"),
-        ({"observation.state": np.zeros((1, 3, 2), np.float32)}, {}, "another number of observations, oldest first"),
+        ({"observation.state": np.zeros((1, 2), np.float32)}, {}, r"has shape \(1, 2\); wanted \(batch, 2, 2\): add a"),
+        ({"observation.state": np.zeros((1, 3, 2), np.float32)}, {}, "3 observations on the axis of time, wanted 2"),
         ({}, {"noise": np.zeros((1, 8, 2), np.float32)}, r"noise is float32\[1, 8, 2\]; wanted float32\[1, 16, 2\]"),
         ({}, {"noise": np.full((1, 16, 2), np.nan, np.float32)}, "noise holds nan at"),
         ({}, {"step_noise": np.zeros((7, 1, 16, 2), np.float32)}, "the policy's sampler adds no noise on its way"),

@@ -218,3 +218,18 @@ def test_files_that_may_run_code_are_named_and_left_where_they_are(fetch, caplog
         folder = fetch()
     assert "pytorch_model.bin may run code" in caplog.text
     assert not (folder / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("adapter_config.json", "is an adapter .*merge_and_unload"),
+        ("model_index.json", "is a pipeline of diffusers"),
+        ("meta/info.json", "is a LeRobotDataset"),
+        ("notes.txt", "wanted the repo of a policy"),
+    ],
+)
+def test_repos_of_something_else_are_described(fetch, stub: StubHub, file: str, words: str) -> None:
+    stub.push("someone/other", {file: b"{}"})
+    with pytest.raises(HubError, match=f"'someone/other': the repo has no config.json; .*{words}"):
+        fetch("someone/other")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxmodels.devices import find_dtype
 from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
+from jaxmodels.policy import Prompts
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -272,6 +274,100 @@ def test_a_long_instruction_is_cut_and_said(policies, golden_folder, caplog: pyt
     assert policies(PI05).prepare_task("push") < policies(PI05).prepare_task(words)
     with pytest.raises(ObservationError, match="blank"):
         policy.act(seen | {"task": ["push", "  "]}, noise=noise)
+
+
+LONG = "pick up the cube and then " * 9
+
+
+def move_joints(policy: jaxmodels.Policy, seen: dict[str, Any], noise: np.ndarray, **more: Any) -> float:
+    """How much the actions change when the joints do."""
+    chunks = [
+        policy.act({**seen, **more, "observation.state": np.full_like(seen["observation.state"], pose)}, noise=noise)
+        for pose in (0.0, 20.0)
+    ]
+    return float(np.abs(chunks[0] - chunks[1]).max())
+
+
+def test_a_long_task_is_shortened_and_the_joints_stay(policies, golden_folder, caplog) -> None:
+    policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
+    members = len(seen["observation.state"])
+    assert policy.requirements.prompt_reads_state
+    assert move_joints(policy, seen, noise, task=[LONG] * members) > 0.1
+    assert move_joints(policy, seen, noise, task=[LONG] * members, prompt_cut=["lerobot"] * members) == 0
+    texts = [record.getMessage() for record in caplog.records]
+    left_out, cut_off = policy.prepare_task(LONG), policy.prepare_task(LONG, "lerobot")
+    assert left_out >= cut_off > 0
+    # One line for each instruction, though each pose makes another prompt.
+    assert len([text for text in texts if "its last" in text and "has room for the joints" in text]) == 1
+    assert len([text for text in texts if "joints that the policy does not see" in text]) == 1
+
+
+def test_a_task_that_fits_is_the_same_for_both_cuts(policies, golden_folder, caplog) -> None:
+    policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
+    members = len(seen["observation.state"])
+    for cut in ("task", "lerobot"):
+        chunk = policy.act({**seen, "prompt_cut": [cut] * members}, noise=noise)
+        np.testing.assert_array_equal(chunk, policy.act(seen, noise=noise))
+        assert policy.prepare_task(seen["task"][0], cut) == 0
+    assert not caplog.records
+
+
+def test_prompts_of_the_task_alone_are_cut_at_the_end(policies, golden_folder) -> None:
+    policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
+    seen = {**seen, "task": [LONG] * len(seen["observation.state"])}
+    assert not policy.requirements.prompt_reads_state
+    assert policy.prepare_task(LONG) == policy.prepare_task(LONG, "lerobot") > 0
+    cut = policy.act({**seen, "prompt_cut": ["lerobot"] * len(seen["observation.state"])}, noise=noise)
+    np.testing.assert_array_equal(policy.act(seen, noise=noise), cut)
+
+
+def test_a_policy_is_loaded_with_a_cut_of_its_prompts(policies, golden_folder) -> None:
+    policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
+    seen["task"] = [LONG] * len(seen["observation.state"])
+    loaded = jaxmodels.load_policy(golden_folder(PI05), prompt_cut="lerobot", like=policy)
+    assert move_joints(loaded, seen, noise) == move_joints(loaded.on(None), seen, noise) == 0
+    assert move_joints(policy, seen, noise) > 0.1
+    assert loaded.prepare_task(LONG) == policy.prepare_task(LONG, "lerobot")
+    with pytest.raises(ConfigError, match="prompt_cut is 'end'; wanted one of task, lerobot"):
+        jaxmodels.load_policy("nobody/asks/the/hub", prompt_cut="end")
+    for given in (["end"] * 2, "lerobot", ["lerobot"] * 3, [["lerobot"]] * 2, np.array([1, 2])):
+        with pytest.raises(ObservationError, match=r"prompt_cut is .*; wanted a list with one of task, lerobot"):
+            policy.act({**seen, "prompt_cut": given}, noise=noise)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        (LONG, True),
+        (LONG.replace(" ", "_"), True),
+        ("cube" * 99, False),
+        ("把方块放进盒子" * 20, False),
+        ("pick", True),
+    ],
+)
+def test_a_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> None:
+    prompts = policies(PI05)._prompts
+    state = np.zeros(6, np.float32)
+    short = prompts._shorten(text, state)
+    assert short
+    assert text.startswith(short)
+    if whole:
+        assert short == text.rstrip("_ ") or not text[len(short)].isalnum()
+    _, mask, left_out = prompts._tokenize(text, state, "task")
+    assert left_out == (prompts._tokenizer(prompts._config.format_prompt(text, state))[2] - mask.sum())
+    # The cut is the same for other poses.
+    assert short == prompts._shorten(text, np.linspace(-1, 1, 6, dtype=np.float32))
+    used = prompts._tokenizer(prompts._config.format_prompt(short, state))
+    np.testing.assert_array_equal(prompts._tokenize(text, state, "task")[0], used[0])
+
+
+def test_a_state_that_fills_the_prompt_is_refused(policies, golden_folder) -> None:
+    checkpoint = policies(PI05).checkpoint
+    config = replace(checkpoint.config, tokenizer_max_length=24)
+    prompts = Prompts(config, Affine(*np.zeros((3, 6), np.float32)), checkpoint.tokenizer)
+    with pytest.raises(ObservationError, match=r"room for 24 tokens, and the state takes .*no room is left for task"):
+        prompts.count_cut("pick", 6)
+    assert prompts.count_cut("pick", 6, "lerobot") > 0
 
 
 @pytest.mark.parametrize("name", [SMOLVLA, PI05, RELATIVE])

@@ -73,7 +73,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"relative_exclude_joints": "gripper"}, "relative_exclude_joints is 'gripper'; wanted a list of strings"),
         ({"rtc_config": [1]}, r"rtc_config is \[1\]; wanted an object"),
         ({"sizes": {}}, "unknown fields sizes; they are those of an architecture.json"),
-        ({"of_the_future": 1}, "unknown fields of_the_future; this reads the fields of LeRobot 0.6.1"),
+        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
         ({"lerobot": "0.3"}, "lerobot is '0.3'; known: 0.4, 0.6"),
         ({"architecture": {"gemma_7b": {}}}, "architecture.json: unknown fields gemma_7b; known: gemma_2b"),
         ({"architecture": {"vision": 5}}, "architecture.json: vision is 5; wanted an object of sizes"),
@@ -302,3 +302,31 @@ def test_a_pi05_that_was_trained_with_delays_begins_with_the_plan_as_lerobots_lo
     with pytest.raises(ConfigError, match="rtc_training_max_delay is 4; wanted less than chunk_size 4"):
         tiny_parts("pi05", rtc_training_max_delay=4)
     assert "rtc_training_max_delay" not in read("pi05_two_cameras").to_json()
+
+
+# The fields of pi0.5 after LeRobot 0.6.1, as a policy without memory has them.
+NEWER = {
+    "use_visual_memory": False,
+    "use_proprioceptive_memory": False,
+    "memory_frames": 6,
+    "memory_stride": 30,
+    "memory_temporal_attention_every": 4,
+    "rtc_training_max_delay": 0,
+}
+
+
+def test_pi05_loads_newer_fields_that_are_off() -> None:
+    config, before = read("pi05_two_cameras", **NEWER), read("pi05_two_cameras")
+    assert config == before
+    assert config.to_json() == before.to_json()  # LeRobot 0.6.1 reads the file.
+    changed = read("pi05_two_cameras", **{**NEWER, "memory_frames": 8})
+    assert changed.to_json() == {**before.to_json(), "memory_frames": 8}
+    assert changed.architecture() == before.architecture()
+
+
+@pytest.mark.parametrize("name", ["use_visual_memory", "use_proprioceptive_memory"])
+def test_pi05_refuses_memory_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is true; .* run the policy with LeRobot"):
+        read("pi05_two_cameras", **{**NEWER, name: True})
+    with pytest.raises(ConfigError, match=f"unknown fields {name} = True; this reads the fields of LeRobot 0.6.1"):
+        read("pi0_two_cameras", **{name: True})

@@ -120,6 +120,33 @@ def test_all_numbers_that_are_wrong_are_in_one_error(kind: str) -> None:
     assert "wanted an object of features" in str(told.value)
 
 
+OFF: list[Any] = [False, 0, 0.0, None, [], {}, [[], {}], {"window": None, "layers": [0, {"on": False}]}]
+ON: list[Any] = [True, 1024, -1, 0.5, "", "fast", [[], 3], {"window": {"frames": 6}}]
+
+
+@pytest.mark.parametrize("kind", [*policy_types(), "text"])
+def test_unknown_fields_load_when_they_are_off(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    unknown = {f"field_of_tomorrow_{number}": value for number, value in enumerate(OFF)}
+    assert read_config(kind, unknown) == read_config(kind, {})
+    for name in unknown:
+        assert name in caplog.text
+
+
+@pytest.mark.parametrize("kind", [*policy_types(), "text"])
+def test_unknown_fields_that_are_on_are_refused_with_their_value(kind: str) -> None:
+    for value in ON:
+        with pytest.raises(ConfigError) as caught:
+            read_config(kind, {"mlp_hidden_dim": value, "off": 0})
+        assert f"unknown fields mlp_hidden_dim = {shorten_value(value)};" in str(caught.value)
+        assert "set it to null" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", policy_types())
+def test_saved_configs_keep_unknown_fields(kind: str) -> None:
+    unknown = {"field_of_tomorrow": False, "other": {"window": None}}
+    assert read_policy(kind, **unknown).to_json() == {**read_policy(kind).to_json(), **unknown}
+
+
 @pytest.mark.parametrize(
     ("shape", "words"),
     [

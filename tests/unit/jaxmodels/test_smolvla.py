@@ -95,7 +95,7 @@ def test_a_config_is_written_as_it_was_read(name: str) -> None:
         ({"vlm": vlm("text_config", head_dim=15)}, "head_dim is 15; wanted an even number"),
         ({"vlm": vlm("vision_config", hidden_size=33)}, "hidden_size 33 is no multiple of 2 heads"),
         ({"vlm": vlm("vision_config", image_size=4)}, "image_size is 4, less than one patch"),
-        ({"of_the_future": 1}, "unknown fields of_the_future; this reads the fields of LeRobot 0.6.1"),
+        ({"of_the_future": 1}, "unknown fields of_the_future = 1; this reads the fields of LeRobot 0.6.1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused_with_what_would(changes: dict[str, Any], wrong: str) -> None:

@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from jaxmodels import Requirements
 from service.streaming import codec
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
@@ -156,6 +156,28 @@ async def test_everything_that_is_wrong_is_said_at_once(server):
     text = told["detail"][0]["msg"]
     assert status == 422
     assert all(part in text for part in ("camera 'side' is unknown", "front are missing", "state is missing", "prompt"))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"images": {"front": np.zeros((48, 64, 1), np.uint8)}}, "1 channel, wanted 3: RGB"),
+        ({"images": {"front": np.zeros((48, 64, 4), np.uint8)}}, "4 channels, wanted 3: RGB; drop the alpha channel"),
+        ({"images": {"front": np.zeros((48, 64), np.uint8)}}, "uint8 [48, 64]; wanted uint8 [height, width, 3]"),
+        ({"images": {"front": np.zeros((48, 64, 3), np.float32)}}, "float32 [48, 64, 3]; wanted uint8"),
+        ({"state": np.zeros(5, np.float32)}, "float32 [5]; wanted 6 numbers"),
+        ({"state": np.zeros((0, 6), np.float32)}, "float32 [0, 6]; wanted 6 numbers"),
+    ],
+)
+async def test_refused_arrays_are_described(server, more, words):
+    status, answer = await server.act(server.seen(**more))
+    assert status == 422
+    assert words in answer["detail"][0]["msg"]
+    async with server.stream() as socket:
+        await socket.send(codec.pack({"kind": "act", **server.seen(**more)}))
+        while (answer := codec.unpack(await socket.recv()))["kind"] != "error":
+            pass
+    assert words in answer["detail"]
 
 
 NAN = np.array([0, 0, 0, 0, 0, np.nan], np.float32)

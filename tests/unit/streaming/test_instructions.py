@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from robojax.cli import sessions
 from robojax.client import AsyncClient
 from service.streaming import codec
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from service.testing import MAX_WORDS, SO100_REQUIREMENTS, ScriptedPolicy
 
 READS = replace(SO100_REQUIREMENTS, language=True)
 
@@ -34,6 +35,63 @@ async def test_an_act_says_what_is_to_be_done_and_the_next_one_need_not(reading)
         assert status == 200, told
     assert reading.policy.told == [("wait",), ("lift",), ("turn",), ("wave",), ("wave",), ("wave",)]
     assert instruction_of(reading) == "wave"
+
+
+LONG = "go " * (MAX_WORDS + 3)
+CUTS = {
+    "task": "its last 3 tokens are left out, so that the prompt has room for the joints",
+    "lerobot": "the last 3 tokens of the prompt are cut off, and with them joints that the policy does not see",
+}
+
+
+async def stats_of(server) -> dict[str, Any]:
+    return (await server.call("GET", "/sessions/arm"))[1]["stats"]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_a_long_instruction_is_reported_in_answers_and_the_status(serve, cut: str):
+    policy = ScriptedPolicy(replace(READS, prompt_reads_state=True))
+    async with serve(policy=policy) as server:
+        await server.create(language_instruction=LONG, **({} if cut == "task" else {"prompt_cut": cut}))
+        assert CUTS[cut] in (await stats_of(server))["warnings"]["instruction_cut"]
+        status, answer = await server.act(server.seen())
+        assert status == 200
+        assert any(CUTS[cut] in warning for warning in answer["warnings"])
+        async with server.stream() as socket:
+            await socket.send(codec.pack({"kind": "act", **server.seen()}))
+            while (answer := codec.unpack(await socket.recv()))["kind"] != "chunk":
+                assert answer["kind"] != "error", answer
+            assert any(CUTS[cut] in warning for warning in answer["warnings"])
+        assert "warnings" not in (await server.act(server.seen(prompt="lift")))[1]
+        assert (await stats_of(server))["warnings"] == {}
+        status, _ = await server.call("PATCH", "/sessions/arm", json={"language_instruction": LONG})
+        assert status == 200
+        stats = await stats_of(server)
+        assert CUTS[cut] in stats["warnings"]["instruction_cut"]
+        assert stats["instruction_tokens_cut"] == 3
+    # `None` is an observation without the field: the policy's default.
+    assert set(policy.cuts) == ({"task", None} if cut == "task" else {cut})
+
+
+async def test_a_policy_without_joints_in_its_prompt_gets_no_cut(serve):
+    policy = ScriptedPolicy(READS)
+    async with serve(policy=policy) as server:
+        await server.create(language_instruction=LONG, prompt_cut="lerobot")
+        assert "the last 3 tokens are cut off" in (await stats_of(server))["warnings"]["instruction_cut"]
+        assert (await server.act(server.seen()))[0] == 200  # It refuses features that it does not read.
+
+
+async def test_an_unknown_prompt_cut_is_refused(serve):
+    async with serve() as server:
+        body = {
+            "session_id": "arm",
+            "policy_path": "policies/act",
+            "transport_server_url": "direct",
+            "prompt_cut": "end",
+        }
+        status, answer = await server.call("POST", "/sessions", json=body)
+        assert (status, answer["detail"][0]["loc"]) == (422, ["body", "prompt_cut"])
+        assert "'task' or 'lerobot'" in answer["detail"][0]["msg"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_a_policy_of_two_observations_learns_to_follow_the_demonstrations(
     assert error.mean() < 0.03 * np.abs(wanted).max(), (error.mean(), error.max())
 
 
+def test_misspelt_training_fields_are_refused_even_when_off(places: Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"diffusion config: unknown fields crop_is_randon; known: .*crop_is_random"):
+        new_policy(places, "diffusion", values={"crop_is_randon": False})
+    with pytest.raises(ConfigError, match="unknown fields other"):
+        start_of("diffusion", places).with_values({"other": None})
+
+
 def test_a_text_encoder_learns_unless_it_is_frozen(
     told: Dataset, tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
