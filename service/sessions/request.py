@@ -29,7 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SCHEMES = ("http", "https", "ws", "wss")
 
 
-# What is checked of a body beyond its types. None of these messages repeats what was sent.
+# What is checked of a body beyond its types. The value that was sent is added to the message later.
 
 
 def _validate_name(value: str) -> str:
@@ -79,7 +79,8 @@ JointName = Annotated[str, Field(min_length=1, max_length=50)]
 PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_validate_text)]
 PolicyType = Annotated[str, Field(max_length=64)]
 Revision = Annotated[str, Field(min_length=1, max_length=256)]
-Rename = dict[Name, Name]
+# Any name of a camera that a checkpoint may have ("Top Cam"), to the robot's name.
+Rename = dict[Annotated[str, Field(min_length=1, max_length=256)], Name]
 CameraNames = Annotated[
     tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_validate_unique), AfterValidator(tuple)
 ]
@@ -111,7 +112,7 @@ class SessionRequest:
         Field(
             json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
             description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
-            "rooms, the robot's client comes to this server (docs/direct.md).",
+            "rooms, the robot's client comes to this server (docs/robots/direct.md).",
         ),
     ]
     camera_names: Annotated[
@@ -119,7 +120,10 @@ class SessionRequest:
         Field(json_schema_extra={"uniqueItems": True}, description="The policy's cameras; one video room each."),
     ] = ("front",)
     workspace_id: Annotated[Name | None, Field(description="All rooms go into it; a new one when null.")] = None
-    policy_type: PolicyType = "act"
+    policy_type: Annotated[
+        PolicyType,
+        Field(description="Type of the policy, which has to be the checkpoint's own; POST /policies/check tells it."),
+    ] = "act"
     language_instruction: Annotated[
         Text | None,
         Field(
@@ -196,8 +200,9 @@ class SessionRequest:
     rename: Annotated[
         Annotated[Rename, Field(max_length=64)] | None,
         Field(
-            description='Cameras of the policy and what the robot calls them, as {"camera1": "front"}; camera_names '
-            "and all else of the session have the robot's names. Null: they are the same."
+            description="Cameras of the policy, by any name that its checkpoint has, and what the robot calls them: "
+            '{"Top Cam": "front"}. camera_names and all else of the session have the robot\'s names. Null: they are '
+            "the same."
         ),
     ] = None
 
