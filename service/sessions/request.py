@@ -19,6 +19,7 @@ from service.http.config import LimitSettings
 from service.inference.policy_sources import SourceRules
 from service.setting_types import NAME, NAME_PATTERN
 from service.transport.address import Destinations
+from service.transport.link import Rooms
 from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
@@ -225,6 +226,12 @@ class NewSession(SessionRequest):
     def is_direct(self) -> bool:
         """Whether it has no rooms, because its robot's client connects to this server directly."""
         return self.transport_server_url == DIRECT
+
+    def rooms(self) -> Rooms:
+        """Return its rooms, whoever made them; none for a session of a direct client."""
+        if self.is_direct:
+            return Rooms(self.workspace_id or "")
+        return rooms_of(self.session_id, self.camera_names, self.workspace_id)
 
 
 @dataclass(frozen=True)
