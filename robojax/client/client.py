@@ -153,7 +153,8 @@ class Session:
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
 
-        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew.
+        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew. With
+        ``extra="ignore"`` a state may have names that are no joints (``shoulder_pan.vel``), as LeRobot's robots give.
 
         Raises:
             Unusable: the observation cannot be sent.

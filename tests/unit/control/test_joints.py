@@ -58,6 +58,29 @@ def test_a_joint_with_two_values_under_its_two_names_is_not_believed() -> None:
     assert table.read_update({"Jaw": 3, "gripper": 3}).values == {5: 3}
 
 
+@pytest.mark.parametrize(
+    ("names", "sent", "position"),
+    [
+        (("left_elbow.pos", "right_elbow.pos"), "left_elbow", 0),
+        (("left_elbow", "right_elbow"), "right_elbow.pos", 1),
+        (("elbow", "elbow.pos"), "elbow.pos", 1),  # an exact name wins
+        (("elbow", "elbow.pos"), "main_elbow", None),  # which of the two is meant is not known
+        (("main_elbow", "wrist"), "elbow.pos", 0),
+        (("elbow", "wrist"), "elbow.vel", None),
+    ],
+)
+def test_joints_have_lerobots_spellings_of_their_names(names: tuple[str, ...], sent: str, position: int | None) -> None:
+    table = JointTable([Joint(name, index) for index, name in enumerate(names)])
+    assert table.find(sent) == position
+    assert table.read_update({sent: 2.0}).values == ({} if position is None else {position: 2.0})
+    assert table.names == names
+
+
+def test_a_joint_under_three_names_with_different_values_is_dropped() -> None:
+    values = {"Jaw": 3, "gripper": 4, "gripper.pos": 4, "Pitch": 1}
+    assert JointTable(SO100).read_update(values).values == {1: 1}
+
+
 def test_values_outside_the_range_are_clamped_on_the_way_in() -> None:
     update = JointTable(SO100).read_update({"Jaw": -4.0, "Pitch": 101.5, "Elbow": 100})
     assert update.values == {5: 0, 1: 100, 2: 100}

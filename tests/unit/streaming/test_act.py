@@ -4,6 +4,7 @@ import io
 import threading
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from jaxmodels import Requirements
@@ -48,6 +49,66 @@ async def test_json_has_pictures_in_base64_and_joints_by_any_of_their_names(serv
             server.seen(images={"front": jpeg(form=form)}), headers={"accept": "application/json"}
         )
         assert (status, len(told["actions"])) == (200, 20)
+
+
+LEROBOT = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+
+
+async def test_a_state_has_joints_by_any_of_their_names(server):
+    named = dict(zip(LEROBOT, server.pose, strict=True))
+    for state in (
+        named,
+        {f"{name}.pos": value for name, value in named.items()},
+        {f"main_{name}": value for name, value in named.items()},
+        named | {f"{name}.pos": value for name, value in named.items()},
+    ):
+        status, told = await server.act(server.seen(state=state, reset=True))
+        assert status == 200, told
+        np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+
+
+MORE = {f"{name}.vel": 0.5 for name in LEROBOT} | {"timestamp": 1e9, "gripper.eff": float("nan"), "note": "x"}
+WRONG_STATES = [
+    ({"timestamp": 1.0}, [], "state has unknown names: 'timestamp'; send"),
+    ({"shoulder_pan.vel": 1.0}, ["elbow_flex"], "state has unknown names: 'shoulder_pan.vel'; send"),
+    ({}, ["elbow_flex", "gripper"], "state lacks Elbow, Jaw;"),
+    ({"timestamp": 1.0}, ["gripper"], "state lacks Jaw;"),
+    ({"gripper.pos": 51.0}, [], "'gripper' is 50.0, 'gripper.pos' is 51.0 (contradicting)"),
+    ({"gripper.pos": 51.0, "Jaw": 50.0}, [], "'Jaw' is 50.0 (contradicting)"),
+    ({"gripper": float("inf")}, [], "'gripper' is inf (not_finite)"),
+    ({"gripper": "open"}, [], "'gripper' is 'open' (not_a_number)"),
+    (MORE, [], "and 1 more; send"),
+]
+
+
+@pytest.mark.parametrize(("more", "left_out", "said"), WRONG_STATES)
+async def test_an_error_about_a_state_names_exactly_what_is_wrong(server, more, left_out, said):
+    named = dict(zip(LEROBOT, server.pose, strict=True))
+    state = {name: value for name, value in (named | more).items() if name not in left_out}
+    status, told = await server.act(server.seen(state=state))
+    text = told["detail"][0]["msg"].partition("wanted cameras")[0]
+    assert status == 422
+    assert said in text
+    assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a right name is not accused"
+
+
+async def test_extra_names_are_ignored_where_the_client_says_so(server):
+    state = dict(zip(LEROBOT, server.pose, strict=True)) | MORE
+    status, told = await server.act(server.seen(state=state, extra="ignore"))
+    assert status == 200, told
+    np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+    del state["gripper"]
+    assert "state lacks Jaw" in str(await server.act(server.seen(state=state, extra="ignore")))
+    for bad in ("drop", True, np.zeros(2)):
+        assert "extra: got" in str(await server.act(server.seen(extra=bad)))
+
+
+async def test_an_unknown_field_of_an_act_is_refused_with_the_nearest_name(server):
+    for field, near in (("exectued", "executed"), ("resett", "reset"), ("image", "images"), ("promt", "prompt")):
+        status, told = await server.act(server.seen(**{field: 1}))
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
+        assert f"did you mean {near!r}?" in told["detail"][0]["msg"]
+    assert server.policy.acted == 0
 
 
 async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
