@@ -129,7 +129,7 @@ async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
         told = await client.hear("error")
         assert (told["number"], "unknown names: 'elbow_flex.vel'; send" in told["detail"]) == (3, True)
         await client.say("observation", state={"elbow_flex.pos": 1.0, "elbow_flex.vel": 0.5}, extra="ignore")
-        await client.say("observation", age=5)
+        await client.say("observation", agems=5)
         assert "did you mean 'age_ms'?" in (await client.hear("error"))["detail"]
         assert server.app.ctx.sessions.get("arm").robot_io.buffer.measured_joints()["Elbow"] == 1.0
         await client.say("ping", number=1)
