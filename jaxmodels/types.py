@@ -95,7 +95,8 @@ class Requirements:
         observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
             two on, every feature has a time axis behind the batch's, oldest first.
         controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
-            velocities or displacements, which only a client without rooms takes that knows them.
+            velocities or displacements, which only a client without rooms takes that knows them. Never where state and
+            action have different widths.
         metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
         action_range: smallest and largest value of each joint in the actions that the policy was trained on, when the
             checkpoint has such statistics. What it learned, not what it needs: two policies may differ in it.
@@ -117,6 +118,10 @@ class Requirements:
     controls_joints: bool = True
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.state not in (None, self.action):
+            object.__setattr__(self, "controls_joints", False)
 
 
 @dataclass(frozen=True)

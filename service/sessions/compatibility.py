@@ -36,10 +36,14 @@ def configure_control(
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(mismatches))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
+    requested = new.joint_names
+    if requested is None and not requirements.controls_joints and requirements.joint_names is None:
+        # Six of these are no SO-100.
+        requested = tuple(f"joint_{number + 1}" for number in range(requirements.action))
     table = create_joint_table(
         requirements.action,
         checkpoint=requirements.joint_names,
-        requested=new.joint_names,
+        requested=requested,
         ranges=settings.control.joint_ranges,
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
@@ -86,8 +90,16 @@ def make_limits(
     """Return how far and how fast the joints of a session may be commanded.
 
     Raises:
-        InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
+        InvalidRequest: the request names a joint that is not there, the limits contradict each other, or the actions
+            cannot be limited, because they are no targets of the joints that are measured.
     """
+    if new.max_relative_target is not None and not requirements.controls_joints:
+        raise InvalidRequest(
+            f"max_relative_target is {new.max_relative_target}, but this policy's actions are no targets of joints "
+            "that its state measures, so their steps cannot be limited; leave it out and limit the motion in the "
+            "robot's client",
+            ("body", "max_relative_target"),
+        )
     return create_motion_limits(
         table,
         settings.safety,
@@ -134,17 +146,19 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
 def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     mismatches = []
     if not requirements.controls_joints and not new.is_direct:
+        if requirements.state in (None, requirements.action):
+            what = "its actions are no targets of joints but velocities or displacements, which no room carries"
+        else:
+            what = (
+                f"its state has {requirements.state} values and its actions {requirements.action}, so they are no "
+                "targets of joints; the joint room carries one value per action, so both must be equal"
+            )
         mismatches.append(
-            "its actions are no targets of joints but velocities or displacements, which no room carries; use a client "
-            f'without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of openpi\'s'
+            f'{what}; use a client without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of '
+            "openpi's"
         )
     if requirements.environment_state is not None:
         mismatches.append("it reads observation.environment_state, which no room carries; use one without it")
-    if requirements.controls_joints and requirements.state not in (None, requirements.action):
-        mismatches.append(
-            f"its state has {requirements.state} values and its actions {requirements.action}; "
-            "the joint room carries one value per action, so both must be equal"
-        )
     if requirements.action < 1 or requirements.chunk < 1:
         mismatches.append(f"its chunks are {requirements.chunk} steps of {requirements.action} values")
     return mismatches

@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from jaxmodels import Requirements
+from service.streaming import codec
 from service.testing import ScriptedPolicy
+from tests.testing import rig
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:
@@ -109,6 +111,53 @@ async def test_an_unknown_field_of_an_act_is_refused_with_the_nearest_name(serve
         assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
         assert f"did you mean {near!r}?" in told["detail"][0]["msg"]
     assert server.policy.acted == 0
+
+
+def wide(action: int, **more: object) -> Requirements:
+    """A policy whose state has eight values, as LIBERO's."""
+    return Requirements("act", {"front": (48, 64)}, 8, None, action, 5, 5, **more)
+
+
+@pytest.mark.parametrize("action", [6, 7])
+async def test_a_policy_with_a_state_of_another_width_is_served_without_rooms(serve, action):
+    state = np.arange(8, dtype=np.float32)
+    async with serve(policy=ScriptedPolicy(wide(action))) as server:
+        await server.create()
+        status, told = await server.act(server.seen(state=state))
+        assert (status, told["actions"].shape, told["clamped"]) == (200, (5, action), [])
+        np.testing.assert_allclose(told["actions"][0], state[:action] + 0.1, atol=1e-5)
+        assert told["joint_names"] == [f"joint_{number + 1}" for number in range(action)]
+        named = {f"state_{number + 1}": float(value) for number, value in enumerate(state)}
+        status, told = await server.act(server.seen(state=named, want="action", reset=True))
+        np.testing.assert_allclose(told["action"], state[:action] + 0.1, atol=1e-5)
+        assert "wanted 8 numbers" in str(await server.act(server.seen(state=state[:action])))
+        async with server.stream() as socket:
+            assert codec.unpack(await socket.recv())["joint_names"] == [f"joint_{n + 1}" for n in range(action)]
+            await socket.send(codec.pack(server.seen(kind="act", state=state)))
+            kind = ""
+            while kind != "chunk":
+                answer = codec.unpack(await socket.recv())
+                kind = answer["kind"]
+            assert answer["actions"].shape == (5, action)
+        # The server's own loop could not limit its motion.
+        status, told = await server.call("POST", "/sessions/arm/start")
+        assert (status, told["code"]) == (409, "move_refused")
+        assert f"actions ({action} values)" in told["detail"]
+        assert "state (8 values)" in told["detail"]
+        assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
+
+
+async def test_a_policy_with_a_state_of_another_width_has_no_rooms_and_no_step_limit(serve):
+    async with serve(policy=ScriptedPolicy(wide(7, joint_names=tuple("abcdefg")))) as server:
+        status, told = await rig.Server.create(server, "rooms")
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "policy_path"])
+        assert "its state has 8 values and its actions 7" in told["detail"][0]["msg"]
+        assert '"transport_server_url": "direct"' in told["detail"][0]["msg"]
+        status, told = await rig.Server.create(server, transport_server_url="direct", max_relative_target=1.0)
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "max_relative_target"])
+        await server.create("named")
+        status, told = await server.act(server.seen(state=np.zeros(8, np.float32)), "named")
+        assert told["joint_names"] == [*"abcdefg"]
 
 
 async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):
