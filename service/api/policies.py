@@ -18,6 +18,7 @@ from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeploy
 from service.http.bodies import InvalidBody, json_response, read_body, read_empty_body, show_to_sender
 from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.request import NewSession, SessionSettings
+from service.setting_types import NAME
 
 MAX_LIMIT = 500
 MAX_SEARCHED = 10_000
@@ -166,7 +167,7 @@ def _check_request(
     cameras = sorted(requirements.cameras)
     fields: dict[str, Any] = dict(body)
     if body.camera_names is None:
-        fields["camera_names"] = tuple(cameras)
+        fields["camera_names"] = tuple(filter(NAME.match, cameras))  # The others have to be renamed.
     if body.policy_type is None:
         fields["policy_type"] = requirements.policy_type
     if fields["language_instruction"] is None:

@@ -15,6 +15,7 @@ from service.inference.admission import ReadFrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
 from service.sessions.request import DIRECT, NewSession, SessionSettings
+from service.setting_types import NAME
 from service.threads import call_in_thread
 
 
@@ -136,11 +137,16 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
         differences.append(f"camera_names lacks {sorted(expected - sent)}")
     if sent - expected:
         differences.append(f"camera_names has {sorted(sent - expected)}, which it does not know")
-    rename = ""
-    if new.rename is None and len(expected - sent) == len(sent - expected):
-        pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
-        rename = f", or rename {{{pairs}}} with the robot's names"
-    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}{rename}"]
+    pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
+    rename = f"rename {{{pairs}}} with the robot's names"
+    if not all(map(NAME.match, expected)):
+        # No session has a camera of this name, because names stand in addresses of rooms.
+        advice = f"send {rename} (letters, digits, '_', '.' or '-')"
+    else:
+        advice = f"send camera_names {sorted(expected)}"
+        if new.rename is None and len(expected - sent) == len(sent - expected):
+            advice += f", or {rename}"
+    return [f"{' and '.join(differences)}; {advice}"]
 
 
 def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:

@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 DEMO = {"policy_path": "robojax/sim/policy"}
@@ -52,6 +54,28 @@ async def test_errors_show_the_senders_own_values_without_secrets(server, path, 
     text = told["detail"][0]["msg"]
     assert shown in text
     assert hidden not in text
+
+
+@pytest.mark.parametrize("camera", ["Top Cam", "caméra", "/cam/top:0"])
+async def test_a_camera_with_any_name_is_renamed(server, tmp_path, camera):
+    folder = shutil.copytree(DEMO["policy_path"], tmp_path / "policy")
+    for file in ("config.json", "policy_preprocessor.json"):
+        text = (folder / file).read_text()
+        (folder / file).write_text(text.replace("images.front", f"images.{camera}"))
+    policy = {"policy_path": str(folder)}
+    _, told = await server.call("POST", "/policies/check", json=policy)
+    assert (told["fits"], told["camera_names"]) == (False, [camera])
+    (text,) = told["misfits"]
+    assert text.startswith(f'camera_names lacks {[camera]}; send rename {{"{camera}": ...}}')
+    _, told = await server.call("POST", "/policies/check", json=policy | {"camera_names": ["front"]})
+    assert "send rename" in told["misfits"][0]
+    _, told = await server.call("POST", "/policies/check", json=policy | {"rename": {camera: "front"}})
+    assert (told["fits"], told["camera_names"]) == (True, ["front"])
+    for wrong in ({camera: camera}, {"": "front"}):
+        assert (await server.call("POST", "/policies/check", json=policy | {"rename": wrong}))[0] == 422
+    _, told = await server.call("POST", "/policies/check", json=policy | {"rename": {"Topcam": "front"}})
+    assert "rename Topcam=front names no camera of the policy" in told["detail"][0]["msg"]
+    assert camera in told["detail"][0]["msg"]
 
 
 async def test_a_check_takes_all_fields_of_a_session_and_no_others(server):

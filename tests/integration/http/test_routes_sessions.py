@@ -3,7 +3,9 @@ import threading
 
 import pytest
 
+from jaxmodels import Requirements
 from service.errors import TransportError
+from service.testing import ScriptedLoader, ScriptedPolicy
 
 
 async def test_a_session_is_made_listed_looked_at_and_deleted(server):
@@ -169,6 +171,18 @@ async def test_rooms_are_compared_among_sessions_that_have_rooms(server):
     assert (await server.create("arm", **one_camera("left-wrist")))[0] == 200
     assert (await server.create("leg-left", **one_camera("wrist", policy_type="diffusion")))[0] == 422
     assert (await server.create("leg", **one_camera("left-wrist")))[0] == 200, "a failed session has no rooms"
+
+
+async def test_a_session_renames_a_camera_with_any_name(serve):
+    needs = Requirements("act", {"Top Cam": (48, 64), "caméra": (48, 64)}, 6, None, 6, 5, 5)
+    async with serve(load=ScriptedLoader(lambda: ScriptedPolicy(needs))) as server:
+        rename = {"Top Cam": "top", "caméra": "side"}
+        status, told = await server.create(camera_names=["top", "side"], rename=rename, workspace_id="lab")
+        assert (status, told["camera_room_ids"]) == (200, {"top": "arm-top", "side": "arm-side"})
+        status, told = await server.create("other", camera_names=["top", "side"])
+        assert (status, "send rename" in told["detail"][0]["msg"]) == (422, True)
+        status, told = await server.create("other", camera_names=["Top Cam", "side"])
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "camera_names", 0])
 
 
 async def test_a_transport_that_fails_is_502(server):
