@@ -233,6 +233,21 @@ class NewSession(SessionRequest):
             return Rooms(self.workspace_id or "")
         return rooms_of(self.session_id, self.camera_names, self.workspace_id)
 
+    def room_paths(self) -> frozenset[str]:
+        """Return workspace and id of each of its rooms; none while its workspace is not known."""
+        ids = () if self.workspace_id is None else self.rooms().ids
+        return frozenset(f"{self.workspace_id}/{room}" for room in ids)
+
+
+def describe_shared_room(new: NewSession, path: str, other: str, owner: str | None) -> str:
+    """Return why a new session is refused, one of whose rooms (``workspace/room``) is another session's."""
+    workspace, _, room = path.partition("/")
+    whose = f"session {other!r}" if new.owner in (None, owner) else "a session of another key"
+    return (
+        f"session {new.session_id!r} would share the room {room!r} of workspace {workspace!r} with {whose}; rename the "
+        "camera or the session, use another workspace, or delete the other session"
+    )
+
 
 @dataclass(frozen=True)
 class SessionSettings:

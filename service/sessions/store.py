@@ -22,7 +22,7 @@ from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
-from service.sessions.request import CheckRequest, NewSession, SessionSettings
+from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
 from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
 from service.transport.link import Transport
@@ -145,22 +145,11 @@ class Sessions:
         ``left-wrist``. The URL is not compared, because one transport server may have several names. Nothing awaits
         between this and the new session's place in the list, so of two requests at once the second is refused.
         """
-        if new.workspace_id is None:
-            return  # Its workspace will be a new one.
-        ids = set(new.rooms().ids)
+        paths = new.room_paths()
         for other in self._sessions.values():
-            if other.id == new.session_id or other.new.workspace_id != new.workspace_id:
-                continue
-            if isinstance(other, Session) and _has_failed(other):
-                continue
-            if shared := sorted(ids.intersection(other.new.rooms().ids)):
-                is_own = new.owner is None or new.owner == other.new.owner
-                whose = f"session {other.id!r}" if is_own else "a session of another key"
-                raise RoomsTaken(
-                    f"session {new.session_id!r} would share the room {shared[0]!r} of workspace "
-                    f"{new.workspace_id!r} with {whose}; rename the camera or the session, use another workspace, or "
-                    "delete the other session"
-                )
+            shared = paths & held_rooms(other) if other.id != new.session_id else ()
+            if shared:
+                raise RoomsTaken(describe_shared_room(new, min(shared), other.id, other.new.owner))
 
     async def _start_session(self, record: SessionRecord, before: InterruptedSession | None) -> Session:
         writer, orphan = self._journal.begin(record, None if before is None else before.record)
@@ -451,6 +440,12 @@ class Sessions:
         await self._orphans.close()
         await self.engine.close()
         await self._journal.close()
+
+
+def held_rooms(session: AnySession) -> frozenset[str]:
+    """Return workspace and id of each room that a session is in, or comes back to; none of a failed session."""
+    has_none = isinstance(session, Session) and _has_failed(session)
+    return frozenset() if has_none else session.new.room_paths()
 
 
 def _has_failed(session: Session) -> bool:
