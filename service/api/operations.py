@@ -50,9 +50,10 @@ async def emergency_stop(request: Request) -> HTTPResponse:
 async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse:
     """Take the latch of an emergency stop off; nothing moves by it."""
     sessions = request.app.ctx.sessions
-    read_empty_body(request)
     try:
-        session = await sessions.reset(get_visible_session(request, session_id).id)
+        session = get_visible_session(request, session_id)
+        read_empty_body(request)
+        session = await sessions.reset(session.id)
     except UnknownSession:
         # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
         caller, front = caller_of(request), request.app.ctx.peer_sessions

@@ -148,13 +148,14 @@ async def check_policy(request: Request) -> HTTPResponse:
     words.
     """
     body = read_body(request, PolicyCheckRequest)
+    fields: dict[str, Any] = dict(body)
     try:
-        requirements = await request.app.ctx.policy_reader.read(body.policy_path, body.revision)
+        requirements = await request.app.ctx.policy_reader.read(fields["policy_path"], fields["revision"])
     except PolicyError as error:
         entry = {"loc": ["body", "policy_path"], "msg": show_to_sender(str(error), body), "type": error.code}
         raise InvalidBody([entry]) from error
     try:
-        requirements = rename_cameras(requirements, body.rename or {})
+        requirements = rename_cameras(requirements, fields["rename"] or {})
     except JaxModelsError as error:
         entry = {"loc": ["body", "rename"], "msg": show_to_sender(str(error), body), "type": PolicyError.code}
         raise InvalidBody([entry]) from error

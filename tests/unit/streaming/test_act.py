@@ -2,6 +2,7 @@ import asyncio
 import base64
 import io
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ async def test_an_unknown_field_of_an_act_is_refused_with_the_nearest_name(serve
     assert server.policy.acted == 0
 
 
-def wide(action: int, **more: object) -> Requirements:
+def wide(action: int, **more: Any) -> Requirements:
     """A policy whose state has eight values, as LIBERO's."""
     return Requirements("act", {"front": (48, 64)}, 8, None, action, 5, 5, **more)
 
@@ -134,10 +135,9 @@ async def test_a_policy_with_a_state_of_another_width_is_served_without_rooms(se
         async with server.stream() as socket:
             assert codec.unpack(await socket.recv())["joint_names"] == [f"joint_{n + 1}" for n in range(action)]
             await socket.send(codec.pack(server.seen(kind="act", state=state)))
-            kind = ""
-            while kind != "chunk":
+            answer = codec.unpack(await socket.recv())
+            while answer["kind"] != "chunk":
                 answer = codec.unpack(await socket.recv())
-                kind = answer["kind"]
             assert answer["actions"].shape == (5, action)
         # The server's own loop could not limit its motion.
         status, told = await server.call("POST", "/sessions/arm/start")
