@@ -78,7 +78,7 @@ class _EmptyBody(BaseModel):
 
 
 def read_empty_body(request: Request[Any, Any]) -> None:
-    """Refuse fields in a request that takes none, so that nobody starts a robot with ``{"dry_run": true}``.
+    """Refuse fields in a request that takes none, because ``{"dry_run": true}`` of a start would protect nothing.
 
     Raises:
         InvalidBody: there is a body, and it is not an empty object.
@@ -110,7 +110,7 @@ def show_to_sender(text: str, sent: BaseModel) -> str:
 
 def describe_unknown_field(name: str, known: Collection[str]) -> str:
     """Return the text of the error for a field that a request does not have, with the nearest known name."""
-    shown = repr(_shorten(name))
+    shown = redact_secrets(repr(_shorten(name)))
     if not known:
         return f"unknown field {shown}; this request takes no fields"
     near = get_close_matches(name[:_MAX_NAME], known, 1)
@@ -119,7 +119,7 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
 
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return one of pydantic's errors as an entry of a 422 response."""
+    """Convert an error of pydantic to an entry of a 422 response."""
     place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in entry["loc"]]
     message, value = entry["msg"], entry.get("input")
     if entry["type"] == "extra_forbidden":
@@ -228,7 +228,7 @@ async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTT
     if error.status >= 500:
         log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
-        # The documents promise a list for 422; the text may quote what was sent, which must not go back.
+        # The OpenAPI documents promise a list for 422.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
         return json_response({"detail": [entry]}, 422)
     return json_response({"detail": str(error), "code": error.code}, error.status, error.headers)

@@ -63,8 +63,8 @@ def test_a_joint_with_two_values_under_its_two_names_is_not_believed() -> None:
     [
         (("left_elbow.pos", "right_elbow.pos"), "left_elbow", 0),
         (("left_elbow", "right_elbow"), "right_elbow.pos", 1),
-        (("elbow", "elbow.pos"), "elbow.pos", 1),  # an exact name wins
-        (("elbow", "elbow.pos"), "main_elbow", None),  # which of the two is meant is not known
+        (("elbow", "elbow.pos"), "elbow.pos", 1),  # An exact name wins.
+        (("elbow", "elbow.pos"), "main_elbow", None),  # It could mean either joint.
         (("main_elbow", "wrist"), "elbow.pos", 0),
         (("elbow", "wrist"), "elbow.vel", None),
     ],

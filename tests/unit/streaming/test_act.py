@@ -120,7 +120,7 @@ def wide(action: int, **more: Any) -> Requirements:
 
 
 @pytest.mark.parametrize("action", [6, 7])
-async def test_a_policy_with_a_state_of_another_width_is_served_without_rooms(serve, action):
+async def test_a_policy_with_a_wider_state_is_served_without_rooms(serve, action):
     state = np.arange(8, dtype=np.float32)
     async with serve(policy=ScriptedPolicy(wide(action))) as server:
         await server.create()
@@ -147,7 +147,7 @@ async def test_a_policy_with_a_state_of_another_width_is_served_without_rooms(se
         assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
 
 
-async def test_a_policy_with_a_state_of_another_width_has_no_rooms_and_no_step_limit(serve):
+async def test_a_policy_with_a_wider_state_has_no_rooms_and_no_step_limit(serve):
     async with serve(policy=ScriptedPolicy(wide(7, joint_names=tuple("abcdefg")))) as server:
         status, told = await rig.Server.create(server, "rooms")
         assert (status, told["detail"][0]["loc"]) == (422, ["body", "policy_path"])

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
-from dataclasses import fields
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -116,24 +117,25 @@ def test_a_key_with_strange_characters_is_not_sent() -> None:
     ],
 )
 def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
+    fields: dict[str, Any] = {field: True}
     # No server listens there: a request would end in Unreachable.
     with (
         Client("http://127.0.0.1:1") as client,
         pytest.raises(Unusable, match=rf"unknown field '{field}'; ") as refused,
     ):
-        client.create("arm", "policies/act", **{field: True})
+        client.create("arm", "policies/act", **fields)
     assert said in str(refused.value)
 
     async def create() -> None:
         async with AsyncClient("http://127.0.0.1:1") as client:
-            await client.create("arm", "policies/act", **{field: True})
+            await client.create("arm", "policies/act", **fields)
 
     with pytest.raises(Unusable, match="Nothing was sent"):
         asyncio.run(create())
 
 
-def test_the_clients_fields_are_those_of_the_server() -> None:
-    names = [field.name for field in fields(SessionRequest)]
+def test_client_and_server_have_the_same_session_fields() -> None:
+    names = [field.name for field in dataclasses.fields(SessionRequest)]
     assert set(http.SESSION_FIELDS) == {*names} - {"session_id", "policy_path", "transport_server_url"}
 
 
