@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from jaxmodels import Requirements
+from service.rollout.rollout import _grey_observation
 from service.streaming import codec
 from service.testing import ScriptedPolicy
 from tests.testing import rig
@@ -139,6 +140,9 @@ async def test_a_policy_with_a_wider_state_is_served_without_rooms(serve, action
             while answer["kind"] != "chunk":
                 answer = codec.unpack(await socket.recv())
             assert answer["actions"].shape == (5, action)
+        # A pushed policy is tried with as many numbers as the state has.
+        robot_io = server.app.ctx.sessions.get("arm").robot_io
+        assert _grey_observation(robot_io, robot_io.runner.loaded)["observation.state"].shape == (1, 8)
         # The server's own loop could not limit its motion.
         status, told = await server.call("POST", "/sessions/arm/start")
         assert (status, told["code"]) == (409, "move_refused")
