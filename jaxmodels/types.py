@@ -100,7 +100,8 @@ class Requirements:
         observation_steps: observations that the policy looks at together, at its own `rate`, the newest included. From
             two on, every feature has a time axis behind the batch's, oldest first.
         controls_joints: whether actions are targets of the joints that the state measures, one for one; else they are
-            velocities or displacements, which only a client without rooms takes that knows them.
+            velocities or displacements, which only a client without rooms takes that knows them. Never where state and
+            action have different widths.
         is_positional: whether clients of the checkpoint's own protocol (openpi's) take actions by position, so that a
             session without rooms needs no names of joints.
         metadata: what the checkpoint wants clients to be told, JSON; openpi's ``policy_metadata``.
@@ -131,6 +132,10 @@ class Requirements:
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
     state_statistics: Mapping[str, tuple[float, ...]] | None = field(default=None, compare=False)
     prompt_reads_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.state not in (None, self.action):
+            object.__setattr__(self, "controls_joints", False)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ ServiceError                  500 internal
 ├── UnknownSession            404 unknown_session  also one that belongs to another key
 ├── SessionExists             409 session_exists
 ├── MoveRefused               409 move_refused     the stage table forbids the move
+├── RoomsTaken                409 rooms_taken      a room of the new session would be another session's, too
 ├── RobotTaken                409 robot_taken      another controller commands the robot of these rooms
 ├── Overloaded                409 overloaded       the devices have no time for another robot at its rate
 ├── TooManySessions           429 too_many_sessions
@@ -106,6 +107,13 @@ class MoveRefused(ServiceError):
 
     status = 409
     code = "move_refused"
+
+
+class RoomsTaken(ServiceError):
+    """A room of the new session would have the id of another session's room; the message names both."""
+
+    status = 409
+    code = "rooms_taken"
 
 
 class RobotTaken(ServiceError):

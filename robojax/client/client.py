@@ -68,7 +68,11 @@ class Client:
         Args:
             policy_path: a folder on the server's machine, or a repo id of the Hub.
             transport_server_url: "direct" for a session without rooms, else the URL of the rooms' server.
-            fields: the others of POST /sessions: ``camera_names``, ``language_instruction``, ``rate``, ``overlap``, ...
+            fields: the other fields of POST /sessions: ``camera_names``, ``language_instruction``, ``rate``, ... The
+                page docs/reference/session_fields.md lists them.
+
+        Raises:
+            Unusable: a field has a name that no session has; nothing was sent.
         """
         self._http.send_call(http.create(session_id, policy_path, transport_server_url, fields))
         return Session(self, session_id)
@@ -149,7 +153,8 @@ class Session:
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk:
         """Get a chunk for an observation (see ``pack_observation``). Not while the session's own loop drives the robot.
 
-        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew.
+        After a stop, ``reset=True`` takes the robot up again; so does entering the session anew. With
+        ``extra="ignore"`` a state may have names that are no joints (``shoulder_pan.vel``), as LeRobot's robots give.
 
         Raises:
             Unusable: the observation cannot be sent.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from robojax.client.errors import Garbled, Unusable
 
@@ -119,6 +119,7 @@ def pack_observation(
     *,
     prompt: str | None = None,
     number: int | None = None,
+    extra: Literal["refuse", "ignore"] | None = None,
     is_compressed: bool = False,
     **more: object,
 ) -> dict[str, object]:
@@ -129,6 +130,8 @@ def pack_observation(
         state: joint positions, in the order of the session's joints or by name. Pictures and joints of all the moments
             that a policy looks at have an axis of time in front, or are lists, oldest first.
         prompt: what is to be done, in words, from now on.
+        extra: "ignore" lets a state have names that are no joints of the session (``shoulder_pan.vel``, ``timestamp``).
+            Defaults to "refuse".
         is_compressed: whether arrays are sent as JPEG: a tenth of the bytes, some milliseconds at each end.
 
     Raises:
@@ -139,5 +142,5 @@ def pack_observation(
         fields["images"] = {name: pack_picture(name, image, is_compressed) for name, image in images.items()}
     if state is not None:
         fields["state"] = pack_numbers("state", state)
-    fields |= {"prompt": prompt, "number": number} | more
+    fields |= {"prompt": prompt, "number": number, "extra": extra} | more
     return {name: value for name, value in fields.items() if value is not None}

@@ -116,8 +116,43 @@ def status(session_id: str) -> Call[SessionStatus]:
     return Call("GET", session_path(session_id), read_status, is_safe=True)
 
 
+# Fields of a new session besides the three that every session has. A test compares them with the server's.
+SESSION_FIELDS = (
+    "camera_names",
+    "workspace_id",
+    "policy_type",
+    "language_instruction",
+    "rate",
+    "revision",
+    "auto_update",
+    "joint_names",
+    "dry_run",
+    "shadow_policy_path",
+    "shadow_revision",
+    "max_relative_target",
+    "overlap",
+    "temporal_ensemble_coeff",
+    "ask_ahead",
+    "action_steps",
+    "degrade",
+    "record",
+    "rename",
+)
+
+
 def create(session_id: str, policy_path: str, transport_server_url: str, fields: Mapping[str, object]) -> Call[Any]:
-    """Request for a new session; answered when its policy is loaded, or cannot be."""
+    """Return the request for a new session; the response arrives when its policy is loaded, or cannot be.
+
+    Raises:
+        Unusable: a session has no field of this name.
+    """
+    for name in fields:
+        if name not in SESSION_FIELDS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, SESSION_FIELDS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(SESSION_FIELDS)}."
+            raise Unusable(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     body = required | {name: value for name, value in listed.items() if value is not None}

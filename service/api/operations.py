@@ -16,7 +16,7 @@ from service.api.schemas import AdoptRequest
 from service.auth.caller import STRANGER, Role, caller_of
 from service.auth.tokens import LIFETIME
 from service.errors import InvalidRequest, MoveRefused, UnknownSession
-from service.http.bodies import REASON, json_response, read_body, read_reason
+from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason
 from service.stage import Stage
 from service.transport.address import Kind
 
@@ -51,7 +51,9 @@ async def debug_reset_session(request: Request, session_id: str) -> HTTPResponse
     """Take the latch of an emergency stop off; nothing moves by it."""
     sessions = request.app.ctx.sessions
     try:
-        session = await sessions.reset(get_visible_session(request, session_id).id)
+        session = get_visible_session(request, session_id)
+        read_empty_body(request)
+        session = await sessions.reset(session.id)
     except UnknownSession:
         # A latch stays with the id of a session that was deleted, and keeps the next one from starting.
         caller, front = caller_of(request), request.app.ctx.peer_sessions
@@ -276,6 +278,7 @@ async def make_ticket(request: Request) -> HTTPResponse:
 
     It stands in an address, which is written down in places; so it is used up at once, and changes nothing itself.
     """
+    read_empty_body(request)
     ticket = request.app.ctx.guard.admissions.issue_ticket(request.ctx.admission)
     return json_response({"ticket": ticket, "expires_in": int(LIFETIME)})
 

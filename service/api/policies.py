@@ -15,9 +15,10 @@ from service.api.context import Query, Request, Route, get_visible_session, list
 from service.api.schemas import Deployment, PolicyCheck, PolicyCheckRequest, PolicyRequest, Quarantined
 from service.auth.caller import Role, caller_of
 from service.errors import Forbidden, InvalidRequest, PolicyError, UnknownDeployment
-from service.http.bodies import InvalidBody, json_response, mask_input, read_body
-from service.sessions.compatibility import configure_control, find_mismatches
+from service.http.bodies import InvalidBody, json_response, read_body, read_empty_body, show_to_sender
+from service.sessions.compatibility import configure_control, find_mismatches, make_limits
 from service.sessions.request import NewSession, SessionSettings
+from service.setting_types import NAME
 
 MAX_LIMIT = 500
 MAX_SEARCHED = 10_000
@@ -63,6 +64,7 @@ async def set_session_policy(request: Request, session_id: str) -> HTTPResponse:
 async def rollback_session_policy(request: Request, session_id: str) -> HTTPResponse:
     """Bring back the policy that the session ran before the last update; it is in memory still."""
     get_visible_session(request, session_id)
+    read_empty_body(request)
     return json_response(await request.app.ctx.updates.rollback(session_id))
 
 
@@ -146,15 +148,17 @@ async def check_policy(request: Request) -> HTTPResponse:
     words.
     """
     body = read_body(request, PolicyCheckRequest)
+    fields: dict[str, Any] = dict(body)
     try:
-        requirements = await request.app.ctx.policy_reader.read(body.policy_path, body.revision)
+        requirements = await request.app.ctx.policy_reader.read(fields["policy_path"], fields["revision"])
     except PolicyError as error:
-        entry = {"loc": ["body", "policy_path"], "msg": mask_input(str(error), body), "type": error.code}
+        entry = {"loc": ["body", "policy_path"], "msg": show_to_sender(str(error), body), "type": error.code}
         raise InvalidBody([entry]) from error
     try:
-        requirements = rename_cameras(requirements, body.rename or {})
+        requirements = rename_cameras(requirements, fields["rename"] or {})
     except JaxModelsError as error:
-        raise InvalidBody([{"loc": ["body", "rename"], "msg": str(error), "type": PolicyError.code}]) from error
+        entry = {"loc": ["body", "rename"], "msg": show_to_sender(str(error), body), "type": PolicyError.code}
+        raise InvalidBody([entry]) from error
     return json_response(_check_request(requirements, body, request.app.ctx.sessions.settings))
 
 
@@ -162,28 +166,26 @@ def _check_request(
     requirements: Requirements, body: PolicyCheckRequest, settings: SessionSettings
 ) -> dict[str, object]:
     cameras = sorted(requirements.cameras)
-    new = NewSession(
-        session_id="check",
-        policy_path=body.policy_path,
-        transport_server_url="http://localhost",
-        camera_names=tuple(cameras) if body.camera_names is None else body.camera_names,
-        policy_type=body.policy_type or requirements.policy_type,
-        joint_names=body.joint_names,
-        rate=body.rate,
-        # A missing instruction is no mismatch here; a blank one is.
-        language_instruction="do it" if body.language_instruction is None else body.language_instruction,
-    )
+    fields: dict[str, Any] = dict(body)
+    if body.camera_names is None:
+        fields["camera_names"] = tuple(filter(NAME.match, cameras))  # The others have to be renamed.
+    if body.policy_type is None:
+        fields["policy_type"] = requirements.policy_type
+    if fields["language_instruction"] is None:
+        fields["language_instruction"] = "do it"  # A missing instruction is no mismatch here; a blank one is.
+    new = NewSession(**fields)
     mismatches, joints, rate = find_mismatches(requirements, new), None, None
     try:
         settings.check(new)
         if not mismatches:
             table, config = configure_control(requirements, new, settings)
+            make_limits(table, requirements, new, settings)
             joints, rate = list(table.names), config.rate
     except (InvalidRequest, PolicyError) as error:
         mismatches.append(str(error))
     found = PolicyCheck(
         fits=not mismatches,
-        misfits=[mask_input(text, body) for text in mismatches],
+        misfits=[show_to_sender(text, body) for text in mismatches],
         policy_type=requirements.policy_type,
         camera_names=cameras,
         camera_sizes={camera: list(size) for camera, size in requirements.cameras.items()},

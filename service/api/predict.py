@@ -183,6 +183,14 @@ _OBSERVATION = {
         },
         "state": {"anyOf": [_NUMBERS, _JOINTS, {"type": "array", "items": {"anyOf": [_NUMBERS, _JOINTS]}}]},
         "prompt": {"type": "string", "maxLength": 2048},
+        "language_instruction": {"type": "string", "maxLength": 2048, "description": "another name of prompt"},
+        "task": {"type": "string", "maxLength": 2048, "description": "another name of prompt"},
+        "extra": {
+            "type": "string",
+            "enum": ["refuse", "ignore"],
+            "default": "refuse",
+            "description": "what is done with names in state that are no joints, e.g. shoulder_pan.vel",
+        },
         "number": {"type": "integer"},
         "want": {"type": "string", "enum": ["chunk", "action"]},
         "executed": {"type": "integer", "minimum": 0},
@@ -190,6 +198,7 @@ _OBSERVATION = {
         "timestamp": {"type": "number", "description": "seconds by the client's clock at which it was observed"},
     },
     "required": ["state"],
+    "additionalProperties": False,
 }
 _ACT_ANSWER = {
     "type": "object",

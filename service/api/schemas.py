@@ -11,14 +11,9 @@ from pydantic_core import PydanticCustomError, core_schema
 from service.sessions.request import (
     ADJUSTABLE,
     CameraNames,
-    JointNames,
-    PolicyPath,
     PolicyType,
-    Rate,
-    Rename,
     Revision,
     SessionRequest,
-    Text,
 )
 
 # Fields of a session's request in the specification, which gives only their types and defaults.
@@ -33,15 +28,16 @@ SPECIFIED = (
 )
 
 
-def _model_of(names: Iterable[str], *, is_bare: bool = False) -> type[BaseModel]:
-    """A model of these fields of a session's request.
+def _model_of(names: Iterable[str], *, is_bare: bool = False, **defaults: object) -> type[BaseModel]:
+    """Return a model of these fields of a session's request.
 
     Args:
         is_bare: only types and defaults, without bounds and descriptions.
+        defaults: other defaults than those of ``SessionRequest``.
     """
     hints = get_type_hints(SessionRequest, include_extras=not is_bare)
-    defaults = {one.name: ... if one.default is MISSING else one.default for one in fields(SessionRequest)}
-    found: dict[str, Any] = {name: (hints[name], defaults[name]) for name in names}
+    usual = {one.name: ... if one.default is MISSING else one.default for one in fields(SessionRequest)}
+    found: dict[str, Any] = {name: (hints[name], (usual | defaults)[name]) for name in names}
     return create_model("Fields", **found)
 
 
@@ -87,12 +83,12 @@ class HTTPValidationError(BaseModel):
 
 
 class NewSessionRequest(_model_of(one.name for one in fields(SessionRequest))):
-    """What POST /sessions takes: CreateSessionRequest, three optional fields more, and the limits of each field.
+    """What POST /sessions takes: CreateSessionRequest, more optional fields, and the limits of each field.
 
-    Other fields are ignored, as clients of the reference expect.
+    Other fields are refused: a misspelt ``dry_run`` or ``max_relative_target`` would protect nothing.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 class AdjustRequest(_model_of(ADJUSTABLE)):
@@ -122,28 +118,26 @@ class PolicyRequest(BaseModel):
     force: bool = Field(default=False, description="Take a commit out of the quarantine for it.")
 
 
-class PolicyCheckRequest(BaseModel):
-    """What POST /policies/check takes: what POST /sessions would, but nothing has to be there except the policy."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
-
-    policy_path: PolicyPath = Field(
-        json_schema_extra={"pattern": r"\S"},
-        description="A folder on the server's machine, or a Hub repo id (owner/name).",
+class PolicyCheckRequest(
+    _model_of(
+        (one.name for one in fields(SessionRequest)),
+        session_id="check",
+        transport_server_url="http://localhost",
     )
-    revision: Revision | None = Field(default=None, description="Branch, tag or commit of a policy from the Hub.")
-    policy_type: PolicyType | None = Field(default=None, description="Compared with the policy's own, unless null.")
+):
+    """What POST /policies/check takes: the fields of POST /sessions, of which only the policy is required.
+
+    Cameras, policy type and instruction are not compared with the policy when they are left out.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
     camera_names: CameraNames | None = Field(
         default=None,
         json_schema_extra={"uniqueItems": True},
         description="Compared with the policy's own, unless null.",
     )
-    joint_names: JointNames | None = Field(default=None, description="Compared with the policy's own, unless null.")
-    rate: Rate | None = Field(default=None, description="Control ticks per second to be asked for.")
-    language_instruction: Text | None = Field(
-        default=None, description="Whether one is wanted say the requirements (language); not compared when null."
-    )
-    rename: Rename | None = Field(default=None, description="As of POST /sessions; the answer has the robot's names.")
+    policy_type: PolicyType | None = Field(default=None, description="Compared with the policy's own, unless null.")
 
 
 class PolicyCheck(BaseModel):

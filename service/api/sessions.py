@@ -19,7 +19,7 @@ from service.api.schemas import (
 )
 from service.auth.caller import ANYBODY, Caller, Role, caller_of
 from service.errors import InvalidRequest, ServiceError, SessionExists, UnknownSession
-from service.http.bodies import REASON, json_response, read_body, read_reason, to_invalid_body
+from service.http.bodies import REASON, json_response, read_body, read_empty_body, read_reason, to_invalid_body
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import NewSession
 from service.sessions.store import AnySession, Sessions
@@ -140,10 +140,9 @@ log = logging.getLogger(__name__)
 
 async def start_inference(request: Request, session_id: str) -> HTTPResponse:
     """Let the policy move the robot, as soon as every camera and every joint is fresh."""
-    sessions = request.app.ctx.sessions
-    return _move_response(
-        sessions, "Inference started", await sessions.start(get_visible_session(request, session_id).id)
-    )
+    sessions, session = request.app.ctx.sessions, get_visible_session(request, session_id)
+    read_empty_body(request)
+    return _move_response(sessions, "Inference started", await sessions.start(session.id))
 
 
 async def stop_inference(request: Request, session_id: str) -> HTTPResponse:
@@ -160,10 +159,9 @@ async def restart_inference(request: Request, session_id: str) -> HTTPResponse:
     One that is interrupted, because its server ended, loads its policy and joins its rooms anew; it is `ready` then and
     waits for its start.
     """
-    sessions = request.app.ctx.sessions
-    return _move_response(
-        sessions, "Inference restarted", await sessions.restart(get_visible_session(request, session_id).id)
-    )
+    sessions, session = request.app.ctx.sessions, get_visible_session(request, session_id)
+    read_empty_body(request)
+    return _move_response(sessions, "Inference restarted", await sessions.restart(session.id))
 
 
 async def emergency_stop_session(request: Request, session_id: str) -> HTTPResponse:

@@ -92,6 +92,7 @@ class JointTable:
             for name in (joint.name, joint.alias)
             if name is not None
         }
+        self._position |= _other_spellings(self._position)
         self.names = tuple(joint.name for joint in self.joints)
         low, high = [joint.low for joint in self.joints], [joint.high for joint in self.joints]
         self.ranges = np.array(low, np.float32), np.array(high, np.float32)
@@ -101,11 +102,16 @@ class JointTable:
     def __len__(self) -> int:
         return len(self.joints)
 
+    def find(self, name: object) -> int | None:
+        """Return the position of the joint with this name; None when no joint has it."""
+        return self._position.get(name) if isinstance(name, str) else None
+
     def read_update(self, values: Mapping[str, object]) -> ReadJoints:
         """Read one partial update from the wire. Unusable values are dropped, never replaced or brought into range."""
         usable: dict[int, float] = {}
         dropped: dict[str, int] = {}
         odd: dict[int, float] = {}
+        contradicting: set[int] = set()
         for name, raw in values.items():
             position, value, reason = self._position.get(name, -1), math.nan, None
             if position < 0:
@@ -119,10 +125,11 @@ class JointTable:
                     value = math.inf
                 if not abs(value) <= _FLOAT32_MAX:  # also true of NaN
                     reason = "not_finite"
-                elif usable.get(position, value) != value:
-                    # The same joint under both its names with two values: neither can be trusted.
+                elif position in contradicting or usable.get(position, value) != value:
+                    # The same joint under several of its names with different values: none can be trusted.
                     reason = "contradicting"
-                    del usable[position]
+                    contradicting.add(position)
+                    usable.pop(position, None)
             if reason is not None:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
@@ -225,6 +232,21 @@ def strip_feature_name(name: str) -> str:
     ``main_shoulder_pan``.
     """
     return name.removesuffix(".pos").removeprefix("main_")
+
+
+def _other_spellings(positions: Mapping[str, int]) -> dict[str, int]:
+    """Return further spellings of these names, as LeRobot writes them: ``shoulder_pan.pos``, ``main_shoulder_pan``.
+
+    A spelling that is itself a name of the table, or that could mean two joints, is left out.
+    """
+    found: dict[str, int] = {}
+    ambiguous = set(positions)
+    for name, position in positions.items():
+        base = strip_feature_name(name)
+        for spelling in (base, f"{base}.pos", f"main_{base}", f"main_{base}.pos"):
+            if found.setdefault(spelling, position) != position:
+                ambiguous.add(spelling)
+    return {spelling: position for spelling, position in found.items() if spelling not in ambiguous}
 
 
 def _check_names(names: Sequence[str], width: int, error: Callable[[str], ServiceError], what: str) -> None:

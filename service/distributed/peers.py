@@ -23,6 +23,7 @@ from service.errors import (
     MoveRefused,
     NoDatabase,
     NotKept,
+    RoomsTaken,
     ServiceError,
     SessionExists,
     UnknownSession,
@@ -30,7 +31,7 @@ from service.errors import (
 from service.http.origins import is_loopback
 from service.sessions.records import Latch, SessionRecord, from_json
 from service.sessions.request import NewSession
-from service.sessions.store import AnySession, Sessions
+from service.sessions.store import AnySession, Sessions, held_rooms
 
 logger = logging.getLogger(__name__)
 
@@ -384,6 +385,7 @@ class PeerSessions:
             record="" if record is None else record.as_json(),
             status=json.loads(json.dumps(status)),
             latch=session.latch,
+            rooms=sorted(held_rooms(session)),
         )
 
     # What it looks up and changes.
@@ -393,14 +395,13 @@ class PeerSessions:
 
         Raises:
             SessionExists: another server has one.
+            RoomsTaken: one of its rooms is another session's.
             FrontNameTaken: another server has this one's name.
             NotKept: the database does not answer.
         """
         try:
             await self._beat()  # an older session of this id ends first
-            latch = await self._change(
-                QUERY_TIMEOUT, session_table.claim, self.name, self._process, new.session_id, new.owner
-            )
+            latch = await self._change(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
         except DatabaseUnavailable as error:
             raise NotKept(
                 f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
@@ -558,6 +559,7 @@ _REFUSALS: dict[str, type[ServiceError]] = {
     "unknown": UnknownSession,
     "named": FrontNameTaken,
     "taken": SessionExists,
+    "rooms": RoomsTaken,
     "alive": MoveRefused,
     "unready": MoveRefused,
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 from service.distributed.postgres import Sql
 from service.sessions.records import MAX_LATCHES, Latch
+from service.sessions.request import NewSession, describe_shared_room
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ CREATE TABLE robojax_latches (
     latched_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 """,
+    "ALTER TABLE robojax_sessions ADD COLUMN rooms text[] NOT NULL DEFAULT '{}'",
 )
 
 
@@ -59,7 +61,7 @@ class Refusal(Exception):
     """A request to the table that cannot be met; the text is for clients.
 
     Attributes:
-        kind: taken, named, unknown, alive or unready.
+        kind: taken, rooms, named, unknown, alive or unready.
     """
 
     def __init__(self, kind: str, text: str):
@@ -97,6 +99,7 @@ class Entry:
         record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
         status: what its server published last, the fields of SessionStatusResponse.
         latch: the text of an emergency stop that nobody has reset.
+        rooms: workspace and id of each room that it is in, or comes back to.
     """
 
     id: str
@@ -105,6 +108,7 @@ class Entry:
     record: str = ""
     status: Mapping[str, Any] = field(default_factory=dict)
     latch: str | None = None
+    rooms: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,9 @@ _SELECT_FRONTS = f"SELECT name, url, machine, life, has_ended, {_ALIVE} AS is_al
 _SELECT_SESSIONS = """SELECT s.id, s.front, s.owner, s.record, s.status, l.latch
 FROM robojax_sessions s LEFT JOIN robojax_latches l ON l.id = s.id"""
 _IS_PENDING = f"(claimed_at IS NOT NULL AND claimed_at > clock_timestamp() - interval '{CLAIM_TIMEOUT} seconds')"
-_UPSERT_SESSION = """INSERT INTO robojax_sessions (id, front, owner, record, status) VALUES ($1, $2, $3, $4, $5)
-ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, record = excluded.record, status = excluded.status,
+_UPSERT_SESSION = """INSERT INTO robojax_sessions (id, front, owner, record, status, rooms)
+VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (id) DO UPDATE SET
+owner = excluded.owner, record = excluded.record, status = excluded.status, rooms = excluded.rooms,
 claimed_at = NULL WHERE robojax_sessions.front = excluded.front"""
 _IS_OWN = "EXISTS (SELECT FROM robojax_sessions WHERE id = $1::text AND front = $2::text)"
 _UPSERT_LATCH = """INSERT INTO robojax_latches (id, latch) SELECT $1::text, $3::text WHERE {condition}
@@ -162,7 +167,8 @@ async def beat(
     if await sql.fetchval(_UPSERT_FRONT, peer.name, peer.url, peer.machine, peer.life) is None:
         raise await _name_taken(sql, peer.name)
     for one in sorted(changes, key=lambda one: one.id):
-        await sql.execute(_UPSERT_SESSION, one.id, peer.name, json.dumps(one.owner), one.record, json.dumps(one.status))
+        owner, status = json.dumps(one.owner), json.dumps(one.status)
+        await sql.execute(_UPSERT_SESSION, one.id, peer.name, owner, one.record, status, list(one.rooms))
         if one.latch is not None:
             await sql.execute(
                 _UPSERT_LATCH.format(condition=_IS_OWN), one.id, peer.name, _format_latch(Latch(one.latch, one.owner))
@@ -213,23 +219,37 @@ async def leave(sql: Sql, front: str, life: str, latches: Mapping[str, Latch]) -
             await sql.execute(_UPSERT_LATCH.format(condition=_IS_OWN), session_id, front, _format_latch(latch))
 
 
-async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | None) -> Latch | None:
-    """Claim a session id for this server, before the session is made.
+async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | None:
+    """Claim a session's id and its rooms for this server, before the session is made.
 
     Returns:
         The emergency stop of one of this id that is gone, whichever server it was on: the new one begins with it.
 
     Raises:
-        Refusal: another server has one, living or interrupted; or the name of this server is another's.
+        Refusal: another server has one, living or interrupted; or one of its rooms is another session's; or the name
+            of this server is another's.
     """
     await _check_name(sql, front, life)
-    owner_text = json.dumps(owner)
+    session_id, owner_text, rooms = new.session_id, json.dumps(new.owner), sorted(new.room_paths())
+    if rooms:
+        # One claim at a time: of two at once, the second finds the rooms of the first.
+        await sql.execute("SELECT pg_advisory_xact_lock(hashtext('robojax_rooms'))")
+        other = await sql.fetchrow(
+            f"""SELECT id, owner, rooms FROM robojax_sessions WHERE id <> $1 AND rooms && $2::text[]
+            AND (record <> '' OR status <> '{{}}' OR {_IS_PENDING}) ORDER BY created_at LIMIT 1""",
+            session_id,
+            rooms,
+        )
+        if other is not None:
+            shared = min({*rooms}.intersection(other["rooms"]))
+            raise Refusal("rooms", describe_shared_room(new, shared, other["id"], json.loads(other["owner"])))
     is_new = await sql.fetchval(
-        """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at)
-        VALUES ($1, $2, $3, '', '{}', clock_timestamp()) ON CONFLICT (id) DO NOTHING RETURNING id""",
+        """INSERT INTO robojax_sessions (id, front, owner, record, status, claimed_at, rooms)
+        VALUES ($1, $2, $3, '', '{}', clock_timestamp(), $4) ON CONFLICT (id) DO NOTHING RETURNING id""",
         session_id,
         front,
         owner_text,
+        rooms,
     )
     if is_new is None:
         existing = await sql.fetchrow(
@@ -253,11 +273,12 @@ async def claim(sql: Sql, front: str, life: str, session_id: str, owner: str | N
                 else f"the session id {session_id!r} is taken; choose another",
             )
         await sql.execute(
-            """UPDATE robojax_sessions SET front = $2, claimed_at = clock_timestamp(),
+            """UPDATE robojax_sessions SET front = $2, claimed_at = clock_timestamp(), rooms = $4,
             owner = CASE WHEN record = '' THEN $3 ELSE owner END WHERE id = $1""",
             session_id,
             front,
             owner_text,
+            rooms,
         )
     return _parse_latch(await sql.fetchval("SELECT latch FROM robojax_latches WHERE id = $1", session_id))
 

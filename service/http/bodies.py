@@ -1,18 +1,17 @@
 """Strict JSON request bodies, streamed bodies, JSON responses and errors."""
 
 import asyncio
-import heapq
 import json
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from http import HTTPStatus
-from pathlib import PurePath
 from typing import Any, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from sanic import HTTPResponse, Request, Sanic
 from sanic.constants import HTTP_METHODS
 from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, SanicException
@@ -21,7 +20,7 @@ from sanic.helpers import STATUS_CODES
 
 from service.errors import ServiceError, TooLarge
 from service.http.strict_json import RepeatedName, TooManyValues, loads, reject_repeated_names
-from service.logging import sanitize_text
+from service.logging import redact_secrets, sanitize_text
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,11 +32,11 @@ MAX_BODY = 1 << 17
 # Values in a body, and names in its object. The largest that has a meaning names 64 cameras and 256 joints, twice.
 MAX_VALUES = 4096
 _MAX_NAMES = 256
-# Of what is wrong with a body, as much is told: 12,000 names that nobody knows would be told in 2 MB.
+# Without this limit, a body with 12,000 unknown fields would produce a 2 MB error response.
 _MAX_ERRORS = 64
-# Words of errors may be shorter strings that happen to have been sent; only their quoted form is taken out.
-_MIN_MASKED = 6
-_WORD = re.compile("[A-Za-z_]+")
+# Characters of one value that an error repeats, of a whole error, and of a name that is compared with known names.
+_MAX_VALUE, _MAX_TEXT, _MAX_NAME = 200, 8192, 40
+_SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 
 
 class InvalidBody(Exception):
@@ -67,69 +66,92 @@ def read_body(request: Request[Any, Any], model: type[Model]) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        entries = error.errors(include_url=False, include_input=False, include_context=False)
-        errors = [
-            {"loc": ["body", *entry["loc"]], "msg": entry["msg"], "type": entry["type"]}
-            for entry in entries[:_MAX_ERRORS]
-        ]
+        entries = error.errors(include_url=False, include_context=False)
+        errors = [_describe_error(entry, model) for entry in entries[:_MAX_ERRORS]]
         if more := len(entries) - len(errors):
             errors.append({"loc": ["body"], "msg": f"{more} more errors are not listed", "type": "too_many_errors"})
         raise InvalidBody(errors) from None
 
 
-def to_invalid_body(error: ServiceError, input: BaseModel) -> InvalidBody:
-    """Turn an error that was found after the body was read into the 422 answer of a body."""
-    loc = list(getattr(error, "loc", ("body", "policy_path")))
-    return InvalidBody([{"loc": loc, "msg": mask_input(str(error), input), "type": error.code}])
+class _EmptyBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
 
-def mask_input(text: str, input: BaseModel) -> str:
-    """Replace every value that was sent in an error's text by its field's name, e.g. ``<policy_path>``."""
-    fields = {part: place for place, value in _list_values(input) for part in _spellings(value, text)}
-    pieces, end = [], 0
-    for start, part in _find_parts(text, fields):
-        pieces += [text[end:start], f"<{fields[part]}>{':' * part.endswith(':')}"]
-        end = start + len(part)
-    return "".join([*pieces, text[end:]])
+def read_empty_body(request: Request[Any, Any]) -> None:
+    """Refuse fields in a request that takes none, because ``{"dry_run": true}`` of a start would protect nothing.
 
-
-def _find_parts(text: str, parts: Mapping[str, object]) -> Iterator[tuple[int, str]]:
-    """Find parts in a text: each time the first one, and of those that begin there the longest.
-
-    A regular expression of 64 cameras and 256 joints takes 0.2 s to build. Here each part is looked for once along the
-    text, from where it was found last.
+    Raises:
+        InvalidBody: there is a body, and it is not an empty object.
     """
-    next_of = [(start, -len(part), part) for part in parts if part and (start := text.find(part)) >= 0]
-    heapq.heapify(next_of)
-    end = 0
-    while next_of:
-        start, length, part = heapq.heappop(next_of)
-        if start >= end:
-            yield start, part
-            end = start + len(part)
-        if (start := text.find(part, end)) >= 0:
-            heapq.heappush(next_of, (start, length, part))
+    if request.body:
+        read_body(request, _EmptyBody)
 
 
-def _spellings(value: str | float, text: str) -> Iterator[str]:
-    """Return how a value may be spelled in a text. A folder is often named by the last part of its path."""
-    for part in {value, PurePath(value).name} if isinstance(value, str) else {value}:
-        quoted = repr(part)
-        if isinstance(part, str) and quoted[1:-1] == part and part not in text:
-            continue  # which is so of nearly all of 256 joints
-        yield quoted
-        if isinstance(part, str) and len(part) >= _MIN_MASKED:
-            # A plain word may be one of the text's own: a folder is told from it by what comes after.
-            yield f"{part}:" if _WORD.fullmatch(part) else part
+def to_invalid_body(error: ServiceError, sent: BaseModel) -> InvalidBody:
+    """Turn an error that was found after the body was read into the 422 response of a body."""
+    loc = list(getattr(error, "loc", ("body", "policy_path")))
+    return InvalidBody([{"loc": loc, "msg": show_to_sender(str(error), sent), "type": error.code}])
 
 
-def _list_values(sent: BaseModel) -> Iterator[tuple[str, str | float]]:
-    for name in sorted(sent.model_fields_set):
-        value = getattr(sent, name)
-        if isinstance(value, str | float):
-            yield name, value
-        elif isinstance(value, list | tuple):
-            yield from ((f"{name}.{position}", part) for position, part in enumerate(value))
+def show_to_sender(text: str, sent: BaseModel) -> str:
+    """Return an error's text as the sender of this body may read it.
+
+    The sender's own values stay readable. Long values are shortened, control characters are escaped, and anything that
+    looks like a secret is removed, because responses end in logs and tickets.
+    """
+    for value in _list_strings([getattr(sent, name) for name in sent.model_fields_set]):
+        shown = _shorten(value)
+        if shown != value:
+            text = text.replace(value, shown).replace(repr(value)[1:-1], shown)
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT].rpartition(' ')[0]} ..."  # half of a secret would not be recognised
+    return _escape(redact_secrets(text))
+
+
+def describe_unknown_field(name: str, known: Collection[str]) -> str:
+    """Return the text of the error for a field that a request does not have, with the nearest known name."""
+    shown = redact_secrets(repr(_shorten(name)))
+    if not known:
+        return f"unknown field {shown}; this request takes no fields"
+    near = get_close_matches(name[:_MAX_NAME], known, 1)
+    hint = f"did you mean {near[0]!r}? Correct it or leave it out" if near else f"this request takes {', '.join(known)}"
+    return f"unknown field {shown}; {hint}"
+
+
+def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Convert an error of pydantic to an entry of a 422 response."""
+    place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in entry["loc"]]
+    message, value = entry["msg"], entry.get("input")
+    if entry["type"] == "extra_forbidden":
+        message = describe_unknown_field(str(entry["loc"][-1]), model.model_fields)
+    elif (value is None or isinstance(value, str | int | float)) and not _SECRET_NAME.search(str(entry["loc"][:1])):
+        shown = repr(_shorten(value)) if isinstance(value, str) else _shorten(json.dumps(value))
+        message = f"{message}, got {redact_secrets(shown)}"
+    return {"loc": ["body", *place], "msg": message, "type": entry["type"]}
+
+
+def _list_strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _list_strings([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _list_strings(part)
+
+
+def _shorten(value: str) -> str:
+    """Return at most ``_MAX_VALUE`` characters of a value, and of an address with a password only what follows it."""
+    before, _, after = value.rpartition("@")
+    if ":" in before:
+        value = f"***@{after}"
+    return value if len(value) <= _MAX_VALUE else f"{value[:_MAX_VALUE]}..."
+
+
+def _escape(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class _Constant(ValueError):
@@ -206,7 +228,7 @@ async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTT
     if error.status >= 500:
         log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
-        # The documents promise a list for 422; the text may quote what was sent, which must not go back.
+        # The OpenAPI documents promise a list for 422.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
         return json_response({"detail": [entry]}, 422)
     return json_response({"detail": str(error), "code": error.code}, error.status, error.headers)

@@ -302,7 +302,10 @@ def _grey_observation(robot_io: RobotIO, loaded: LoadedPolicy) -> Mapping[str, n
         f"{IMAGES}{camera}": np.full((1, *sizes[camera], 3), 128, np.uint8) for camera in requirements.cameras
     }
     if requirements.state is not None:
-        middle = np.array([[(joint.low + joint.high) / 2 for joint in robot_io.table.joints]], np.float32)
+        if requirements.controls_joints:
+            middle = np.array([[(joint.low + joint.high) / 2 for joint in robot_io.table.joints]], np.float32)
+        else:
+            middle = np.zeros((1, requirements.state), np.float32)  # the ranges of what it measures are not known
         observation[STATE] = np.where(np.isfinite(middle), middle, np.float32(0))
     if requirements.observation_steps > 1:
         observation = {

@@ -15,6 +15,7 @@ from service.inference.admission import ReadFrameSizes
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import check_instruction
 from service.sessions.request import DIRECT, NewSession, SessionSettings
+from service.setting_types import NAME
 from service.threads import call_in_thread
 
 
@@ -36,10 +37,14 @@ def configure_control(
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(mismatches))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
+    requested = new.joint_names
+    if requested is None and not requirements.controls_joints and requirements.joint_names is None:
+        # Six of these are no SO-100.
+        requested = tuple(f"joint_{number + 1}" for number in range(requirements.action))
     table = create_joint_table(
         requirements.action,
         checkpoint=requirements.joint_names,
-        requested=new.joint_names,
+        requested=requested,
         ranges=settings.control.joint_ranges,
         is_positional=_is_positional(requirements, new),
     )
@@ -96,8 +101,16 @@ def make_limits(
     """Return how far and how fast the joints of a session may be commanded.
 
     Raises:
-        InvalidRequest: the request names a joint that is not there, or the limits contradict each other.
+        InvalidRequest: the request names a joint that is not there, the limits contradict each other, or the actions
+            cannot be limited, because they are no targets of the joints that are measured.
     """
+    if new.max_relative_target is not None and not requirements.controls_joints:
+        raise InvalidRequest(
+            f"max_relative_target is {new.max_relative_target}, but this policy's actions are no targets of joints "
+            "that its state measures, so their steps cannot be limited; leave it out and limit the motion in the "
+            "robot's client",
+            ("body", "max_relative_target"),
+        )
     return create_motion_limits(
         table,
         settings.safety,
@@ -134,27 +147,34 @@ def _camera_mismatches(requirements: Requirements, new: NewSession) -> list[str]
         differences.append(f"camera_names lacks {sorted(expected - sent)}")
     if sent - expected:
         differences.append(f"camera_names has {sorted(sent - expected)}, which it does not know")
-    rename = ""
-    if new.rename is None and len(expected - sent) == len(sent - expected):
-        pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
-        rename = f", or rename {{{pairs}}} with the robot's names"
-    return [f"{' and '.join(differences)}; send camera_names {sorted(expected)}{rename}"]
+    pairs = ", ".join(f'"{camera}": ...' for camera in sorted(expected - sent))
+    rename = f"rename {{{pairs}}} with the robot's names"
+    if not all(map(NAME.match, expected)):
+        # No session has a camera of this name, because names stand in addresses of rooms.
+        advice = f"send {rename} (letters, digits, '_', '.' or '-')"
+    else:
+        advice = f"send camera_names {sorted(expected)}"
+        if new.rename is None and len(expected - sent) == len(sent - expected):
+            advice += f", or {rename}"
+    return [f"{' and '.join(differences)}; {advice}"]
 
 
 def _width_mismatches(requirements: Requirements, new: NewSession) -> list[str]:
     mismatches = []
     if not requirements.controls_joints and not new.is_direct:
+        if requirements.state in (None, requirements.action):
+            what = "its actions are no targets of joints but velocities or displacements, which no room carries"
+        else:
+            what = (
+                f"its state has {requirements.state} values and its actions {requirements.action}, so they are no "
+                "targets of joints; the joint room carries one value per action, so both must be equal"
+            )
         mismatches.append(
-            "its actions are no targets of joints but velocities or displacements, which no room carries; use a client "
-            f'without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of openpi\'s'
+            f'{what}; use a client without rooms that knows them ("transport_server_url": "{DIRECT}"), e.g. one of '
+            "openpi's"
         )
     if requirements.environment_state is not None:
         mismatches.append("it reads observation.environment_state, which no room carries; use one without it")
-    if requirements.controls_joints and requirements.state not in (None, requirements.action):
-        mismatches.append(
-            f"its state has {requirements.state} values and its actions {requirements.action}; "
-            "the joint room carries one value per action, so both must be equal"
-        )
     if requirements.action < 1 or requirements.chunk < 1:
         mismatches.append(f"its chunks are {requirements.chunk} steps of {requirements.action} values")
     return mismatches

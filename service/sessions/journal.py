@@ -73,18 +73,12 @@ class RecordWriter:
         self._records.drop(self.record.new.session_id)
 
 
-def room_ids(record: SessionRecord) -> tuple[str, ...]:
-    """Return the ids of a session's rooms, whoever made them."""
-    rooms = record.rooms()
-    return tuple(filter(None, (*rooms.cameras.values(), rooms.joint_input, rooms.joint_output)))
-
-
 def reused_rooms(before: SessionRecord, now: SessionRecord) -> tuple[str, ...]:
     """Return the rooms of the new session that this server made for the one before it."""
     old, new = before.new, now.new
     if (old.transport_server_url, old.workspace_id) != (new.transport_server_url, new.workspace_id):
         return ()
-    return tuple(room for room in room_ids(now) if room in before.made)
+    return tuple(room for room in now.rooms().ids if room in before.made)
 
 
 def make_orphan(record: SessionRecord) -> Orphan | None:

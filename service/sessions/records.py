@@ -14,7 +14,6 @@ from service.sessions.base_session import new_claim
 from service.sessions.request import NewSession
 from service.stage import Stage
 from service.transport.link import Rooms
-from service.transport.protocol import rooms_of
 
 # Ids that are remembered, at most.
 MAX_LATCHES = 10_000
@@ -66,9 +65,7 @@ class SessionRecord:
 
     def rooms(self) -> Rooms:
         """Return its rooms, whoever made them; none for a session of a direct client."""
-        if self.new.is_direct:
-            return Rooms(self.new.workspace_id or "")
-        return rooms_of(self.new.session_id, self.new.camera_names, self.new.workspace_id)
+        return self.new.rooms()
 
     def as_json(self) -> str:
         """Return the record as JSON text."""

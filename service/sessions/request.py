@@ -19,6 +19,7 @@ from service.http.config import LimitSettings
 from service.inference.policy_sources import SourceRules
 from service.setting_types import NAME, NAME_PATTERN
 from service.transport.address import Destinations
+from service.transport.link import Rooms
 from service.transport.protocol import rooms_of
 
 # Seconds; no chunk covers more.
@@ -29,7 +30,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SCHEMES = ("http", "https", "ws", "wss")
 
 
-# What is checked of a body beyond its types. None of these messages repeats what was sent.
+# What is checked of a body beyond its types. The value that was sent is added to the message later.
 
 
 def _validate_name(value: str) -> str:
@@ -79,7 +80,8 @@ JointName = Annotated[str, Field(min_length=1, max_length=50)]
 PolicyPath = Annotated[Text, Field(min_length=1), AfterValidator(_validate_text)]
 PolicyType = Annotated[str, Field(max_length=64)]
 Revision = Annotated[str, Field(min_length=1, max_length=256)]
-Rename = dict[Name, Name]
+# Any name of a camera that a checkpoint may have ("Top Cam"), to the robot's name.
+Rename = dict[Annotated[str, Field(min_length=1, max_length=256)], Name]
 CameraNames = Annotated[
     tuple[Name, ...], _LIST, Field(max_length=64), AfterValidator(_validate_unique), AfterValidator(tuple)
 ]
@@ -93,11 +95,12 @@ Overlap = Annotated[str, GetPydanticSchema(lambda source, handler: core_schema.l
 class SessionRequest:
     """The body of `POST /sessions`: each field with its bounds and its description.
 
-    `service.api.schemas` makes the models of bodies of these fields, and the OpenAPI documents of the models. Whoever
-    makes one in this process may name rooms that no URL does; `SessionSettings.check` refuses what no session can have.
+    `service.api.schemas` makes the models of request bodies from these fields, and the OpenAPI documents from the
+    models. Code of this process may use names that a URL cannot have; `SessionSettings.check` refuses values that no
+    session can have.
     """
 
-    session_id: Annotated[Name, Field(description="Names the session and its rooms.")]
+    session_id: Annotated[Name, Field(description="Id of the session; its rooms are named after it.")]
     policy_path: Annotated[
         PolicyPath,
         Field(
@@ -111,20 +114,23 @@ class SessionRequest:
         Field(
             json_schema_extra={"pattern": "^(direct$|(https?|wss?)://[A-Za-z0-9])"},
             description="http(s) or ws(s) URL of the transport server; this server's own address works. `direct`: no "
-            "rooms, the robot's client comes to this server (docs/direct.md).",
+            "rooms, the robot's client comes to this server (docs/robots/direct.md).",
         ),
     ]
     camera_names: Annotated[
         CameraNames,
         Field(json_schema_extra={"uniqueItems": True}, description="The policy's cameras; one video room each."),
     ] = ("front",)
-    workspace_id: Annotated[Name | None, Field(description="All rooms go into it; a new one when null.")] = None
-    policy_type: PolicyType = "act"
+    workspace_id: Annotated[Name | None, Field(description="Workspace of all its rooms. Null: a new workspace.")] = None
+    policy_type: Annotated[
+        PolicyType,
+        Field(description="Type of the policy, which has to be the checkpoint's own; POST /policies/check tells it."),
+    ] = "act"
     language_instruction: Annotated[
         Text | None,
         Field(
-            description="What the robot is to do, in words. Policies that read language want one (their requirements "
-            "say language); of other policies only recordings keep it."
+            description="What the robot is to do, in words. Policies that read language (`language` in their "
+            "requirements) require it; with other policies only recordings keep it."
         ),
     ] = None
     prompt_cut: Annotated[
@@ -138,16 +144,17 @@ class SessionRequest:
     rate: Annotated[
         Rate | None,
         Field(
-            description="Control ticks per second; default: the policy's own, else the server's, which also has a "
-            "limit."
+            description="Control ticks per second, up to the server's limit. Null: the policy's own rate, else the "
+            "server's default."
         ),
     ] = None
     revision: Annotated[Revision | None, Field(description="Branch, tag or commit of a policy from the Hub.")] = None
     auto_update: Annotated[
         Literal["off", "stage", "swap"],
         Field(
-            description="What a push to the revision (a branch or tag) or a change of the folder does: nothing; the "
-            "new policy is checked and waits for POST /sessions/{session_id}/policy; or it takes over by itself."
+            description="What a push to the revision (a branch or tag) or a change of the folder does. off: nothing. "
+            "stage: the new policy is checked and waits for POST /sessions/{session_id}/policy. swap: it takes over "
+            "by itself."
         ),
     ] = "off"
     joint_names: Annotated[
@@ -157,19 +164,20 @@ class SessionRequest:
             "except without rooms if its actions are not targets of the joints that its state measures."
         ),
     ] = None
-    dry_run: Annotated[bool, Field(description="Do everything but send commands to the robot.")] = False
+    dry_run: Annotated[bool, Field(description="Do everything except send commands to the robot.")] = False
     shadow_policy_path: Annotated[
         PolicyPath | None,
-        Field(
-            description="A second policy that computes beside the first and moves nothing; stats show how they differ."
-        ),
+        Field(description="A second policy that is also computed and moves nothing; stats show how the two differ."),
     ] = None
     shadow_revision: Annotated[
         Revision | None, Field(description="Branch, tag or commit of the shadow policy from the Hub.")
     ] = None
     max_relative_target: Annotated[
         Step | dict[JointName, Step] | None,
-        Field(description="Largest step of a joint from one tick to the next, in its unit: one for all, or by name."),
+        Field(
+            description="Largest step of a joint from one tick to the next, in the joint's unit: a number for all "
+            "joints, or an object of numbers by name."
+        ),
     ] = None
     overlap: Annotated[
         Overlap | None,
@@ -185,30 +193,31 @@ class SessionRequest:
     ask_ahead: Annotated[
         Annotated[float, Field(ge=0, le=MAX_ASK_AHEAD)] | None,
         Field(
-            description="Seconds before it is needed that the next chunk is asked for. Null: as long as answers are "
-            "measured to take."
+            description="How many seconds before it is needed the next chunk is requested. Null: the time that an "
+            "inference is measured to take."
         ),
     ] = None
     action_steps: Annotated[
         Annotated[int, Field(ge=1, le=10_000)] | None,
         Field(
-            description="Actions of a chunk to do before the next one takes over. Null: the policy's own; 1 with "
-            "ensemble."
+            description="Actions of a chunk that are executed before the next chunk takes over. Null: the policy's "
+            "own number; 1 with ensemble."
         ),
     ] = None
     degrade: Annotated[
         bool,
         Field(
-            description="Be inferred for less often where the device has no time for more, instead of a refusal (409); "
-            "stats say how often: inferences_per_second."
+            description="Run fewer inferences where the device has no time for all, instead of a refusal (409); stats "
+            "show the rate as inferences_per_second."
         ),
     ] = False
     record: Annotated[bool, Field(description="Record every tick from the first start on.")] = False
     rename: Annotated[
         Annotated[Rename, Field(max_length=64)] | None,
         Field(
-            description='Cameras of the policy and what the robot calls them, as {"camera1": "front"}; camera_names '
-            "and all else of the session have the robot's names. Null: they are the same."
+            description="Cameras of the policy, by any name that its checkpoint has, and what the robot calls them: "
+            '{"Top Cam": "front"}. camera_names and all else of the session have the robot\'s names. Null: they are '
+            "the same."
         ),
     ] = None
     accept_units: Annotated[
@@ -239,6 +248,27 @@ class NewSession(SessionRequest):
     def is_direct(self) -> bool:
         """Whether it has no rooms, because its robot's client connects to this server directly."""
         return self.transport_server_url == DIRECT
+
+    def rooms(self) -> Rooms:
+        """Return the session's rooms; none for a session of a direct client."""
+        if self.is_direct:
+            return Rooms(self.workspace_id or "")
+        return rooms_of(self.session_id, self.camera_names, self.workspace_id)
+
+    def room_paths(self) -> frozenset[str]:
+        """Return workspace and id of each of its rooms; none while the workspace is not known."""
+        ids = () if self.workspace_id is None else self.rooms().ids
+        return frozenset(f"{self.workspace_id}/{room}" for room in ids)
+
+
+def describe_shared_room(new: NewSession, path: str, other: str, owner: str | None) -> str:
+    """Return why a new session is refused that would share a room (``workspace/room``) with another session."""
+    workspace, _, room = path.partition("/")
+    whose = f"session {other!r}" if new.owner in (None, owner) else "a session of another key"
+    return (
+        f"session {new.session_id!r} would share the room {room!r} of workspace {workspace!r} with {whose}; rename the "
+        "camera or the session, use another workspace, or delete the other session"
+    )
 
 
 @dataclass(frozen=True)

@@ -265,10 +265,13 @@ class Session(BaseSession):
     def _start_moving(self, move: Move) -> None:
         self._current_lifecycle().check(move)
         assert self.robot_io is not None, "the table lets only loaded sessions start"
-        if not self.robot_io.runner.loaded.requirements.controls_joints:
+        requirements = self.robot_io.runner.loaded.requirements
+        if not requirements.controls_joints:
             raise MoveRefused(
-                f"session {self.id!r} has a policy whose actions are no targets of joints; its client asks for chunks "
-                "and does them, and no control loop of the server's can"
+                f"session {self.id!r} has a policy whose actions ({requirements.action} values) are no targets of the "
+                f"joints that its state ({requirements.state} values) measures, so the server's control loop cannot "
+                "limit the motion from the measured pose; let the client ask for chunks (act, the stream or openpi's "
+                "protocol) and execute them"
             )
         self._move(move)
         self._active_since = time.monotonic()

@@ -8,13 +8,21 @@ from typing import TypeAlias
 from uuid import uuid4
 
 from service.control.lease import Leases
-from service.errors import MoveRefused, NotKept, ServiceError, SessionExists, TooManySessions, UnknownSession
+from service.errors import (
+    MoveRefused,
+    NotKept,
+    RoomsTaken,
+    ServiceError,
+    SessionExists,
+    TooManySessions,
+    UnknownSession,
+)
 from service.inference.engine import Engine, LoadPolicy
 from service.sessions.base_session import SessionStatus
 from service.sessions.interrupted import InterruptedSession
-from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms, room_ids
+from service.sessions.journal import OrphanCleaner, RecordWriter, SessionJournal, SharedSessions, reused_rooms
 from service.sessions.records import Latch, Orphan, SessionRecord, SessionRecords
-from service.sessions.request import CheckRequest, NewSession, SessionSettings
+from service.sessions.request import CheckRequest, NewSession, SessionSettings, describe_shared_room
 from service.sessions.session import PublishEvent, Session
 from service.stage import MOVING, Stage
 from service.transport.link import Transport
@@ -83,6 +91,7 @@ class Sessions:
         Raises:
             InvalidRequest: a field cannot be used.
             SessionExists: the id is taken.
+            RoomsTaken: one of its rooms would be another session's, too.
             TooManySessions: there are as many as the settings allow.
             NotKept: it cannot be written down; no room was made.
             PolicyError: the policy cannot be loaded or does not fit; no room was made.
@@ -98,6 +107,7 @@ class Sessions:
             state = "being deleted; try again when it is gone" if existing.stage is Stage.DELETED else existing.stage
             raise SessionExists(f"session {new.session_id!r} exists already: it is {state}")
         self._check_capacity()
+        self._check_rooms(new)
         before = existing if isinstance(existing, InterruptedSession) else None
         is_ours = new.workspace_id is None
         # Named here, so that whoever comes after a kill knows where its rooms are.
@@ -107,7 +117,7 @@ class Sessions:
         of_before = () if before is None else reused_rooms(before.record, record)
         self._sessions.pop(new.session_id, None)
         self._forget_old_failures()
-        return await self._start_session(replace(record, made=room_ids(record) if is_ours else of_before), before)
+        return await self._start_session(replace(record, made=record.rooms().ids if is_ours else of_before), before)
 
     async def _restart_interrupted(self, before: InterruptedSession) -> Session:
         before.check_restart()
@@ -117,6 +127,7 @@ class Sessions:
         if self._sessions.get(before.id) is not before:
             raise MoveRefused(f"session {before.id!r} was restarted or deleted meanwhile")
         self._check_capacity()
+        self._check_rooms(before.new)
         again = replace(before.record, stage=str(Stage.INITIALIZING), reason=None, is_shut_down=False)
         return await self._start_session(again, before)
 
@@ -126,6 +137,19 @@ class Sessions:
         living = sum(not _has_failed(session) for session in self._live_sessions())
         if living >= self.settings.limits.max_sessions:
             raise TooManySessions(f"{living} sessions, and no more are allowed; delete one first")
+
+    def _check_rooms(self, new: NewSession) -> None:
+        """Refuse a session with a room of another session: both policies would look through one camera.
+
+        Room ids join two names with a hyphen, which both names may contain: ``arm-left`` with ``wrist``, ``arm`` with
+        ``left-wrist``. The URL is not compared, because one transport server may have several names. Nothing awaits
+        between this and the new session's place in the list, so of two requests at once the second is refused.
+        """
+        paths = new.room_paths()
+        for other in self._sessions.values():
+            shared = paths & held_rooms(other) if other.id != new.session_id else ()
+            if shared:
+                raise RoomsTaken(describe_shared_room(new, min(shared), other.id, other.new.owner))
 
     async def _start_session(self, record: SessionRecord, before: InterruptedSession | None) -> Session:
         writer, orphan = self._journal.begin(record, None if before is None else before.record)
@@ -416,6 +440,12 @@ class Sessions:
         await self._orphans.close()
         await self.engine.close()
         await self._journal.close()
+
+
+def held_rooms(session: AnySession) -> frozenset[str]:
+    """Return workspace and id of each room that a session is in, or comes back to; none of a failed session."""
+    has_none = isinstance(session, Session) and _has_failed(session)
+    return frozenset() if has_none else session.new.room_paths()
 
 
 def _has_failed(session: Session) -> bool:

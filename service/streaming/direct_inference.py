@@ -572,6 +572,8 @@ def _count_stops(session: AnySession) -> int:
 
 
 _INTEGER_LIMIT = 1 << 63
+# Fields of an act, with its kind on the stream.
+ACT_FIELDS = (*observation.OBSERVATION_FIELDS, "want", "executed", "reset", "kind")
 
 
 async def answer_act(
@@ -586,6 +588,7 @@ async def answer_act(
         InvalidRequest: something of it cannot be used.
         ServiceError: as ``DirectInference.infer``.
     """
+    observation.check_fields(message, ACT_FIELDS)
     is_new = message.get("reset", False)
     if not isinstance(is_new, bool):
         raise InvalidRequest("reset: wanted true or false", ("body", "reset"))

@@ -18,6 +18,7 @@ from PIL import Image
 from jaxmodels.types import describe_channels
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
+from service.http.bodies import describe_unknown_field
 from service.logging import sanitize_text
 
 FORMATS = ("JPEG", "PNG")
@@ -151,6 +152,11 @@ _PROMPT_KEYS = ("prompt", "language_instruction", "task")
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+# Fields of an observation, in each of the messages that carry one.
+OBSERVATION_FIELDS = ("images", "state", *_PROMPT_KEYS, "number", "timestamp", "extra")
+_MAX_LISTED = 8  # names that an error lists
+
+
 @dataclass(frozen=True)
 class ObservationSpec:
     """What a session's observations have to hold.
@@ -220,6 +226,17 @@ class Observation:
         return pose, [name for name, is_odd in zip(names, far, strict=True) if is_odd]
 
 
+def check_fields(message: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check that a message has no unknown fields: a misspelt ``executed`` or ``reset`` would change what is done.
+
+    Raises:
+        InvalidRequest: it has; with the nearest known name.
+    """
+    if unknown := [name for name in message if name not in known]:
+        names = [sanitize_text(str(name)) for name in unknown[:_MAX_LISTED]]
+        raise InvalidRequest("; ".join(describe_unknown_field(name, known) for name in names), ("body", names[0]))
+
+
 def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_complete: bool) -> Observation:
     """Read the observation of a message.
 
@@ -250,7 +267,8 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
     missing = [name for name in spec.cameras if name not in images]
     if is_complete and missing:
         problems.append(f"cameras {', '.join(missing)} are missing")
-    joints = _read_joints(message.get("state"), spec.joints, is_complete, problems)
+    is_extra_ignored = _read_extra(message, problems)
+    joints = _read_joints(message.get("state"), spec.joints, is_complete, problems, is_extra_ignored)
     prompt = _read_prompt(message, problems)
     timestamp = _read_timestamp(message, problems)
     if problems:
@@ -331,13 +349,23 @@ def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
     return next(iter(prompts.values()), None)
 
 
-def _read_joints(state: object, table: JointTable, is_complete: bool, problems: list[str]) -> Mapping[str, float]:
+def _read_extra(message: Mapping[str, Any], problems: list[str]) -> bool:
+    """Return whether names of ``state`` that are no joints are ignored."""
+    extra = message.get("extra", "refuse")
+    if not isinstance(extra, str) or extra not in ("refuse", "ignore"):
+        problems.append(f"extra: got {extra!r:.40}; wanted 'refuse' or 'ignore'")
+    return isinstance(extra, str) and extra == "ignore"
+
+
+def _read_joints(
+    state: object, table: JointTable, is_complete: bool, problems: list[str], is_extra_ignored: bool
+) -> Mapping[str, float]:
     if state is None:
         if is_complete:
             problems.append("state is missing: the measured joints, which motion is checked against")
         return {}
     if isinstance(state, Mapping):
-        return _read_named_joints(state, table, is_complete, problems)
+        return _read_named_joints(state, table, is_complete, problems, is_extra_ignored)
     try:
         values = np.asarray(state if isinstance(state, list | np.ndarray) else None)
     except ValueError:
@@ -375,6 +403,11 @@ def read_joint_array(state: np.ndarray, spec: ObservationSpec) -> Mapping[str, f
     return found
 
 
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
+
+
 def _observation_error(problems: Sequence[str], spec: ObservationSpec) -> InvalidRequest:
     return InvalidRequest(
         f"{'; '.join(problems[:16])}; wanted cameras {list(spec.cameras)} and joints {list(spec.joints.names)}",
@@ -383,18 +416,20 @@ def _observation_error(problems: Sequence[str], spec: ObservationSpec) -> Invali
 
 
 def _read_named_joints(
-    state: Mapping[Any, Any], table: JointTable, is_complete: bool, problems: list[str]
+    state: Mapping[Any, Any], table: JointTable, is_complete: bool, problems: list[str], is_extra_ignored: bool
 ) -> Mapping[str, float]:
-    update = table.read_update(state)
+    known = {name: value for name, value in state.items() if table.find(name) is not None}
+    if len(known) < len(state) and not is_extra_ignored:
+        unknown = [repr(str(name)[:40]) for name in state if name not in known]
+        problems.append(f'state has unknown names: {_list_names(unknown)}; send "extra": "ignore" to have them ignored')
+    update = table.read_update(known)
     if update.dropped:
-        # A set: 4096 names against a list of 256 joints take 20 ms.
-        strange = sorted(str(name)[:40] for name in state.keys() - set(table.names))[:4]
-        known = f"; {', '.join(map(sanitize_text, strange))} is none of {', '.join(table.names)}" if strange else ""
-        problems.append(
-            "state: " + ", ".join(f"{count} x {reason}" for reason, count in update.dropped.items()) + known
-        )
-        return {}
-    missing = [name for place, name in enumerate(table.names) if place not in update.values]
+        unusable = [
+            f"{name!r} is {value!r:.40}" for name, value in known.items() if table.find(name) not in update.values
+        ]
+        problems.append(f"state: {_list_names(unusable)} ({', '.join(update.dropped)})")
+    given = set(map(table.find, known))
+    missing = [name for position, name in enumerate(table.names) if position not in given]
     if is_complete and missing:
-        problems.append(f"state lacks {', '.join(missing)}")
+        problems.append(f"state lacks {_list_names(missing)}")
     return {table.names[place]: value for place, value in update.values.items()}

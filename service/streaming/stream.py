@@ -134,6 +134,7 @@ class Stream:
 
     async def _take_observation(self, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
+        observation.check_fields(message, (*observation.OBSERVATION_FIELDS, "age_ms", "kind"))
         age = message.get("age_ms", 0)
         if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age <= _MAX_AGE_MS:
             raise InvalidRequest(f"age_ms: wanted 0 to {_MAX_AGE_MS:g}", ("body", "age_ms"))

@@ -23,6 +23,11 @@ class Rooms:
     joint_input: str = ""
     joint_output: str = ""
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of all its rooms; none of a session without rooms."""
+        return tuple(filter(None, (*self.cameras.values(), self.joint_input, self.joint_output)))
+
 
 @dataclass(frozen=True)
 class JointValue:

@@ -194,7 +194,7 @@ def errors_about_names(letter: str) -> tuple[Callable[[Any], object], Callable[[
         policy_path="a/" * 2048,
         language_instruction="a" * 4096,
     )
-    return (lambda words: body.mask_input(words, sent)), repeated("a")
+    return (lambda words: body.show_to_sender(words, sent)), repeated("a")
 
 
 def frames(kind: str, field: str) -> str:

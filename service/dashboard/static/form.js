@@ -88,10 +88,8 @@ export class Create {
     set(this.language_instruction, "placeholder", need.language ? "what it shall do, in words" : "for policies that read one");
     this.language_instruction.required = need.language;
     const facts = `${found.policy_type}: cameras ${cameras}; ${need.action} joints${found.joint_names ? ` (${found.joint_names.join(", ")})` : ""}; chunks of ${need.chunk}, ${need.action_steps} done of each; ${found.rate || need.rate ? number(found.rate || need.rate, 0) + " Hz" : "its own rate is not known"}${need.language ? "; it does what the instruction says" : ""}.`;
-    // The server does not repeat what it was sent; this page knows what that was.
-    const named = (text) => text.replace(/<([a-z_]+)(?:\.(\d+))?>/g, (whole, name, place) => JSON.stringify(place === undefined ? body[name] : (body[name] || [])[place]) ?? whole);
     if (found.fits) this.say("good", make("b", {}, "It fits. "), facts);
-    else this.say("bad", make("b", {}, "It does not fit: "), make("ul", {}, ...found.misfits.map((text) => make("li", {}, named(text)))), make("p", { class: "dim" }, facts));
+    else this.say("bad", make("b", {}, "It does not fit: "), make("ul", {}, ...found.misfits.map((text) => make("li", {}, text))), make("p", { class: "dim" }, facts));
     return found.fits;
   }
 

@@ -21,12 +21,12 @@ from service.distributed import peers, session_table
 from service.distributed.peers import FORWARDED_HEADER, FRONT_NAME_HEADER, PeerSessions
 from service.distributed.postgres import DatabaseUnusable, Postgres
 from service.errors import FrontNameTaken, NoDatabase
-from service.sessions.request import DIRECT
+from service.sessions.request import DIRECT, NewSession
 from service.transport.address import Address
 from service.transport.client.rest import RoomsApi, http_session
 from service.transport.client.robot import LatchState, SessionLatch
 from tests.testing import rig
-from tests.testing.rig import started
+from tests.testing.rig import ROOMS, started
 
 KEYS = {"eve": Role.VIEWER, "alice": Role.OPERATOR, "bob": Role.OPERATOR, "root": Role.ADMIN}
 
@@ -206,11 +206,30 @@ async def test_of_a_session_whose_server_died_it_is_told_how_it_stood(servers: S
 
 
 async def test_an_id_of_a_server_that_died_before_it_told_of_it_is_no_session(servers: Servers) -> None:
-    await servers.a.front._run_change(session_table.claim, "a", servers.a.front._process, "arm", None)
+    new = NewSession("arm", "policies/act", ROOMS)
+    await servers.a.front._run_change(session_table.claim, "a", servers.a.front._process, new)
     await servers.lose(servers.a)
     assert (await servers.b.call("GET", "/sessions/arm"))[0] == 404
     assert (await servers.b.call("DELETE", "/sessions/arm"))[0] == 200
     assert (await servers.b.create("arm"))[0] == 200
+
+
+async def test_sessions_of_two_servers_never_share_a_room(servers: Servers) -> None:
+    def seeing(camera: str) -> dict[str, Any]:
+        room = {"transport_server_url": ROOMS, "workspace_id": "lab"}
+        return room | {"camera_names": [camera], "rename": {"front": camera}}
+
+    assert (await servers.a.create("arm-left", **seeing("wrist")))[0] == 200
+    status, told = await servers.b.create("arm", **seeing("left-wrist"))
+    assert (status, told["code"]) == (409, "rooms_taken")
+    assert "'arm-left'" in told["detail"]
+    assert (await servers.b.create("arm", **seeing("wrist")))[0] == 200
+    assert (await servers.a.call("DELETE", "/sessions/arm-left"))[0] == 200
+    assert (await servers.b.create("third", **seeing("wrist")))[0] == 200
+    at_once = await asyncio.gather(
+        servers.a.create("leg-left", **seeing("wrist")), servers.b.create("leg", **seeing("left-wrist"))
+    )
+    assert sorted(status for status, _ in at_once) == [200, 409]
 
 
 async def test_an_emergency_stop_of_one_is_done_where_it_is_and_sends_nobody_on(servers: Servers) -> None:
@@ -602,7 +621,7 @@ async def test_a_robot_in_rooms_learns_of_a_stop_on_another_server(servers: Serv
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("INSERT INTO robojax_schema VALUES (99)", "is of version 99, this robojax knows 1"),
+        ("INSERT INTO robojax_schema VALUES (99)", "is of version 99, this robojax knows 2"),
         ("ALTER ROLE robojax_poor NOLOGIN", "not permitted to log in"),
     ],
 )

@@ -37,16 +37,62 @@ async def test_all_that_does_not_fit_is_told_as_the_creation_would(server, wish,
         assert word in text
 
 
-async def test_what_is_no_policy_is_refused_without_the_path_that_was_sent(server):
+async def test_a_folder_without_a_policy_is_refused_by_name(server):
     status, told = await server.call("POST", "/policies/check", json={"policy_path": "tests/unit/service"})
     assert (status, told["detail"][0]["loc"], told["detail"][0]["type"]) == (422, ["body", "policy_path"], "policy")
     assert "config.json" in told["detail"][0]["msg"] or "model.safetensors" in told["detail"][0]["msg"]
-    assert "tests/unit/service" not in str(told)
+    assert "policy 'tests/unit/service' cannot be used" in told["detail"][0]["msg"]
 
 
-async def test_a_folder_called_like_a_word_of_the_text_is_taken_out_where_it_is_named_alone(server):
-    _, told = await server.call("POST", "/policies/check", json={"policy_path": "nowhere/to/policy"})
-    assert told["detail"][0]["msg"].startswith("policy <policy_path> cannot be used: <policy_path> is neither")
+@pytest.mark.parametrize(
+    ("path", "shown", "hidden"),
+    [
+        ("nowhere/to/policy", "policy 'nowhere/to/policy' cannot be used", "<policy_path>"),
+        ("/nowhere/" + "x" * 300, "/nowhere/" + "x" * 191 + "...", "x" * 192),
+        ("nowhere/a\x1b[31mb", r"nowhere/a\x1b[31mb", "\x1b"),
+        ("https://me:hunter2@models.example/act", "***@models.example/act", "hunter2"),
+        ("me:hunter2@models.example/act", "***@models.example/act", "hunter2"),
+        ("/nowhere/hf_abcdefghijklmnop", "/nowhere/hf_***", "abcdefgh"),
+    ],
+)
+async def test_errors_show_the_senders_own_values_without_secrets(server, path, shown, hidden):
+    _, told = await server.call("POST", "/policies/check", json={"policy_path": path})
+    text = told["detail"][0]["msg"]
+    assert shown in text
+    assert hidden not in text
+
+
+@pytest.mark.parametrize("camera", ["Top Cam", "caméra", "/cam/top:0"])
+async def test_a_camera_with_any_name_is_renamed(server, tmp_path, camera):
+    folder = shutil.copytree(DEMO["policy_path"], tmp_path / "policy")
+    for file in ("config.json", "policy_preprocessor.json"):
+        text = (folder / file).read_text()
+        (folder / file).write_text(text.replace("images.front", f"images.{camera}"))
+    policy = {"policy_path": str(folder)}
+    _, told = await server.call("POST", "/policies/check", json=policy)
+    assert (told["fits"], told["camera_names"]) == (False, [camera])
+    (text,) = told["misfits"]
+    assert text.startswith(f'camera_names lacks {[camera]}; send rename {{"{camera}": ...}}')
+    _, told = await server.call("POST", "/policies/check", json=policy | {"camera_names": ["front"]})
+    assert "send rename" in told["misfits"][0]
+    _, told = await server.call("POST", "/policies/check", json=policy | {"rename": {camera: "front"}})
+    assert (told["fits"], told["camera_names"]) == (True, ["front"])
+    for wrong in ({camera: camera}, {"": "front"}):
+        assert (await server.call("POST", "/policies/check", json=policy | {"rename": wrong}))[0] == 422
+    _, told = await server.call("POST", "/policies/check", json=policy | {"rename": {"Topcam": "front"}})
+    assert "rename Topcam=front names no camera of the policy" in told["detail"][0]["msg"]
+    assert camera in told["detail"][0]["msg"]
+
+
+async def test_a_check_takes_all_fields_of_a_session_and_no_others(server):
+    wish = DEMO | {"session_id": "arm", "transport_server_url": "direct", "dry_run": True}
+    status, told = await server.call("POST", "/policies/check", json=wish | {"max_relative_target": {"Jaw": 1.0}})
+    assert (status, told["fits"]) == (200, True), told
+    _, told = await server.call("POST", "/policies/check", json=wish | {"max_relative_target": {"Jaws": 1.0}})
+    assert (told["fits"], "Jaws" in told["misfits"][0]) == (False, True)
+    status, told = await server.call("POST", "/policies/check", json=wish | {"max_relative_traget": 1.0})
+    assert (status, told["detail"][0]["loc"]) == (422, ["body", "max_relative_traget"])
+    assert "did you mean 'max_relative_target'?" in told["detail"][0]["msg"]
 
 
 async def test_a_reader_with_a_bug_tells_no_more_than_its_kind(server, monkeypatch):

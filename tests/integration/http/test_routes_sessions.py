@@ -3,7 +3,9 @@ import threading
 
 import pytest
 
+from jaxmodels import Requirements
 from service.errors import TransportError
+from service.testing import ScriptedLoader, ScriptedPolicy
 
 
 async def test_a_session_is_made_listed_looked_at_and_deleted(server):
@@ -111,23 +113,76 @@ async def test_a_policy_that_cannot_be_loaded_is_422_and_stays_listed_with_its_r
     from jaxmodels.errors import CheckpointError
 
     server.load.failure = CheckpointError("config.json is missing")
-    status, told = await server.create(policy_path="/models/s3cr3t-folder")
+    status, told = await server.create(policy_path="/models/act")
     assert status == 422
     [entry] = told["detail"]
     assert (entry["loc"], entry["type"]) == (["body", "policy_path"], "policy")
     assert "config.json is missing" in entry["msg"]
-    assert "s3cr3t" not in entry["msg"]
+    assert "'/models/act'" in entry["msg"]
     _, [listed] = await server.call("GET", "/sessions")
     assert (listed["status"], "config.json" in listed["error_message"]) == ("error", True)
     server.load.failure = None
     assert (await server.create())[0] == 200
 
 
-async def test_cameras_that_do_not_fit_are_422_without_the_names_that_were_sent(server):
-    status, told = await server.create(camera_names=["hunter2cam"])
+async def test_cameras_that_do_not_fit_are_refused_with_their_names(server):
+    status, told = await server.create(camera_names=["front", "left", "right"])
     assert status == 422
-    assert "front" in told["detail"][0]["msg"]
-    assert "hunter2cam" not in str(told)
+    assert "camera_names has ['left', 'right'], which it does not know; send camera_names ['front']" in str(told)
+
+
+def one_camera(camera, **more):
+    return {"camera_names": [camera], "rename": {"front": camera}, "workspace_id": "lab"} | more
+
+
+SHARED_ROOMS = [
+    (("arm-left", "wrist"), ("arm", "left-wrist"), "arm-left-wrist"),
+    (("arm", "left-wrist"), ("arm-left", "wrist"), "arm-left-wrist"),
+    (("arm", "front"), ("arm-joint", "input"), "arm-joint-input"),
+    (("arm-joint", "output"), ("arm", "front"), "arm-joint-output"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "room"), SHARED_ROOMS)
+async def test_two_sessions_never_share_a_room(server, first, second, room):
+    status, made = await server.create(first[0], **one_camera(first[1]))
+    assert status == 200
+    status, told = await server.create(second[0], **one_camera(second[1]))
+    assert (status, told["code"]) == (409, "rooms_taken")
+    assert all(repr(name) in told["detail"] for name in (room, "lab", first[0], second[0]))
+    # The first session keeps its rooms, and each of these has rooms of its own.
+    assert (await server.call("GET", f"/sessions/{first[0]}"))[1]["rooms"]["camera_room_ids"] == made["camera_room_ids"]
+    assert (await server.create(second[0], **one_camera(second[1], workspace_id="other")))[0] == 200
+    assert (await server.create("third", **one_camera(second[1])))[0] == 200
+    assert (await server.create("joint", **one_camera("joint_input")))[0] == 200
+    assert (await server.call("DELETE", f"/sessions/{first[0]}"))[0] == 200
+    assert (await server.call("DELETE", f"/sessions/{second[0]}"))[0] == 200
+    assert (await server.create(second[0], **one_camera(second[1])))[0] == 200
+
+
+async def test_of_two_creates_at_once_one_gets_the_room(server):
+    names = [("arm-left", "wrist"), ("arm", "left-wrist")]
+    found = await asyncio.gather(*(server.create(name, **one_camera(camera)) for name, camera in names))
+    assert sorted(status for status, _ in found) == [200, 409]
+
+
+async def test_rooms_are_compared_among_sessions_that_have_rooms(server):
+    assert (await server.create("arm-left", **one_camera("wrist", transport_server_url="direct")))[0] == 200
+    assert (await server.create("arm", **one_camera("left-wrist")))[0] == 200
+    assert (await server.create("leg-left", **one_camera("wrist", policy_type="diffusion")))[0] == 422
+    assert (await server.create("leg", **one_camera("left-wrist")))[0] == 200, "a failed session has no rooms"
+
+
+async def test_a_session_renames_a_camera_with_any_name(serve):
+    needs = Requirements("act", {"Top Cam": (48, 64), "caméra": (48, 64)}, 6, None, 6, 5, 5)
+    async with serve(load=ScriptedLoader(lambda: ScriptedPolicy(needs))) as server:
+        rename = {"Top Cam": "top", "caméra": "side"}
+        status, told = await server.create(camera_names=["top", "side"], rename=rename, workspace_id="lab")
+        assert (status, told["camera_room_ids"]) == (200, {"top": "arm-top", "side": "arm-side"})
+        status, told = await server.create("other", camera_names=["top", "side"])
+        assert (status, "send rename" in told["detail"][0]["msg"]) == (422, True)
+        status, told = await server.create("other", camera_names=["Top Cam", "side"])
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "camera_names", 0])
 
 
 async def test_a_transport_that_fails_is_502(server):

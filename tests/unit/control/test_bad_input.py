@@ -95,6 +95,8 @@ def test_only_finite_values_of_known_joints_get_in(frame: str) -> None:
         ('{"name": "Elbow", "value": 1}, {"name": "elbow_flex", "value": 2}', {"contradicting": 1}, 9.0),
         ('{"name": "Elbow", "value": 1}, {"name": "Elbow", "value": 1.0}', {}, 1.0),
         ('{"name": "Elbow", "value": 1}, {"name": "Tail", "value": 1}', {"unknown_joint": 1}, 1.0),
+        ('{"name": "elbow_flex.pos", "value": 1}, {"name": "elbow_flex.vel", "value": 2}', {"unknown_joint": 1}, 1.0),
+        ('{"name": "Elbow", "value": 1}, {"name": "elbow_flex.pos", "value": 2}', {"contradicting": 1}, 9.0),
     ],
 )
 def test_each_kind_of_bad_value_has_its_name(data: str, dropped: dict[str, int], elbow: float) -> None:

@@ -70,6 +70,29 @@ def test_commands_go_no_further_out_than_the_measured_pose() -> None:
     assert [command.value for command in commands] == [-115, 102, 100, -100, 1, -2]
 
 
+@pytest.mark.parametrize(
+    ("names", "sent", "position"),
+    [
+        (("left_elbow.pos", "right_elbow.pos"), "left_elbow", 0),
+        (("left_elbow", "right_elbow"), "right_elbow.pos", 1),
+        (("elbow", "elbow.pos"), "elbow.pos", 1),  # An exact name wins.
+        (("elbow", "elbow.pos"), "main_elbow", None),  # It could mean either joint.
+        (("main_elbow", "wrist"), "elbow.pos", 0),
+        (("elbow", "wrist"), "elbow.vel", None),
+    ],
+)
+def test_joints_have_lerobots_spellings_of_their_names(names: tuple[str, ...], sent: str, position: int | None) -> None:
+    table = JointTable([Joint(name, index) for index, name in enumerate(names)])
+    assert table.find(sent) == position
+    assert table.read_update({sent: 2.0}).values == ({} if position is None else {position: 2.0})
+    assert table.names == names
+
+
+def test_a_joint_under_three_names_with_different_values_is_dropped() -> None:
+    values = {"Jaw": 3, "gripper": 4, "gripper.pos": 4, "Pitch": 1}
+    assert JointTable(SO100).read_update(values).values == {1: 1}
+
+
 @pytest.mark.parametrize("bad", [[0, 0, 0, 0, 0, math.nan], [0, math.inf, 0, 0, 0, 0], [0] * 5, [[0] * 6]])
 def test_a_command_that_is_not_finite_or_misshaped_is_never_made(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="command has"):

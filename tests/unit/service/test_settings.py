@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -5,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from service.sessions.request import ADJUSTABLE, SessionRequest
 from service.setting_types import Mark, SettingsError
 from service.settings import FIELDS, GROUPS, PREFIX, Settings, load_settings, unknown_variables
-from tools.settings_page import settings_page
+from tools.settings_page import session_fields_page, settings_page
 
 ROOT = Path(__file__).parents[3]
 
@@ -209,6 +211,17 @@ def test_a_field_of_a_group_is_all_that_a_setting_needs(nowhere):
 def test_the_page_of_the_settings_is_what_the_classes_say():
     page = ROOT / "docs" / "reference" / "settings.md"
     assert page.read_text() == settings_page(), "python -m tools.settings_page > docs/reference/settings.md"
+
+
+def test_the_page_of_session_fields_is_made_of_their_class():
+    page = ROOT / "docs" / "reference" / "session_fields.md"
+    command = "python -m tools.settings_page --session-fields > docs/reference/session_fields.md"
+    assert page.read_text() == session_fields_page(), command
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert [row[0].strip("`") for row in rows] == [field.name for field in dataclasses.fields(SessionRequest)]
+    assert {row[0].strip("`") for row in rows if row[4] == "yes"} == set(ADJUSTABLE)
+    (limit,) = (row for row in rows if row[0] == "`max_relative_target`")
+    assert limit[1:4] == ["number or object of numbers by name", "above 0; each above 0", "`null`"]
 
 
 def test_what_shows_settings_leaves_paths_and_secrets_out():

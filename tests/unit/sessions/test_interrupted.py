@@ -14,7 +14,7 @@ from benchmarks.session_cycles import COUNTED, measure
 from hooks.database import Database
 from hooks.errors import StoreError
 from jaxmodels.errors import ConfigError
-from service.errors import MoveRefused, PolicyError, SessionExists, TransportError, UnknownSession
+from service.errors import MoveRefused, PolicyError, RoomsTaken, SessionExists, TransportError, UnknownSession
 from service.inference.engine import Engine
 from service.lifespan import session_settings
 from service.sessions.records import SCHEMA, SessionRecords
@@ -318,6 +318,22 @@ async def test_rooms_of_an_interrupted_session_stay_for_the_robot_that_waits_in_
     async with after_a_kill(server) as after:
         await asyncio.sleep(0.02)
         assert after.transport.existing == {"home/arm-front", "home/arm-joint-input", "home/arm-joint-output"}
+
+
+async def test_an_interrupted_session_keeps_its_room_ids(tmp_path: Path) -> None:
+    first = replace(NEW, session_id="arm-left", camera_names=("wrist",), rename={"front": "wrist"})
+    second = replace(NEW, session_id="arm", camera_names=("left-wrist",), rename={"front": "left-wrist"})
+    async with serving(tmp_path) as server:
+        await server.sessions.create(first)
+    async with serving(tmp_path) as server:
+        with pytest.raises(RoomsTaken, match="'arm-left'"):
+            await server.sessions.create(second)
+        with pytest.raises(RoomsTaken, match="a session of another key") as refused:
+            await server.sessions.create(replace(second, owner="bob"))
+        assert "session 'arm-left'" not in str(refused.value)
+        await server.sessions.restart("arm-left")
+        await server.sessions.delete("arm-left")
+        await server.sessions.create(second)
 
 
 async def test_rooms_of_a_deletion_that_was_cut_off_go_at_the_next_start(server: Server) -> None:

@@ -3,13 +3,17 @@ import base64
 import io
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from jaxmodels import Requirements
+from service.rollout.rollout import _grey_observation
 from service.streaming import codec
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing import rig
 
 
 def jpeg(height: int = 48, width: int = 64, form: str = "JPEG") -> bytes:
@@ -50,6 +54,115 @@ async def test_json_has_pictures_in_base64_and_joints_by_any_of_their_names(serv
             server.seen(images={"front": jpeg(form=form)}), headers={"accept": "application/json"}
         )
         assert (status, len(told["actions"])) == (200, 20)
+
+
+LEROBOT = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+
+
+async def test_a_state_has_joints_by_any_of_their_names(server):
+    named = dict(zip(LEROBOT, server.pose, strict=True))
+    for state in (
+        named,
+        {f"{name}.pos": value for name, value in named.items()},
+        {f"main_{name}": value for name, value in named.items()},
+        named | {f"{name}.pos": value for name, value in named.items()},
+    ):
+        status, told = await server.act(server.seen(state=state, reset=True))
+        assert status == 200, told
+        np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+
+
+MORE = {f"{name}.vel": 0.5 for name in LEROBOT} | {"timestamp": 1e9, "gripper.eff": float("nan"), "note": "x"}
+WRONG_STATES = [
+    ({"timestamp": 1.0}, [], "state has unknown names: 'timestamp'; send"),
+    ({"shoulder_pan.vel": 1.0}, ["elbow_flex"], "state has unknown names: 'shoulder_pan.vel'; send"),
+    ({}, ["elbow_flex", "gripper"], "state lacks Elbow, Jaw;"),
+    ({"timestamp": 1.0}, ["gripper"], "state lacks Jaw;"),
+    ({"gripper.pos": 51.0}, [], "'gripper' is 50.0, 'gripper.pos' is 51.0 (contradicting)"),
+    ({"gripper.pos": 51.0, "Jaw": 50.0}, [], "'Jaw' is 50.0 (contradicting)"),
+    ({"gripper": float("inf")}, [], "'gripper' is inf (not_finite)"),
+    ({"gripper": "open"}, [], "'gripper' is 'open' (not_a_number)"),
+    (MORE, [], "and 1 more; send"),
+]
+
+
+@pytest.mark.parametrize(("more", "left_out", "said"), WRONG_STATES)
+async def test_an_error_about_a_state_names_exactly_what_is_wrong(server, more, left_out, said):
+    named = dict(zip(LEROBOT, server.pose, strict=True))
+    state = {name: value for name, value in (named | more).items() if name not in left_out}
+    status, told = await server.act(server.seen(state=state))
+    text = told["detail"][0]["msg"].partition("wanted cameras")[0]
+    assert status == 422
+    assert said in text
+    assert "shoulder_lift" not in text.replace("shoulder_lift.vel", ""), "a right name is not accused"
+
+
+async def test_extra_names_are_ignored_where_the_client_says_so(server):
+    state = dict(zip(LEROBOT, server.pose, strict=True)) | MORE
+    status, told = await server.act(server.seen(state=state, extra="ignore"))
+    assert status == 200, told
+    np.testing.assert_allclose(told["actions"][0], np.add(server.pose, 0.1), atol=1e-5)
+    del state["gripper"]
+    assert "state lacks Jaw" in str(await server.act(server.seen(state=state, extra="ignore")))
+    for bad in ("drop", True, np.zeros(2)):
+        assert "extra: got" in str(await server.act(server.seen(extra=bad)))
+
+
+async def test_an_unknown_field_of_an_act_is_refused_with_the_nearest_name(server):
+    for field, near in (("exectued", "executed"), ("resett", "reset"), ("image", "images"), ("promt", "prompt")):
+        status, told = await server.act(server.seen(**{field: 1}))
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", field])
+        assert f"did you mean {near!r}?" in told["detail"][0]["msg"]
+    assert server.policy.acted == 0
+
+
+def wide(action: int, **more: Any) -> Requirements:
+    """A policy whose state has eight values, as LIBERO's."""
+    return Requirements("act", {"front": (48, 64)}, 8, None, action, 5, 5, **more)
+
+
+@pytest.mark.parametrize("action", [6, 7])
+async def test_a_policy_with_a_wider_state_is_served_without_rooms(serve, action):
+    state = np.arange(8, dtype=np.float32)
+    async with serve(policy=ScriptedPolicy(wide(action))) as server:
+        await server.create()
+        status, told = await server.act(server.seen(state=state))
+        assert (status, told["actions"].shape, told["clamped"]) == (200, (5, action), [])
+        np.testing.assert_allclose(told["actions"][0], state[:action] + 0.1, atol=1e-5)
+        assert told["joint_names"] == [f"joint_{number + 1}" for number in range(action)]
+        named = {f"state_{number + 1}": float(value) for number, value in enumerate(state)}
+        status, told = await server.act(server.seen(state=named, want="action", reset=True))
+        np.testing.assert_allclose(told["action"], state[:action] + 0.1, atol=1e-5)
+        assert "wanted 8 numbers" in str(await server.act(server.seen(state=state[:action])))
+        async with server.stream() as socket:
+            assert codec.unpack(await socket.recv())["joint_names"] == [f"joint_{n + 1}" for n in range(action)]
+            await socket.send(codec.pack(server.seen(kind="act", state=state)))
+            answer = codec.unpack(await socket.recv())
+            while answer["kind"] != "chunk":
+                answer = codec.unpack(await socket.recv())
+            assert answer["actions"].shape == (5, action)
+        # A pushed policy is tried with as many numbers as the state has.
+        robot_io = server.app.ctx.sessions.get("arm").robot_io
+        assert _grey_observation(robot_io, robot_io.runner.loaded)["observation.state"].shape == (1, 8)
+        # The server's own loop could not limit its motion.
+        status, told = await server.call("POST", "/sessions/arm/start")
+        assert (status, told["code"]) == (409, "move_refused")
+        assert f"actions ({action} values)" in told["detail"]
+        assert "state (8 values)" in told["detail"]
+        assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"
+
+
+async def test_a_policy_with_a_wider_state_has_no_rooms_and_no_step_limit(serve):
+    async with serve(policy=ScriptedPolicy(wide(7, joint_names=tuple("abcdefg")))) as server:
+        status, told = await rig.Server.create(server, "rooms")
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "policy_path"])
+        assert "its state has 8 values and its actions 7" in told["detail"][0]["msg"]
+        assert '"transport_server_url": "direct"' in told["detail"][0]["msg"]
+        status, told = await rig.Server.create(server, transport_server_url="direct", max_relative_target=1.0)
+        assert (status, told["detail"][0]["loc"]) == (422, ["body", "max_relative_target"])
+        await server.create("named")
+        status, told = await server.act(server.seen(state=np.zeros(8, np.float32)), "named")
+        assert told["joint_names"] == [*"abcdefg"]
 
 
 async def test_single_actions_come_from_one_chunk_until_it_is_used_up(serve):

@@ -125,6 +125,13 @@ async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
             assert (await client.hear("error"))["code"] == "invalid"
         await client.say("observation", state=np.full(6, np.nan))
         assert "NaN" in (await client.hear("error"))["detail"]
+        await client.say("observation", state={"Elbow": 1.0, "elbow_flex.vel": 0.5}, number=3)
+        told = await client.hear("error")
+        assert (told["number"], "unknown names: 'elbow_flex.vel'; send" in told["detail"]) == (3, True)
+        await client.say("observation", state={"elbow_flex.pos": 1.0, "elbow_flex.vel": 0.5}, extra="ignore")
+        await client.say("observation", agems=5)
+        assert "did you mean 'age_ms'?" in (await client.hear("error"))["detail"]
+        assert server.app.ctx.sessions.get("arm").robot_io.buffer.measured_joints()["Elbow"] == 1.0
         await client.say("ping", number=1)
         await client.hear("pong")
         for _ in range(20):

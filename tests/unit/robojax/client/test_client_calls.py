@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from robojax.client import AsyncClient, Client, Command, Garbled, Refused, Unreachable, Unusable, http, stream
 from robojax.client.codec import pack_array, pack_observation, unpack_array
+from service.sessions.request import SessionRequest
 
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
@@ -103,6 +106,37 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 def test_a_key_with_strange_characters_is_not_sent() -> None:
     with pytest.raises(Unusable, match="no key has"):
         Client(key="a\r\nx-evil: 1")
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("dry_runn", "did you mean 'dry_run'?"),
+        ("max_relative_traget", "did you mean 'max_relative_target'?"),
+        ("someday", "a session has camera_names, workspace_id"),
+    ],
+)
+def test_create_refuses_unknown_fields_before_it_sends(field: str, said: str) -> None:
+    fields: dict[str, Any] = {field: True}
+    # No server listens there: a request would end in Unreachable.
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(Unusable, match=rf"unknown field '{field}'; ") as refused,
+    ):
+        client.create("arm", "policies/act", **fields)
+    assert said in str(refused.value)
+
+    async def create() -> None:
+        async with AsyncClient("http://127.0.0.1:1") as client:
+            await client.create("arm", "policies/act", **fields)
+
+    with pytest.raises(Unusable, match="Nothing was sent"):
+        asyncio.run(create())
+
+
+def test_client_and_server_have_the_same_session_fields() -> None:
+    names = [field.name for field in dataclasses.fields(SessionRequest)]
+    assert set(http.SESSION_FIELDS) == {*names} - {"session_id", "policy_path", "transport_server_url"}
 
 
 @contextlib.asynccontextmanager

@@ -72,6 +72,13 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     chunk = await session.act(PICTURES, POSE, number=7)
     assert (chunk.actions.shape, chunk.number, chunk.joint_names[5]) == ((20, 6), 7, "Jaw")
     np.testing.assert_allclose(chunk.actions[0], np.array(POSE) + 0.1, atol=1e-5)
+    state = {f"{name}.pos": value for name, value in zip(chunk.joint_names, POSE, strict=True)} | {"timestamp": 1.0}
+    again = await session.act(PICTURES, state, extra="ignore", reset=True)
+    np.testing.assert_allclose(again.actions, chunk.actions, atol=1e-5)
+    with pytest.raises(Refused, match="unknown names: 'timestamp'"):
+        await session.act(PICTURES, state)
+    with pytest.raises(Refused, match="did you mean 'executed'"):
+        await session.act(PICTURES, POSE, exectued=3)
     first = await session.next_action(PICTURES, POSE, reset=True)
     np.testing.assert_allclose(first.action, chunk.actions[0], atol=1e-5)
     assert first.left == 19
