@@ -1,6 +1,5 @@
 """Readers of the rows and frames of chosen episodes."""
 
-import io
 import math
 import threading
 from collections import OrderedDict
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from jaxmodels.data.metadata import INFO, EpisodeLocation
+from jaxmodels.data.pictures import decode_picture
 from jaxmodels.data.table_files import open_table, read_table, read_vectors
 from jaxmodels.data.video import VideoFile
-from jaxmodels.errors import DatasetError
+from jaxmodels.errors import DatasetError, PictureError
 
 # Files that are read at once: version 2.1 has one for each episode.
 READERS = 8
@@ -240,18 +239,25 @@ def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.nd
     """Decode one PNG or JPEG into uint8 (h, w, 3).
 
     Raises:
-        DatasetError: it is empty, no PNG or JPEG, or of another height and width.
+        DatasetError: it is empty, no PNG or JPEG, no colour picture, or of another height and width.
     """
+
+    def check_size(height: int, width: int) -> None:
+        # Before anything is decoded: a few bytes can claim any size. A picture may be stored turned on its side.
+        if sorted((height, width)) != sorted(size):
+            raise DatasetError(f"{where} is {height}x{width}; wanted {size[0]}x{size[1]}")
+
     try:
-        with Image.open(io.BytesIO(data or b""), formats=("PNG", "JPEG")) as image:
-            # Before anything is decoded: a few bytes can claim any size.
-            if (image.height, image.width) != size:
-                raise DatasetError(f"{where} is {image.height}x{image.width}; wanted {size[0]}x{size[1]}")
-            return np.asarray(image.convert("RGB"))
+        picture = decode_picture(data or b"", check_size)
+    except PictureError as error:
+        raise DatasetError(f"{where} is {error}") from error
     except (OSError, ValueError, SyntaxError) as error:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(f"{where} cannot be decoded as PNG or JPEG ({type(error).__name__})") from error
+    if picture.shape[:2] != size:
+        raise DatasetError(f"{where} is {picture.shape[0]}x{picture.shape[1]}; wanted {size[0]}x{size[1]}")
+    return picture
 
 
 # An open decoder holds the frames it may still refer to: some ten megabytes.

@@ -204,6 +204,19 @@ async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joi
         assert buffer.measured_joints()["Elbow"] == -30.0
 
 
+async def test_a_depth_picture_on_the_stream_is_refused_with_its_reason(server):
+    held = io.BytesIO()
+    Image.fromarray(np.full((48, 64), 900, np.uint16)).save(held, "PNG")
+    async with server.stream() as socket:
+        client = Client(socket)
+        for kind in ("act", "observation"):
+            await client.say(kind, **server.seen(images={"front": held.getvalue()}))
+            told = await client.hear("error")
+            assert told["code"] == "invalid"
+            assert "camera 'front': a 16-bit gray picture" in told["detail"]
+    assert server.policy.acted == 0
+
+
 async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):
     async with server.stream() as socket:
         client = Client(socket)

@@ -380,6 +380,9 @@ def test_a_playlist_that_names_other_files_is_no_video(copy):
         (b"GIF89a" + bytes(50), "cannot be decoded"),
         (png(np.zeros((32, 48, 3), np.uint8))[:60], "cannot be decoded"),
         (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
+        (png(np.zeros((48, 32, 3), np.uint8)), "is 48x32; wanted 32x48"),
+        (png(np.zeros((32, 48), np.uint16)), "is a 16-bit gray picture"),
+        (png(np.zeros((32, 48, 4), np.uint8)), "is a picture with transparent pixels"),
     ],
 )
 def test_a_picture_that_is_none_is_refused(copy, picture, said):
