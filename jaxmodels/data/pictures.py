@@ -39,7 +39,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
 
     Raises:
         PictureError: 16-bit gray, which is usually depth, transparent pixels, or other colours than RGB and gray.
-        Exception: whatever Pillow raises for a malformed file.
+        Exception: any error of Pillow for a malformed file.
 
     Example:
         >>> file = io.BytesIO()

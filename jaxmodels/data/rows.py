@@ -68,7 +68,7 @@ class Rows:
         """Check that a column increases from row to row.
 
         Args:
-            is_continued: whether the first value of an episode must be above the last one of the episode before.
+            is_continued: whether the column also increases from the last row of an episode to the first of the next.
 
         Raises:
             DatasetError: names the episode and its row.
@@ -101,7 +101,7 @@ class Rows:
         """
         lengths = np.array([location.length for location in self._locations])
         starts, steps = self._ends - lengths, lengths - 1
-        # The whole episode first: only those that deviate are looked at row by row.
+        # Compare whole episodes first, because reading every row of each episode is slow for large datasets.
         deviation = np.abs(self.timestamps[self._ends - 1] - self.timestamps[starts] - steps / fps)
         for number in np.flatnonzero(deviation > _tolerance(steps / fps)):
             times = self.timestamps[starts[number] : self._ends[number]]
