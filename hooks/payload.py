@@ -1,14 +1,16 @@
 """Payload of a Hub webhook, version 3, and samples.
 
-Forward compatible: fields and values that are not known here are kept and never refused, so that a Hub that learns
-something new does not silence a receiver. Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
+A delivery is refused only for the fields that name its event: ``event.action``, ``event.scope``, ``repo.id``,
+``repo.name``, ``repo.type`` and ``webhook.id``, all text. Unknown fields and values are kept, and any other field that
+does not have its documented type is None, so that a change of the Hub does not silence a receiver.
+Source: https://huggingface.co/docs/hub/webhooks, and huggingface_hub 2.4.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from hooks.errors import InvalidWebhook
 
@@ -34,6 +36,20 @@ REPO_TYPES = ("model", "dataset", "space", "bucket")
 DISCUSSION_STATES = ("closed", "draft", "open", "merged")
 
 
+T = TypeVar("T")
+
+
+def _validate_or_none(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+# A field that no delivery is refused for: None where the payload has another type.
+Lenient = Annotated[T | None, WrapValidator(_validate_or_none)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="allow", populate_by_name=True, serialize_by_alias=True)
 
@@ -48,20 +64,20 @@ class WebhookPayloadUrl(_Part):
     """Links to a repo, discussion or comment: ``web`` for people, ``api`` for programs."""
 
     web: str
-    api: str | None = None
+    api: Lenient[str] = None
 
 
 class WebhookPayloadMovedTo(_Part):
     """New name of a repo that was moved."""
 
     name: str
-    owner: ObjectId
+    owner: Lenient[ObjectId] = None
 
 
 class WebhookPayloadWebhook(ObjectId):
     """Webhook that this delivery was sent for."""
 
-    version: int
+    version: Lenient[int] = None
 
 
 class WebhookPayloadEvent(_Part):
@@ -80,29 +96,29 @@ class WebhookPayloadDiscussionChanges(_Part):
     """Base and merge commit of a pull request."""
 
     base: str
-    mergeCommitId: str | None = None
+    mergeCommitId: Lenient[str] = None
 
 
 class WebhookPayloadComment(ObjectId):
     """Comment of a discussion; ``content`` is missing when it is hidden."""
 
-    author: ObjectId
-    hidden: bool = False
-    content: str | None = None
-    url: WebhookPayloadUrl
+    author: Lenient[ObjectId] = None
+    hidden: Lenient[bool] = False
+    content: Lenient[str] = None
+    url: Lenient[WebhookPayloadUrl] = None
 
 
 class WebhookPayloadDiscussion(ObjectId):
     """Discussion or pull request."""
 
     num: int
-    author: ObjectId
-    url: WebhookPayloadUrl
+    author: Lenient[ObjectId] = None
+    url: Lenient[WebhookPayloadUrl] = None
     title: str
     isPullRequest: bool
     status: str
-    changes: WebhookPayloadDiscussionChanges | None = None
-    pinned: bool | None = None
+    changes: Lenient[WebhookPayloadDiscussionChanges] = None
+    pinned: Lenient[bool] = None
 
 
 class WebhookPayloadRepo(ObjectId):
@@ -113,14 +129,14 @@ class WebhookPayloadRepo(ObjectId):
         type: one of ``REPO_TYPES``, or one that came later.
     """
 
-    owner: ObjectId
-    head_sha: str | None = Field(default=None, alias="headSha")
+    owner: Lenient[ObjectId] = None
+    head_sha: Lenient[str] = Field(default=None, alias="headSha")
     name: str
-    private: bool = False
-    subdomain: str | None = None
-    tags: list[str] | None = None
+    private: Lenient[bool] = False
+    subdomain: Lenient[str] = None
+    tags: Lenient[list[str]] = None
     type: str
-    url: WebhookPayloadUrl | None = None
+    url: Lenient[WebhookPayloadUrl] = None
 
     @property
     def headSha(self) -> str | None:
@@ -150,14 +166,14 @@ class WebhookPayload(_Part):
 
     event: WebhookPayloadEvent
     repo: WebhookPayloadRepo
-    discussion: WebhookPayloadDiscussion | None = None
-    comment: WebhookPayloadComment | None = None
+    discussion: Lenient[WebhookPayloadDiscussion] = None
+    comment: Lenient[WebhookPayloadComment] = None
     webhook: WebhookPayloadWebhook
-    movedTo: WebhookPayloadMovedTo | None = None
-    updatedRefs: list[WebhookPayloadUpdatedRef] | None = None
-    updatedConfig: dict[str, Any] | None = None
-    updatedFiles: list[WebhookPayloadUpdatedFile] | None = None
-    updatedFilesTruncated: bool | None = None
+    movedTo: Lenient[WebhookPayloadMovedTo] = None
+    updatedRefs: Lenient[list[WebhookPayloadUpdatedRef]] = None
+    updatedConfig: Lenient[dict[str, Any]] = None
+    updatedFiles: Lenient[list[WebhookPayloadUpdatedFile]] = None
+    updatedFilesTruncated: Lenient[bool] = None
 
     def is_about(self, scope: str) -> bool:
         """Whether the event happened within a scope; ``repo`` includes ``repo.content`` and all else below it."""

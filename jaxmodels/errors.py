@@ -6,6 +6,7 @@ JaxModelsError
 │   └── WeightsMismatch  names or shapes of tensors differ; lists all of them at once
 ├── InputError           an argument of a model's call has the wrong shape, dtype or value
 ├── ObservationError     an observation lacks a feature or has the wrong shape or dtype
+├── PictureError         a PNG or JPEG file is no colour picture: 16-bit gray, transparent, CMYK
 ├── DatasetError         demonstrations are missing, malformed, contradict themselves, or lack what a policy reads
 ├── TrainingError        a training cannot begin or go on; what it was, and what would help
 └── HubError             a repo could not be fetched (unknown, not allowed, offline and not cached)
@@ -34,6 +35,10 @@ class InputError(JaxModelsError, ValueError):
 
 class ObservationError(JaxModelsError, ValueError):
     """An observation lacks a feature, or a feature has the wrong shape or dtype."""
+
+
+class PictureError(JaxModelsError, ValueError):
+    """A PNG or JPEG file is no colour picture: 16-bit gray, transparent, CMYK."""
 
 
 class DatasetError(JaxModelsError, ValueError):

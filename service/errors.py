@@ -27,6 +27,7 @@ ServiceError                  500 internal
 ├── RecordingRefused          409 recording_refused  this server, or this session, cannot be recorded now
 ├── NotKept                   503 not_kept         it cannot be written down, so it would be lost with the process
 ├── NoDatabase                503 no_directory     the database in which servers share their sessions does not answer
+├── SessionLoading            503 loading          the session's policy is still being loaded
 ├── Compiling                 503 compiling        a policy is made ready for pictures of a new size
 ├── ModelBusy                 503 model_busy       as many forward passes are asked for as are allowed, or one took long
 ├── UnknownForm               415 unknown_form     a body in a form that is not read
@@ -269,6 +270,21 @@ class RecordingRefused(ServiceError):
 
     status = 409
     code = "recording_refused"
+
+
+class SessionLoading(ServiceError):
+    """The session's policy is still being loaded; try again later.
+
+    Attributes:
+        headers: ``retry-after`` with whole seconds.
+    """
+
+    status = 503
+    code = "loading"
+
+    def __init__(self, message: str, retry_after: int):
+        super().__init__(message)
+        self.headers = {"retry-after": str(retry_after)}
 
 
 class Compiling(ServiceError):

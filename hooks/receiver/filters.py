@@ -109,12 +109,11 @@ def check_payload(model: type[BaseModel] | None, data: object) -> None:
 def build_payload(model: type[BaseModel] | None, data: Any) -> Any:
     """Build a handler's payload: the JSON object itself without a model, else an instance of the model.
 
-    A model with the Hub's three parts (ours, or huggingface_hub's) is read leniently: parts beside those three that are
-    not as documented are None, and where the model refuses a type, action or version that it does not know, the
-    handler gets our ``WebhookPayload``, whose attributes have the same names.
+    A model with the Hub's three parts is read leniently (``hooks.payload``). Where huggingface_hub's model refuses a
+    payload, the handler gets our ``WebhookPayload``, whose attributes have the same names.
 
     Raises:
-        InvalidPayload: it is no object, or not what the model needs.
+        InvalidPayload: the body is not a JSON object, or lacks what the model needs.
     """
     if not isinstance(data, dict):
         raise InvalidPayload("the body is no JSON object")
@@ -140,23 +139,10 @@ def _build_hub_payload(model: type[BaseModel], data: dict[str, Any]) -> BaseMode
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        if issubclass(model, WebhookPayload):
-            refused = error
-        else:
+        if not issubclass(model, WebhookPayload):
             return _build_hub_payload(WebhookPayload, data)
-    wrong = {str(one["loc"][0]) for one in refused.errors(include_input=False) if one["loc"]}
-    unusable = [
-        one["loc"] for one in refused.errors(include_input=False) if one["loc"] and one["loc"][0] in REQUIRED_PARTS
-    ]
-    if not unusable:
-        try:
-            return model.model_validate({name: value for name, value in data.items() if name not in wrong})
-        except ValidationError as error:
-            # A subclass may need more than the three parts.
-            unusable = [one["loc"] for one in error.errors(include_input=False)]
-    raise InvalidPayload(
-        "the payload is not usable", _join_first(".".join(map(str, location)) for location in unusable)
-    )
+        unusable = [".".join(map(str, one["loc"])) for one in error.errors(include_input=False)]
+    raise InvalidPayload("the payload is not usable", _join_first(unusable))
 
 
 def _is_hub_model(model: type[BaseModel]) -> bool:

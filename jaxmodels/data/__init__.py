@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from jaxmodels.data.dataset_writer import DatasetWriter
     from jaxmodels.data.frames import resize_frames
     from jaxmodels.data.loader import Batch, Loader
+    from jaxmodels.data.pictures import decode_picture
 
 __all__ = [
     "Batch",
     "Dataset",
     "DatasetWriter",
     "Loader",
+    "decode_picture",
     "open_dataset",
     "resize_frames",
 ]
@@ -27,6 +29,7 @@ _HOMES = {
     "Dataset": "jaxmodels.data.dataset",
     "DatasetWriter": "jaxmodels.data.dataset_writer",
     "Loader": "jaxmodels.data.loader",
+    "decode_picture": "jaxmodels.data.pictures",
     "open_dataset": "jaxmodels.data.dataset",
     "resize_frames": "jaxmodels.data.frames",
 }

@@ -1,6 +1,7 @@
 """A LeRobotDataset, local or fetched from the Hub, whose frames are decoded on demand."""
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,13 @@ from jaxtyping import Bool, Float, Int, UInt8
 from jaxmodels import hub
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data import metadata
-from jaxmodels.data.metadata import read_episode_locations, read_info, read_tasks, select_episodes
+from jaxmodels.data.metadata import (
+    check_video_spans,
+    read_episode_locations,
+    read_info,
+    read_tasks,
+    select_episodes,
+)
 from jaxmodels.data.rows import Rows, StillFrames, VideoFrames
 from jaxmodels.data.statistics import NAMES, Arrays, ColourStats, compute_vector_stats, read_stats
 from jaxmodels.errors import CheckpointError, DatasetError
@@ -37,17 +44,21 @@ class Dataset:
         task_index: (n,) int32, the task of each row.
     """
 
-    def __init__(self, folder: Path, episodes: Sequence[int] | None = None):
-        """Reads what there is and where; no frames and none of the vectors.
+    def __init__(self, folder: str | os.PathLike[str], episodes: Sequence[int] | None = None):
+        """Read and check the description, and the order and timestamps of the rows; no frames and no vectors.
 
         Raises:
             DatasetError: something of it is missing, malformed or contradicts itself.
         """
+        folder = Path(folder)
         info = read_info(folder)
         locations = read_episode_locations(folder, info)
         self._is_whole = episodes is None
         self._locations = select_episodes(folder, locations, episodes)
         self._rows = Rows(folder, self._locations)
+        self._rows.check_rate(info.fps)  # before the spans: with a wrong rate every span looks wrong
+        check_video_spans(folder, info.fps, locations)
+        self._rows.check_times_of_videos(info.fps)
         self._pictures = info.pictures
         self.folder, self.version, self.fps, self.robot_type = folder, info.version, info.fps, info.robot_type
         self.features = info.features
@@ -190,7 +201,8 @@ class Dataset:
                     ) from error
                 digest.update(repr((camera.name, file, status.st_size, status.st_mtime_ns)).encode())
         for location in self._locations:
-            digest.update(repr((location.rows, sorted(location.videos.items()))).encode())
+            videos = sorted((name, span[:2]) for name, span in location.videos.items())
+            digest.update(repr((location.rows, videos)).encode())
         return digest.hexdigest()
 
     def _source(self, feature: Feature) -> VideoFrames | StillFrames:
@@ -241,7 +253,7 @@ class Dataset:
 
 
 def open_dataset(
-    path_or_repo: str | Path,
+    path_or_repo: str | os.PathLike[str],
     *,
     revision: str | None = None,
     episodes: Sequence[int] | None = None,
@@ -260,8 +272,6 @@ def open_dataset(
     """
     folder = Path(path_or_repo)
     if not folder.is_dir():
-        pass
-
         folder = fetch_dataset(str(path_or_repo), revision, episodes, on_progress)
     elif revision is not None:
         raise DatasetError(f"{folder} is a folder here; a revision is of a repo of the Hub")
@@ -294,7 +304,7 @@ def fetch_dataset(
     folder = hub.fetch(repo_id, revision, files=META, kind="dataset", on_progress=on_progress)
     locations = select_episodes(folder, read_episode_locations(folder, read_info(folder)), episodes)
     files = {location.rows for location in locations} | {
-        file for location in locations for file, _ in location.videos.values()
+        span.file for location in locations for span in location.videos.values()
     }
     # Each name is compared with each pattern: of a whole dataset two are enough.
     patterns = sorted(files) if episodes is not None else ALL

@@ -118,7 +118,7 @@ class DatasetWriter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | os.PathLike[str],
         *,
         fps: int | float,
         joint_names: Sequence[str],
@@ -126,16 +126,20 @@ class DatasetWriter:
         robot_type: str | None = None,
         environment_state: Sequence[str] = (),
     ):
-        """Begin.
+        """Check the arguments; nothing is written yet.
 
         Args:
-            joint_names: of states and actions.
-            cameras: their names, without ``observation.images.``.
-            environment_state: names of the numbers of ``observation.environment_state``, when there is such a thing.
+            folder: path of the dataset, which must not exist.
+            fps: rows per second.
+            joint_names: names of the numbers of states and actions.
+            cameras: names, without ``observation.images.``.
+            robot_type: LeRobot's name of the robot.
+            environment_state: names of the numbers of ``observation.environment_state``, if the dataset has it.
 
         Raises:
-            DatasetError: the folder is there already, the rate is none, or names cannot be used.
+            DatasetError: the folder exists, the rate is not above 0, or a name cannot be used.
         """
+        folder = Path(folder)
         if folder.exists():
             raise DatasetError(f"{folder} is there already; choose another folder or remove it first")
         if not 0 < fps <= 10_000:

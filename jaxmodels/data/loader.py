@@ -104,7 +104,7 @@ class Loader:
         seed: int,
         workers: int | None = None,
         ahead: int | None = None,
-        cache: Path | bool = True,
+        cache: str | os.PathLike[str] | bool = True,
         cache_limit: int = LIMIT,
         shard: tuple[int, int] = (0, 1),
         on_progress: Callable[[int, int], None] | None = None,
@@ -137,7 +137,7 @@ class Loader:
         self._looks = range(1 - policy.observation_steps, 1)
         self._workers = workers or min(os.cpu_count() or 1, 8)
         self._ahead = max(self._workers + 2 if ahead is None else ahead, 1)
-        folder = get_frames_folder() if cache is True else cache or None
+        folder = get_frames_folder() if cache is True else Path(cache) if cache else None
         self._sizes = {camera.name: (camera.shape[1], camera.shape[2]) for camera in policy.cameras}
         self._cached = {
             name: None

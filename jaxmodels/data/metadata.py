@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmodels.checkpoints.files import read_json
 from jaxmodels.data.table_files import read_lines, read_table
@@ -181,23 +181,38 @@ def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
 
 
 MAX_TASKS = 1_000_000
+_SPAN = ("from_timestamp", "to_timestamp")
+
+
+class VideoSpan(NamedTuple):
+    """Part of a video file that holds the frames of one episode.
+
+    Attributes:
+        file: path of the video, relative to the dataset.
+        start: seconds in the file at which the frames begin.
+        end: seconds in the file at which they end; None in version 2.1, where the file holds one episode.
+    """
+
+    file: str
+    start: float
+    end: float | None
 
 
 @dataclass(frozen=True)
 class EpisodeLocation:
-    """Number and length of an episode, and where its rows and videos lie.
+    """Number and length of an episode, and the files of its rows and videos.
 
     Attributes:
         number: its ``episode_index``.
         length: rows.
         rows: file of its rows, relative to the dataset.
-        videos: video feature to the file of its frames, and when in it they begin, in seconds.
+        videos: video feature to the span of its frames.
     """
 
     number: int
     length: int
     rows: str
-    videos: Mapping[str, tuple[str, float]]
+    videos: Mapping[str, VideoSpan]
 
 
 def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
@@ -222,6 +237,40 @@ def read_episode_locations(folder: Path, info: Info) -> tuple[EpisodeLocation, .
             f"meta/episodes describes {len(locations)} and {rows}"
         )
     return locations
+
+
+def check_video_spans(folder: Path, fps: float, locations: Sequence[EpisodeLocation]) -> None:
+    """Check that episodes do not share frames, and that each span is as long as the episode's rows.
+
+    A span may be one frame too long, because some recorders keep a last frame without a row. No video is opened.
+
+    Args:
+        fps: rows per second.
+        locations: all episodes of the dataset, in their order.
+
+    Raises:
+        DatasetError: names the episode, the camera and the file.
+    """
+    previous: dict[tuple[str, str], tuple[int, float]] = {}
+    for location in locations:
+        for camera, (file, start, end) in location.videos.items():
+            if end is None:
+                continue
+            where = f"{folder.name}: episode {location.number}, camera {camera}: its span in {file} is"
+            span = f"{start:.3f} s to {end:.3f} s"
+            frames = (end - start) * fps - location.length
+            if not -0.5 <= frames <= 1.5:
+                raise DatasetError(
+                    f"{where} {span}, {(end - start) * fps:.1f} frames at {fps:g} per second, but the episode has "
+                    f"{location.length} rows; correct from_timestamp and to_timestamp in meta/episodes"
+                )
+            number, previous_end = previous.get((camera, file), (-1, 0.0))
+            if start < previous_end - 0.5 / fps:
+                raise DatasetError(
+                    f"{where} {span}, but episode {number} has the frames up to {previous_end:.3f} s; episodes must "
+                    "not share frames: correct from_timestamp and to_timestamp in meta/episodes"
+                )
+            previous[camera, file] = location.number, end
 
 
 def select_episodes(
@@ -249,7 +298,7 @@ def _read_new_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
     videos = [name for name, kind in info.pictures.items() if kind == "video"]
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for name in videos:
-        columns += [f"videos/{name}/{column}" for column in ("chunk_index", "file_index", "from_timestamp")]
+        columns += [f"videos/{name}/{column}" for column in ("chunk_index", "file_index", *_SPAN)]
     locations = []
     for path in files:
         table = read_table(path, columns, f"{folder.name}: {path.relative_to(folder)}")
@@ -266,9 +315,9 @@ def _read_new_location(row: Mapping[str, Any], videos: Sequence[str]) -> Episode
         length=_length(row["length"]),
         rows=DATA.format(**read_location("data")),
         videos={
-            name: (
+            name: VideoSpan(
                 VIDEO.format(video_key=name, **read_location(f"videos/{name}")),
-                _seconds(row[f"videos/{name}/from_timestamp"]),
+                *(_seconds(row[f"videos/{name}/{column}"], f"videos/{name}/{column}") for column in _SPAN),
             )
             for name in videos
         },
@@ -286,7 +335,7 @@ def _read_old_episodes(folder: Path, info: Info) -> tuple[EpisodeLocation, ...]:
                 number,
                 _length(row["length"]),
                 OLD_DATA.format(**where),
-                {name: (OLD_VIDEO.format(video_key=name, **where), 0.0) for name in videos},
+                {name: VideoSpan(OLD_VIDEO.format(video_key=name, **where), 0.0, None) for name in videos},
             )
         )
     return tuple(sorted(locations, key=lambda location: location.number))
@@ -335,9 +384,9 @@ def _length(value: Any) -> int:
     return value
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: Any, name: str) -> float:
     if not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise ValueError(f"from_timestamp, which is {str(value)[:20]}")
+        raise ValueError(f"{name}, which is {str(value)[:20]}")
     return float(value)
 
 

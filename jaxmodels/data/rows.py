@@ -1,24 +1,27 @@
 """Readers of the rows and frames of chosen episodes."""
 
-import io
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from jaxmodels.data.metadata import EpisodeLocation
+from jaxmodels.data.metadata import INFO, EpisodeLocation
+from jaxmodels.data.pictures import decode_picture
 from jaxmodels.data.table_files import open_table, read_table, read_vectors
 from jaxmodels.data.video import VideoFile
-from jaxmodels.errors import DatasetError
+from jaxmodels.errors import DatasetError, PictureError
 
 # Files that are read at once: version 2.1 has one for each episode.
 READERS = 8
+# A rate of 29.97 differs from 30 by 0.1 %.
+_RATE_TOLERANCE = 5e-4
+_TIME_TOLERANCE = 1e-4  # seconds
 
 
 class Rows:
@@ -32,23 +35,104 @@ class Rows:
     """
 
     def __init__(self, folder: Path, locations: Sequence[EpisodeLocation]):
-        """Looks at which rows there are.
+        """Read which rows there are, and check their order.
 
         Raises:
             DatasetError: a file is missing or garbled, or holds other rows than the dataset speaks of.
         """
-        self._folder = folder
+        self._folder, self._locations = folder, locations
         by_file: dict[str, list[EpisodeLocation]] = {}
         for location in locations:
             by_file.setdefault(location.rows, []).append(location)
         self.files = tuple(by_file)
+        in_files = [location for group in by_file.values() for location in group]
+        for location, expected in zip(in_files, locations, strict=True):
+            if location is not expected:
+                raise DatasetError(
+                    f"{folder.name}: episode {location.number} is in {location.rows}, and episodes before it are in a "
+                    "later file; wanted the files in the order of the episodes: correct meta/episodes"
+                )
+        self._ends = np.cumsum([location.length for location in locations])
         selections = self._map_files(lambda number: self._select_rows(self.files[number], by_file[self.files[number]]))
-        self.chosen = tuple(chosen for chosen, _, _ in selections)
+        self.chosen = tuple(selection.chosen for selection in selections)
         # As float32, because that is what LeRobot writes and looks frames up by.
-        self.timestamps = np.concatenate([times for _, times, _ in selections]).astype(np.float64)
-        self.tasks = np.concatenate([tasks for _, _, tasks in selections])
-        if len(self.tasks) != sum(location.length for location in locations):
-            raise DatasetError(f"{folder.name}: its episodes' rows are not one after another in its files")
+        times = np.concatenate([selection.times for selection in selections])
+        self._check_ascending("timestamp", times, is_continued=False)
+        self.timestamps = times.astype(np.float64)
+        self.tasks = np.concatenate([selection.tasks for selection in selections])
+        indices = [selection.indices for selection in selections if selection.indices is not None]
+        if len(indices) == len(selections):
+            self._check_ascending("index", np.concatenate(indices))
+
+    def _check_ascending(self, name: str, values: np.ndarray, *, is_continued: bool = True) -> None:
+        """Check that a column increases from row to row.
+
+        Args:
+            is_continued: whether the column also increases from the last row of an episode to the first of the next.
+
+        Raises:
+            DatasetError: names the episode and its row.
+        """
+        is_wrong = np.diff(values) <= 0
+        if not is_continued:
+            is_wrong[self._ends[:-1] - 1] = False
+        if is_wrong.any():
+            row = int(np.argmax(is_wrong)) + 1
+            location, first = self._find_episode(row)
+            raise DatasetError(
+                f"{self._describe_file(location.rows)}: {name} of episode {location.number} is {values[row]!s} in "
+                f"its row {row - first}, after {values[row - 1]!s} in the row before; wanted ascending values"
+            )
+
+    def _find_episode(self, row: int) -> tuple[EpisodeLocation, int]:
+        """Return the episode of a row, and the episode's first row."""
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        return self._locations[number], int(self._ends[number]) - self._locations[number].length
+
+    def check_rate(self, fps: float) -> None:
+        """Check that the timestamps of each episode go on at the dataset's rate.
+
+        An episode is refused if three quarters of its stretches, each a quarter of the episode and at least a second
+        long, deviate in the same direction by more than 0.05 % and more than 0.1 ms, LeRobot's ``tolerance_s``. That
+        tells 29.97 from 30 per second, and accepts rounded timestamps, jitter and single gaps.
+
+        Raises:
+            DatasetError: names both rates, the episode, and the file of each.
+        """
+        lengths = np.array([location.length for location in self._locations])
+        starts, steps = self._ends - lengths, lengths - 1
+        # Compare whole episodes first, because reading every row of each episode is slow for large datasets.
+        deviation = np.abs(self.timestamps[self._ends - 1] - self.timestamps[starts] - steps / fps)
+        for number in np.flatnonzero(deviation > _tolerance(steps / fps)):
+            times = self.timestamps[starts[number] : self._ends[number]]
+            stretch = min(max(round(fps), len(times) // 4, 1), len(times) - 1)
+            seconds, expected = times[stretch:] - times[:-stretch], stretch / fps
+            low, high = np.quantile(seconds, (0.25, 0.75)) - expected
+            if low <= _tolerance(expected) and high >= -_tolerance(expected):
+                continue
+            step, location = float(np.median(seconds)) / stretch, self._locations[int(number)]
+            raise DatasetError(
+                f"{self._folder.name}: {INFO} says fps {fps:g}, but the timestamps of episode {location.number} in "
+                f"{location.rows} are {step:.6g} s apart, {1 / step:.6g} per second. A policy would be trained for the "
+                f"wrong speed; correct fps in {INFO}, or the timestamps"
+            )
+
+    def check_times_of_videos(self, fps: float) -> None:
+        """Check that the timestamps of each episode begin at 0 and end within the spans of its videos.
+
+        Raises:
+            DatasetError: names the episode, the camera and the file.
+        """
+        for location, end in zip(self._locations, self._ends, strict=True):
+            first, last = self.timestamps[end - location.length], self.timestamps[end - 1]
+            for camera, span in location.videos.items():
+                length = math.inf if span.end is None else span.end - span.start
+                if abs(first) * fps > 0.5 or (last - length) * fps > -0.5:
+                    raise DatasetError(
+                        f"{self._describe_file(location.rows)}: timestamps of episode {location.number} are "
+                        f"{first:.3f} s to {last:.3f} s; wanted 0 at its first row, and all within its span of "
+                        f"{length:.3f} s in {span.file} (camera {camera})"
+                    )
 
     def read(self, name: str, width: int, dtype: Any) -> np.ndarray:
         """A column as an array (n, width).
@@ -69,48 +153,111 @@ class Rows:
         with ThreadPoolExecutor(READERS, "rows") as pool:
             return list(pool.map(read, range(len(self.files))))
 
-    def _select_rows(
-        self, file: str, locations: Sequence[EpisodeLocation]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of a file that belong to these episodes, with their timestamps and tasks."""
+    def _select_rows(self, file: str, locations: Sequence[EpisodeLocation]) -> "_Selection":
+        """Read which rows of a file belong to these episodes.
+
+        Raises:
+            DatasetError: they are not the described ones, or not in order; names an episode.
+        """
         where = self._describe_file(file)
         kinds = {"episode_index": np.int64, "frame_index": np.int64, "timestamp": np.float32, "task_index": np.int32}
-        table = read_table(self._folder / file, list(kinds), where)
+        table = read_table(self._folder / file, list(kinds), where, optional=("index",))
         episode, frame, times, tasks = (
             read_vectors(table[name], 1, kind, f"{where}: {name}")[:, 0] for name, kind in kinds.items()
         )
         numbers, lengths = ([getattr(location, name) for location in locations] for name in ("number", "length"))
         chosen = np.flatnonzero(np.isin(episode, numbers))
-        expected = np.repeat(numbers, lengths), np.concatenate([np.arange(length) for length in lengths])
-        if not (np.array_equal(episode[chosen], expected[0]) and np.array_equal(frame[chosen], expected[1])):
-            raise DatasetError(
-                f"{where}: has not the rows of episodes {numbers[0]} to {numbers[-1]} that the dataset speaks of, "
-                f"one after another; found {len(chosen)} rows of them, wanted {sum(lengths)}"
-            )
+        expected = np.repeat(numbers, lengths)
+        frames = np.concatenate([np.arange(length) for length in lengths])
+        count = min(len(chosen), len(expected))
+        is_wrong = (episode[chosen][:count] != expected[:count]) | (frame[chosen][:count] != frames[:count])
+        # Rows of other episodes must not lie between those of one episode.
+        is_wrong[1:] |= (np.diff(chosen[:count]) != 1) & (np.diff(expected[:count]) == 0)
+        if is_wrong.any() or len(chosen) != len(expected):
+            row = int(np.argmax(is_wrong)) if is_wrong.any() else count
+            suspects = {int(numbers[row]) for numbers in (expected, episode[chosen]) if row < len(numbers)}
+            described = [location for location in locations if location.number in suspects]
+            raise DatasetError(f"{where}: {_explain_disorder(described, episode, frame)}")
         if not np.isfinite(times[chosen]).all():
             raise DatasetError(f"{where}: timestamp is not finite everywhere")
-        return chosen, times[chosen], tasks[chosen]
+        indices = None
+        if "index" in table.column_names:
+            indices = read_vectors(table["index"], 1, np.int64, f"{where}: index")[chosen, 0]
+        return _Selection(chosen, times[chosen], tasks[chosen], indices)
 
     def _describe_file(self, file: str) -> str:
         return f"{self._folder.name}: {file}"
+
+
+class _Selection(NamedTuple):
+    """Rows of one file that belong to the chosen episodes.
+
+    Attributes:
+        chosen: (n,) their places in the file.
+        times: (n,) float32 ``timestamp``.
+        tasks: (n,) int32 ``task_index``.
+        indices: (n,) int64 ``index``, or None if the file has no such column.
+    """
+
+    chosen: np.ndarray
+    times: np.ndarray
+    tasks: np.ndarray
+    indices: np.ndarray | None
+
+
+def _explain_disorder(suspects: Sequence[EpisodeLocation], episode: np.ndarray, frame: np.ndarray) -> str:
+    """Return what is wrong with the rows of a file.
+
+    Args:
+        suspects: the one or two episodes at the first wrong row.
+        episode: (n,) ``episode_index`` of all rows of the file.
+        frame: (n,) their ``frame_index``.
+    """
+    for location in suspects:
+        number, found = location.number, np.flatnonzero(episode == location.number)
+        if len(found) != location.length:
+            return f"found {len(found)} rows of episode {number}, wanted {location.length} as the dataset describes it"
+        if found[-1] - found[0] != location.length - 1:
+            return f"the rows of episode {number} are not one after another: rows of other episodes lie between them"
+        is_wrong = frame[found] != np.arange(location.length)
+        if is_wrong.any():
+            row = int(np.argmax(is_wrong))
+            return (
+                f"frame_index of episode {number} is {frame[found][row]} in its row {row}; wanted its rows one after "
+                "another, counted from 0"
+            )
+    numbers = " and ".join(str(location.number) for location in suspects)
+    return f"the rows of episodes {numbers} are not in the order of the episodes"
+
+
+def _tolerance(seconds: Any) -> Any:
+    """Return the deviation, in seconds, that is allowed over a time."""
+    return np.maximum(_RATE_TOLERANCE * seconds, _TIME_TOLERANCE)
 
 
 def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.ndarray:
     """Decode one PNG or JPEG into uint8 (h, w, 3).
 
     Raises:
-        DatasetError: it is empty, no PNG or JPEG, or of another height and width.
+        DatasetError: it is empty, no PNG or JPEG, no colour picture, or of another height and width.
     """
+
+    def check_size(height: int, width: int) -> None:
+        # Before anything is decoded: a few bytes can claim any size. A picture may be stored turned on its side.
+        if sorted((height, width)) != sorted(size):
+            raise DatasetError(f"{where} is {height}x{width}; wanted {size[0]}x{size[1]}")
+
     try:
-        with Image.open(io.BytesIO(data or b""), formats=("PNG", "JPEG")) as image:
-            # Before anything is decoded: a few bytes can claim any size.
-            if (image.height, image.width) != size:
-                raise DatasetError(f"{where} is {image.height}x{image.width}; wanted {size[0]}x{size[1]}")
-            return np.asarray(image.convert("RGB"))
+        picture = decode_picture(data or b"", check_size)
+    except PictureError as error:
+        raise DatasetError(f"{where} is {error}") from error
     except (OSError, ValueError, SyntaxError) as error:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(f"{where} cannot be decoded as PNG or JPEG ({type(error).__name__})") from error
+    if picture.shape[:2] != size:
+        raise DatasetError(f"{where} is {picture.shape[0]}x{picture.shape[1]}; wanted {size[0]}x{size[1]}")
+    return picture
 
 
 # An open decoder holds the frames it may still refer to: some ten megabytes.
@@ -132,12 +279,12 @@ class VideoFrames:
         timestamps: np.ndarray,
     ):
         self._folder, self._size, self._fps = folder, size, fps
-        files = dict.fromkeys(location.videos[name][0] for location in locations)
+        files = dict.fromkeys(location.videos[name].file for location in locations)
         self.files = tuple(files)
         number = {file: index for index, file in enumerate(self.files)}
         lengths = [location.length for location in locations]
-        self._file = np.repeat([number[location.videos[name][0]] for location in locations], lengths)
-        self._seconds = np.repeat([location.videos[name][1] for location in locations], lengths) + timestamps
+        self._file = np.repeat([number[location.videos[name].file] for location in locations], lengths)
+        self._seconds = np.repeat([location.videos[name].start for location in locations], lengths) + timestamps
         self._idle: OrderedDict[tuple[int, int], VideoFile] = OrderedDict()
         self._lock, self._lent = threading.Lock(), 0
 

@@ -71,8 +71,11 @@ def _check_size(file: parquet.ParquetFile, columns: Sequence[str], where: str) -
         )
 
 
-def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Table:
+def read_table(path: Path, columns: Sequence[str] | None, where: str, *, optional: Sequence[str] = ()) -> pa.Table:
     """Read these columns of a Parquet file, or all but the statistics.
+
+    Args:
+        optional: columns that are read as well if the file has them.
 
     Raises:
         DatasetError: the file or one of them is missing or cannot be read.
@@ -84,6 +87,7 @@ def read_table(path: Path, columns: Sequence[str] | None, where: str) -> pa.Tabl
         )
         if missing := sorted(set(selected) - set(available)):
             raise DatasetError(f"{where} has no column {', '.join(missing)}")
+        selected += [name for name in optional if name in available]
         _check_size(file, selected, where)
         try:
             return file.read(columns=selected)

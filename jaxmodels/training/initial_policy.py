@@ -84,7 +84,7 @@ def new_policy(
     *,
     preset: str | None = None,
     image_size: tuple[int, int] | None = None,
-    text_encoder: str | Path | None = None,
+    text_encoder: str | os.PathLike[str] | None = None,
     values: Mapping[str, Any] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Start:
@@ -146,7 +146,7 @@ def new_policy(
 
 
 def trained_policy(
-    path_or_repo: str | Path,
+    path_or_repo: str | os.PathLike[str],
     *,
     revision: str | None = None,
     on_progress: Callable[[str], None] | None = None,
@@ -163,7 +163,9 @@ def trained_policy(
     return Start(checkpoint.config, checkpoint.weights, tokenizer=checkpoint.tokenizer)
 
 
-def _folder(path_or_repo: str | Path, revision: str | None, on_progress: Callable[[str], None] | None) -> Path:
+def _folder(
+    path_or_repo: str | os.PathLike[str], revision: str | None, on_progress: Callable[[str], None] | None
+) -> Path:
     folder = Path(os.path.expanduser(path_or_repo))
     if not folder.is_dir():
         return fetch(str(path_or_repo), revision, on_progress=on_progress)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -46,7 +47,7 @@ def train(
     dataset: Dataset,
     start: Start,
     config: TrainingConfig,
-    output: Path,
+    output: str | os.PathLike[str],
     *,
     resume: bool = False,
     device: str | None = None,
@@ -77,6 +78,7 @@ def train(
         CheckpointError: weights to start from do not fit the policy.
         OSError: something cannot be written, e.g. because the disk is full; a later run can go on from what was.
     """
+    output = Path(output)
     with explain_write_errors(output):
         use_compile_cache()
         config = resolve_config(config, start.policy)

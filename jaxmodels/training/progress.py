@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -106,8 +107,9 @@ SMOOTHING = 20  # lines of metrics in the running mean
 INK, FAINT, RAW, SMOOTH = "#222222", "#dddddd", "#9ec5e8", "#1f5fa8"
 
 
-def draw_curve(metrics: Path, picture: Path) -> None:
+def draw_curve(metrics: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None:
     """Draw the loss in ``metrics.jsonl`` as a PNG."""
+    metrics = Path(metrics)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     if not lines:
         raise ValueError(f"{metrics.name} is empty; nothing to draw")

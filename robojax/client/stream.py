@@ -59,7 +59,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Status:
-    """Message that the session's status changed, or why it holds."""
+    """Message that the session's status changed, or why it holds; before the welcome, that its policy loads."""
 
     status: str
     reason: str | None = None
@@ -190,7 +190,11 @@ class Stream:
         self._socket, self._timeout = socket, timeout
         self._pending: deque[Message] = deque()
         self._reading = threading.Lock()
-        self.welcome: Welcome = _read_welcome(self._next(timeout))
+        until = time.monotonic() + timeout
+        first = self._next(timeout)
+        while isinstance(first, Status):  # the policy is still being loaded
+            first = self._next(max(until - time.monotonic(), 0.0))
+        self.welcome: Welcome = _read_welcome(first)
 
     def observe(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> None:
         """Send an observation (see ``pack_observation``) for the session's control loop.
@@ -371,6 +375,8 @@ async def open_async_stream(url: str, headers: Mapping[str, str], timeout: float
         with convert_close_errors(), convert_timeouts():
             async with asyncio.timeout(timeout):
                 first = decode_message(await socket.recv())
+                while isinstance(first, Status):  # the policy is still being loaded
+                    first = decode_message(await socket.recv())
         yield AsyncStream(socket, _read_welcome(first), timeout)
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from sanic import Blueprint, HTTPResponse, Sanic
 from sanic.response import text
@@ -10,7 +11,7 @@ from sanic.server.websockets.impl import WebsocketImplProtocol
 from service.api.blueprint import build_config, install_middleware
 from service.api.context import App, Request, get_visible_session
 from service.auth.caller import Role, caller_of
-from service.errors import TooManyRequests
+from service.errors import SessionLoading, TooManyRequests
 from service.http.bodies import install_errors
 from service.http.origins import Origins
 from service.sessions.store import AnySession
@@ -111,8 +112,12 @@ def create_openpi_app(app: App) -> App:
 
 
 def _prepare(request: Request, session: AnySession) -> None:
-    """Find the session before the upgrade, so that a refusal is an answer that clients can read."""
-    request.app.ctx.stream_clients.create_inference(session).get_link()
+    """Find the session before the upgrade, so that a refusal is an answer that clients can read.
+
+    A client that connects while the policy loads is let in and waits: openpi's client does not try again.
+    """
+    with suppress(SessionLoading):
+        request.app.ctx.stream_clients.create_inference(session).get_link()
     request.ctx.session = session
 
 

@@ -1,12 +1,13 @@
 """Steps of a recording: observation and action per tick."""
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from PIL import Image
+
+from jaxmodels.data import decode_picture
+from jaxmodels.errors import PictureError
 
 # Larger ones are not read: whoever made the file may want to fill the memory.
 MAX_PIXELS = 1920 * 1200
@@ -45,14 +46,16 @@ class EncodedImage:
 
     def _decode(self) -> np.ndarray:
         try:
-            with Image.open(io.BytesIO(self._data), formats=("JPEG", "PNG")) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise RecordingError(
-                        f"a frame has {image.width}x{image.height} pixels; wanted {MAX_PIXELS} at most"
-                    )
-                return np.asarray(image.convert("RGB"))
+            return decode_picture(self._data, _check_size)
+        except PictureError as error:
+            raise RecordingError(f"a frame is {error}") from error
         except (OSError, ValueError) as error:
             raise RecordingError(f"a frame cannot be decoded ({type(error).__name__})") from error
+
+
+def _check_size(height: int, width: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise RecordingError(f"a frame has {width}x{height} pixels; wanted {MAX_PIXELS} at most")
 
 
 @dataclass(frozen=True)

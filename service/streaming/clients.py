@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from service.auth.caller import Caller
 from service.errors import MoveRefused, TooManyRequests
 from service.sessions.store import AnySession, Sessions
+from service.stage import Stage
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectTransport
 from service.streaming.websocket import SocketLimits
@@ -79,15 +80,14 @@ class StreamClients:
         return lambda: self._socket_owners.remove(owner)
 
     def find_only_session(self, caller: Caller) -> AnySession:
-        """Return the direct session of a client whose protocol cannot name one.
+        """Return the direct session of a client whose protocol cannot name it; a loaded one takes precedence.
 
         Raises:
             MoveRefused: the caller has none, or several.
         """
-        found = [
-            session
-            for session in self._sessions().list()
-            if session.id in self.direct.links and caller.sees(session.new.owner)
+        visible = [session for session in self._sessions().list() if caller.sees(session.new.owner)]
+        found = [session for session in visible if session.id in self.direct.links] or [
+            session for session in visible if session.new.is_direct and session.stage is Stage.INITIALIZING
         ]
         if len(found) == 1:
             return found[0]

@@ -14,7 +14,15 @@ from service.control.joints import Joint, JointTable
 from service.control.observation_buffer import ObservationHistory, Snapshot
 from service.control.policy_runner import STAGES
 from service.control.robot_io import RobotIO
-from service.errors import Compiling, InvalidRequest, MoveRefused, PolicyFailed, ServiceError, TooManyRequests
+from service.errors import (
+    Compiling,
+    InvalidRequest,
+    MoveRefused,
+    PolicyFailed,
+    ServiceError,
+    SessionLoading,
+    TooManyRequests,
+)
 from service.inference.engine import Engine, FrameSizes, InferenceResult, describe_sizes
 from service.inference.loaded_policy import check_instruction, select_features, task_input
 from service.sessions.interrupted import InterruptedSession
@@ -32,6 +40,8 @@ _PUBLISH_INTERVAL = 0.01  # seconds
 MAX_PENDING_ACTS = 32
 # Seconds after the last single action from which the next motion begins at the measured pose, not at that action.
 _MOTION_TIMEOUT = 2.0
+# Largest number of seconds in ``retry-after`` while the policy loads; used if there is no estimate.
+_MAX_RETRY_AFTER = 10
 _NO_ACTIONS = np.zeros((0, 0), np.float32)
 # Observations kept per step of the policy, at most: a client that asks as fast as it can must not fill the memory.
 _KEPT_PER_STEP = 8
@@ -164,7 +174,7 @@ class DirectInference:
         """Return what the client's observations have to hold.
 
         Raises:
-            MoveRefused: the session cannot be asked.
+            MoveRefused, SessionLoading: as ``get_link``.
         """
         return self._spec_for(self.get_link()[1])
 
@@ -182,6 +192,7 @@ class DirectInference:
 
         Raises:
             MoveRefused: it has none.
+            SessionLoading: its policy is still being loaded.
         """
         session = self.session
         if not session.new.is_direct:
@@ -193,14 +204,31 @@ class DirectInference:
             raise session.make_refusal()
         link = self._transport.links.get(session.id)
         if session.robot_io is None or session.is_closed or link is None:
+            if session.stage is Stage.INITIALIZING:
+                left = session.progress.estimate_remaining()
+                seconds = _MAX_RETRY_AFTER if left is None else min(max(math.ceil(left), 1), _MAX_RETRY_AFTER)
+                raise SessionLoading(
+                    f"session {session.id!r} is initializing ({session.progress.stage}); ask again in {seconds} s",
+                    seconds,
+                )
             raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
         return link, session.robot_io
+
+    async def explain_refusal(self, refusal: MoveRefused) -> ServiceError:
+        """Return why a session that was loading cannot be used: its load failed, or it was deleted."""
+        assert isinstance(self.session, Session), "an interrupted session loads nothing"
+        try:
+            await self.session.ready()
+        except ServiceError as failure:
+            return failure
+        return refusal
 
     def check_available(self) -> tuple[DirectLink, RobotIO]:
         """Refuse when no client may control by itself now.
 
         Raises:
             MoveRefused: says why, and what to do.
+            SessionLoading: the policy is still being loaded.
         """
         link, robot_io = self.get_link()
         session = self.session

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import binascii
-import io
 import os
 import re
 import struct
@@ -13,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from jaxmodels.data import decode_picture
+from jaxmodels.errors import PictureError
 from jaxmodels.types import describe_channels
 from service.control.joints import OUT_OF_RANGE_SHARE, JointTable
 from service.errors import InvalidRequest, TooLarge
 from service.http.bodies import describe_unknown_field
 from service.logging import sanitize_text
 
-FORMATS = ("JPEG", "PNG")
 _MAX_PARTS = 256  # segments, chunks or scans
 _MIN_CHUNK = 1024  # bytes of a PNG's chunk of data, on average; libpng writes 8192
 _SHORT, _CHUNK = struct.Struct(">H"), struct.Struct(">I4s")
@@ -49,17 +48,18 @@ def decode_image(camera: str, file: bytes | memoryview | str, max_pixels: int) -
     """Decode a JPEG or PNG file, or one in base64, to (h, w, 3) uint8 RGB; the lock is not held while it computes.
 
     Raises:
-        InvalidRequest, TooLarge: it is none, or says to have more than ``max_pixels`` pixels (before any is decoded).
+        InvalidRequest: the file is malformed, or no colour picture (``jaxmodels.data.pictures``).
+        TooLarge: it claims more than ``max_pixels`` pixels; none is decoded.
     """
     if isinstance(file, str):
         file = decode_base64(camera, file)
     try:
         _check_parts(file)
-        with Image.open(io.BytesIO(file), formats=FORMATS) as opened:
-            _check_size(camera, opened.height, opened.width, max_pixels)
-            return np.asarray(opened if opened.mode == "RGB" else opened.convert("RGB"))
+        return decode_picture(file, lambda height, width: _check_size(camera, height, width, max_pixels))
     except TooLarge:
         raise
+    except PictureError as error:
+        raise InvalidRequest(f"camera {camera!r}: {error}", ("body", "images", camera)) from None
     except Exception as error:
         # A decoder may raise anything for a file from outside; its own message is not sent to clients.
         raise InvalidRequest(

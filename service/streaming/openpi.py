@@ -1,10 +1,11 @@
 """openpi's WebSocket protocol and key names.
 
-A client connects, is sent metadata, and from then on each observation that it sends is answered with a chunk. An error
-is a text frame, which that client raises, and the end of the connection.
+A client connects, is sent metadata as soon as the policy is loaded, and from then on each observation that it sends is
+answered with a chunk. An error is a text frame, which that client raises, and the end of the connection.
 Source: Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py and packages/openpi-client.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from service.errors import InvalidRequest, ServiceError
+from service.errors import InvalidRequest, MoveRefused, ServiceError, SessionLoading
 from service.http.fair_queue import measure_steps
 from service.logging import sanitize_text
 from service.streaming import codec, observation
@@ -152,6 +153,7 @@ def _check_picture(camera: str, picture: Any) -> Any:
 
 log = logging.getLogger(__name__)
 
+_LOAD_CHECK_INTERVAL = 0.1  # seconds between looks whether the policy is loaded
 _KEY_CHECK_INTERVAL = 2.0  # seconds between checks of the client's key, which may be revoked
 
 
@@ -236,6 +238,7 @@ class OpenpiProtocol:
 
     async def _serve_messages(self) -> None:
         try:
+            await self._wait_loaded()
             self._socket.send(codec.pack_openpi(dict(self._inference.describe())))
             while True:
                 raw = await self._socket.receive()
@@ -251,6 +254,28 @@ class OpenpiProtocol:
         except Exception:
             log.exception("an observation of session %s failed", self._inference.session.id)
             self._close_with_error("internal: the server's log says more")
+
+    async def _wait_loaded(self) -> None:
+        """Wait until the policy is loaded; nothing is sent, because the client takes the first message as metadata.
+
+        Raises:
+            SocketClosed: the client is gone, or was closed with the reason: the load failed, the session was deleted,
+                or the key was revoked.
+        """
+        while True:
+            try:
+                self._inference.get_link()
+                return
+            except SessionLoading:
+                await asyncio.wait((self._socket.lost,), timeout=_LOAD_CHECK_INTERVAL)
+            except MoveRefused as refusal:
+                error = await self._inference.explain_refusal(refusal)
+                # Not as text: openpi's client shows the reason of a close, but fails on text in place of metadata.
+                self._socket.close(1011, f"{error.code}: {error}")
+                raise SocketClosed from error
+            if self._socket.lost.done():
+                raise SocketClosed
+            self._check_key(time.monotonic())
 
     async def _answer(self, raw: memoryview | str, began: float) -> dict[str, Any]:
         if isinstance(raw, str):

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from service.auth.caller import Caller, Role
-from service.errors import Forbidden, InvalidRequest, MoveRefused, ServiceError
+from service.errors import Forbidden, InvalidRequest, MoveRefused, ServiceError, SessionLoading, UnknownSession
 from service.logging import sanitize_text
+from service.stage import Stage
 from service.streaming import codec, direct_inference, observation
 from service.streaming.direct_inference import DirectInference
 from service.streaming.direct_transport import DirectLink
@@ -58,7 +59,7 @@ class Stream:
         self._stop = stop
         self._is_text = False
         self._unpacker = codec.Unpacker()
-        self._link: DirectLink
+        self._link: DirectLink | None = None  # None while the policy loads
         self._commands = 0
         self._newest_observation: tuple[int | None, float] | None = None
         self._act_task: asyncio.Task[None] | None = None
@@ -71,15 +72,14 @@ class Stream:
     async def serve(self) -> None:
         """Serve the client until its socket, its session or its key ends."""
         try:
-            self._link = self._inference.get_link()[0]
-            about = dict(self._inference.describe())
+            self._join()
+        except SessionLoading:
+            self._send_status()
         except MoveRefused as error:
             self._send("error", code=error.code, detail=str(error))
             self._socket.close(1008, error.code)
             return
-        self._link.listeners.add(self)
         watch_task = asyncio.create_task(self._watch_session(), name="a stream's watch")
-        self._send("welcome", **about, silence_s=self._silence_timeout, max_bytes=self._max_bytes)
         try:
             while True:
                 message = await self._socket.receive()
@@ -89,11 +89,27 @@ class Stream:
             pass
         finally:
             # Synchronous on purpose: when the peer is gone this runs inside a cancellation.
-            self._link.listeners.discard(self)
-            self._link.release_control(self, "the client on the stream is gone")
+            if self._link is not None:
+                self._link.listeners.discard(self)
+                self._link.release_control(self, "the client on the stream is gone")
             for task in (watch_task, self._act_task, self._decode_task):
                 if task is not None:
                     task.cancel()
+
+    def _join(self) -> DirectLink:
+        """Join the session and welcome the client, unless that is done.
+
+        Raises:
+            SessionLoading: the policy is still being loaded.
+            MoveRefused: the session runs no policy.
+        """
+        if self._link is None:
+            link = self._inference.get_link()[0]
+            about = dict(self._inference.describe())
+            self._link = link
+            link.listeners.add(self)
+            self._send("welcome", **about, silence_s=self._silence_timeout, max_bytes=self._max_bytes)
+        return self._link
 
     # Messages of the client.
 
@@ -107,6 +123,8 @@ class Stream:
             number = direct_inference.read_integer(message, "number")
             await self._dispatch(message["kind"], message, number)
             self._bad_messages = 0
+        except SessionLoading as error:
+            self._send_error(error, number)
         except ServiceError as error:
             self._send_error(error, number)
             self._bad_messages += 1
@@ -126,13 +144,14 @@ class Stream:
         elif self._caller.role < Role.OPERATOR:
             raise Forbidden("this wants the role operator; a viewer's stream may look on, and stop the robot")
         elif kind == "observation":
-            await self._take_observation(message, number)
+            await self._take_observation(self._join(), message, number)
         elif kind == "act":
+            self._join()
             await self._begin_act(message)
         else:
             raise InvalidRequest("kind: wanted observation, act, stop or ping", ("body", "kind"))
 
-    async def _take_observation(self, message: Mapping[str, Any], number: int | None) -> None:
+    async def _take_observation(self, link: DirectLink, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
         observation.check_fields(message, (*observation.OBSERVATION_FIELDS, "age_ms", "kind"))
         age = message.get("age_ms", 0)
@@ -140,7 +159,7 @@ class Stream:
             raise InvalidRequest(f"age_ms: wanted 0 to {_MAX_AGE_MS:g}", ("body", "age_ms"))
         spec = self._inference.observation_spec()
         observed = observation.read_observation(message, spec, is_complete=False)
-        if not self._link.take_control(self, self._silence_timeout):
+        if not link.take_control(self, self._silence_timeout):
             self._send("error", code="robot_taken", detail="another client drives this robot", number=number)
             self._socket.close(CLOSE_ROBOT_TAKEN, "another client drives this robot")
             return
@@ -152,12 +171,12 @@ class Stream:
         if observed.files:
             # Decoded in a thread, one observation at a time; of those that come meanwhile the newest is next.
             # Joints are delivered at once: after the decoding they would replace newer ones that came meanwhile.
-            self._deliver({}, observed.joints, observed_at)
+            self._deliver(link, {}, observed.joints, observed_at)
             self._next_to_decode = (observed, observed_at)
             if self._decode_task is None or self._decode_task.done():
-                self._decode_task = asyncio.create_task(self._decode_pictures(spec), name="a stream's pictures")
+                self._decode_task = asyncio.create_task(self._decode_pictures(link, spec), name="a stream's pictures")
         else:
-            self._deliver(observed.frames, observed.joints, observed_at)
+            self._deliver(link, observed.frames, observed.joints, observed_at)
             await self._keep(observed, spec, observed_at)
 
     async def _keep(self, observed: Observation, spec: ObservationSpec, observed_at: float) -> None:
@@ -165,7 +184,7 @@ class Stream:
         if observed.is_complete(spec):
             await self._inference.observe(observed, observed_at)
 
-    async def _decode_pictures(self, spec: ObservationSpec) -> None:
+    async def _decode_pictures(self, link: DirectLink, spec: ObservationSpec) -> None:
         while self._next_to_decode is not None:
             (observed, observed_at), self._next_to_decode = self._next_to_decode, None
             try:
@@ -174,11 +193,13 @@ class Stream:
             except ServiceError as error:
                 self._send_error(error, None)
                 continue
-            if self._link.driver is self:
-                self._deliver(frames, {}, observed_at)
+            if link.driver is self:
+                self._deliver(link, frames, {}, observed_at)
 
-    def _deliver(self, frames: Mapping[str, Any], joints: Mapping[str, float], observed_at: float) -> None:
-        inbox = self._link.inbox
+    def _deliver(
+        self, link: DirectLink, frames: Mapping[str, Any], joints: Mapping[str, float], observed_at: float
+    ) -> None:
+        inbox = link.inbox
         for camera, image in frames.items():
             inbox.on_frame(camera, image, observed_at)
         if joints:
@@ -248,7 +269,6 @@ class Stream:
             self._send("stopped", reason=about.get("reason"))
 
     async def _watch_session(self) -> None:
-        session = self._inference.session
         key_checked_at = -math.inf
         while True:
             if time.monotonic() - key_checked_at > _KEY_CHECK_INTERVAL:
@@ -256,16 +276,38 @@ class Stream:
                 if not self._is_still_authorized():
                     self._socket.close(1008, "the key does not count any more")
                     return
-            if self._link.driver is self and time.monotonic() - self.last_message_at > self._silence_timeout:
-                self._link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
-            hold = None if session.robot_io is None else session.robot_io.controller.hold
-            shown = (str(session.stage), session.reason, hold.text if hold else None, hold.code if hold else None)
-            # The text of a hold counts seconds: only another code is sent again.
-            if (shown[0], shown[1], shown[3]) != self._sent_status:
-                self._sent_status = (shown[0], shown[1], shown[3])
-                status, reason, text, code = shown
-                self._send("status", status=status, reason=reason, hold=text, hold_code=code)
+            try:
+                link = self._join()
+            except SessionLoading:
+                self._send_status()
+                await asyncio.sleep(_CHECK_INTERVAL)
+                continue
+            except MoveRefused as refusal:
+                await self._close_unloaded(refusal)
+                return
+            if link.driver is self and time.monotonic() - self.last_message_at > self._silence_timeout:
+                link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
+            self._send_status()
             await asyncio.sleep(_CHECK_INTERVAL)
+
+    async def _close_unloaded(self, refusal: MoveRefused) -> None:
+        """Close a client that waited for a session that failed or was deleted, with the reason."""
+        error = await self._inference.explain_refusal(refusal)
+        self._send_error(error, None)
+        self._socket.close(1001 if isinstance(error, UnknownSession) else 1011, f"{error.code}: {error}")
+
+    def _send_status(self) -> None:
+        """Send the session's status if it differs from the last one sent."""
+        session = self._inference.session
+        hold = None if session.robot_io is None else session.robot_io.controller.hold
+        status, reason = str(session.stage), session.reason
+        if reason is None and session.stage is Stage.INITIALIZING:
+            reason = session.progress.stage
+        code = hold.code if hold else None
+        # The text of a hold counts seconds: only another code is sent again.
+        if (status, reason, code) != self._sent_status:
+            self._sent_status = (status, reason, code)
+            self._send("status", status=status, reason=reason, hold=hold.text if hold else None, hold_code=code)
 
     def _send_error(self, error: ServiceError, number: int | None) -> None:
         self._send("error", code=error.code, detail=str(error), number=number)

@@ -231,6 +231,35 @@ async def test_deliveries_need_the_secret_or_come_from_here(tmp_path: Path, monk
         assert "of-the-secrets" not in told
 
 
+async def test_a_push_is_refused_only_for_fields_that_name_the_event(tmp_path: Path) -> None:
+    def change(part: str, **fields: object) -> dict[str, Any]:
+        return PAYLOAD | {part: PAYLOAD[part] | fields}
+
+    version = {"webhook": {"id": "w"}}
+    owner = {"repo": {name: value for name, value in PAYLOAD["repo"].items() if name != "owner"}}
+    accepted = (
+        change("repo", url="https://hub/user/arm"),
+        change("repo", private=None, tags="robotics", headSha=3, stars=[]),
+        change("webhook", version="latest"),
+        change("event", scope="repo.weather", action="archived", by={"name": "x"}),
+        PAYLOAD | version | owner | {"updatedFiles": "many", "later": [1]},
+    )
+    refused = (
+        (change("repo", name=5), ["repo.name"]),
+        (change("repo", type=None, url="x"), ["repo.type"]),
+        (change("event", scope=["repo"]), ["event.scope"]),
+        (PAYLOAD | {"webhook": {"version": 3}}, ["webhook.id"]),
+        (PAYLOAD | {"event": "update"}, ["event"]),
+    )
+    async with rigged(tmp_path / "policy") as rig:
+        for payload in accepted:
+            status, told = await rig.call("POST", "/webhooks/policies", json=payload)
+            assert (status, told["status"]) == (200, "ignored"), (payload, told)
+        for payload, fields in refused:
+            status, told = await rig.call("POST", "/webhooks/policies", json=payload)
+            assert (status, told["fields"]) == (422, fields), (payload, told)
+
+
 async def test_session_events_reach_who_registered_for_them(tmp_path: Path) -> None:
     from hooks.client import WebhooksClient
 

@@ -71,6 +71,61 @@ def test_values_that_came_later_are_kept(changes: dict) -> None:
     assert getattr(getattr(payload, part), name) == value
 
 
+@pytest.mark.parametrize("wrong", [None, 5, "text", ["x"], {"x": 1}, [{"x": 1}]])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "repo__url",
+        "repo__owner",
+        "repo__headSha",
+        "repo__private",
+        "repo__subdomain",
+        "repo__tags",
+        "webhook__version",
+        "discussion",
+        "comment",
+        "movedTo",
+        "updatedRefs",
+        "updatedConfig",
+        "updatedFiles",
+        "updatedFilesTruncated",
+    ],
+)
+def test_a_field_that_names_no_event_never_refuses_a_delivery(place: str, wrong: object) -> None:
+    payload = WebhookPayload.model_validate(changed(**{place: wrong}))
+    assert (payload.event.scope, payload.repo.name, payload.webhook.id) == (
+        "repo.content",
+        "user/act_so101",
+        PUSH["webhook"]["id"],  # type: ignore[index]
+    )
+
+
+def test_a_field_of_another_type_is_none() -> None:
+    wrong = changed(repo__url="https://hub/x", repo__private=None, repo__tags="robotics", repo__owner="me")
+    repo = WebhookPayload.model_validate(wrong).repo
+    assert (repo.url, repo.private, repo.tags, repo.owner) == (None, None, None, None)
+    del wrong["repo"]["owner"], wrong["webhook"]["version"], wrong["repo"]["private"]
+    payload = WebhookPayload.model_validate(wrong)
+    assert (payload.repo.owner, payload.webhook.version, payload.repo.private) == (None, None, False)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["x"], {"x": 1}])
+@pytest.mark.parametrize(
+    "place", ["event__action", "event__scope", "repo__id", "repo__name", "repo__type", "webhook__id"]
+)
+def test_a_field_that_names_the_event_must_be_text(place: str, wrong: object) -> None:
+    with pytest.raises(ValidationError) as refused:
+        WebhookPayload.model_validate(changed(**{place: wrong}))
+    assert [error["loc"] for error in refused.value.errors()] == [tuple(place.split("__"))]
+
+
+def test_a_discussion_is_read_without_what_is_wrong_in_it() -> None:
+    told = {"id": "1", "num": 19, "title": "x", "isPullRequest": False, "status": "open", "pinned": "?", "author": 3}
+    discussion = WebhookPayload.model_validate(changed(discussion=told)).discussion
+    assert discussion is not None
+    assert (discussion.num, discussion.pinned, discussion.author, discussion.url) == (19, None, None, None)
+
+
 def test_fields_that_came_later_are_kept_at_every_depth() -> None:
     payload = WebhookPayload.model_validate(changed(weather="fine", repo__size=7, event__by={"name": "x"}))
     told = payload.model_dump(mode="json")

@@ -1,3 +1,4 @@
+import io
 import json
 from dataclasses import replace
 from fractions import Fraction
@@ -6,10 +7,11 @@ import av
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
+from PIL import Image
 
 from service.recording.dataset import write_dataset
 from service.recording.library import open_source
-from service.recording.steps import RecordingError
+from service.recording.steps import EncodedImage, RecordingError
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.testing.recordings import level, subject
 
@@ -182,3 +184,10 @@ print(len(found), found.num_episodes, found.meta.robot_type)
 @pytest.mark.skipif(LEROBOT is None, reason=WITHOUT)
 def test_lerobot_itself_reads_it(dataset):
     assert lerobot("-c", READ, dataset, timeout=100).strip() == "24 2 so100_follower"
+
+
+def test_a_frame_that_is_no_colour_picture_is_refused():
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 6), 900, np.uint16)).save(file, "PNG")
+    with pytest.raises(RecordingError, match="a frame is a 16-bit gray picture"):
+        _ = EncodedImage(file.getvalue()).pixels

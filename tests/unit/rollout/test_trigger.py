@@ -1,5 +1,6 @@
 import pytest
 
+from hooks.payload import WebhookPayload
 from service.rollout.triggers import Target, interpret_delivery, matches_ref
 from tests.unit.rollout.world import REPO, Robot, pushed
 
@@ -54,6 +55,13 @@ def test_a_delivery_that_does_not_say_which_ref_moved_is_about_all() -> None:
         MAIN,
         Target(REPO, "v1"),
     )
+
+
+def test_refs_that_cannot_be_read_are_about_all_refs() -> None:
+    for refs in ("refs/heads/main", [{"ref": "refs/heads/main", "newSha": 5}], [{"ref": None}], 3):
+        body = pushed(SHA).model_dump(mode="json", exclude_unset=True) | {"updatedRefs": refs}
+        payload = WebhookPayload.model_validate(body)
+        assert interpret_delivery(payload, [Robot("a"), Robot("b", ref="v1")]).targets == (MAIN, Target(REPO, "v1"))
 
 
 def test_a_dataset_of_the_same_name_is_no_policy() -> None:

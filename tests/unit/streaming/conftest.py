@@ -1,5 +1,7 @@
 """The real server on loopback ports, with scripted policies and sessions without rooms."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from service.http.server import listen, serve_app
 from service.streaming import codec
 from service.testing import ScriptedLoader, ScriptedPolicy
 from tests.testing import rig
+from tests.testing.waiting import until
 
 
 @dataclass
@@ -50,6 +53,19 @@ class Server(rig.Server):
     def stream(self, path: str = "/sessions/arm/stream", **more: Any) -> Any:
         """A client of a library that is not ours."""
         return websockets.connect(self.url.replace("http", "ws") + path, max_size=None, **more)
+
+    @asynccontextmanager
+    async def loading(self, policy_path: str = "policies/act") -> AsyncIterator[asyncio.Task[tuple[int, Any]]]:
+        """A session whose policy loads until ``load.gate`` is set; the task is the request that makes it."""
+        self.load.gate = threading.Event()
+        call = super().create("arm", transport_server_url="direct", policy_path=policy_path)
+        making = asyncio.create_task(call)
+        try:
+            await until(lambda: self.load.loads)
+            yield making
+        finally:
+            self.load.gate.set()
+            await making
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]

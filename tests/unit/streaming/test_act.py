@@ -329,6 +329,31 @@ async def test_what_cannot_be_used_is_refused_without_a_traceback(server):
     assert server.policy.acted == 0
 
 
+async def test_a_depth_picture_is_refused_in_every_form(server):
+    held = io.BytesIO()
+    Image.fromarray(np.linspace(300, 4000, 48 * 64).reshape(48, 64).astype(np.uint16)).save(held, "PNG")
+    text = base64.b64encode(held.getvalue()).decode()
+    answers = [await server.act(server.seen(images={"front": held.getvalue()}))]
+    for picture in (text, f"data:image/png;base64,{text}"):
+        body = {"images": {"front": picture}, "state": list(server.pose)}
+        answers.append(await server.call("POST", "/sessions/arm/act", json=body))
+    for status, told in answers:
+        assert status == 422
+        assert "camera 'front': a 16-bit gray picture (a depth picture?)" in str(told["detail"])
+        assert "wanted 8-bit RGB or gray" in str(told["detail"])
+    assert server.policy.acted == 0
+
+
+async def test_a_turned_picture_is_the_upright_one(server):
+    upright, held = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3), io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    Image.fromarray(np.rot90(upright)).save(held, "PNG", exif=exif)
+    assert (await server.act(server.seen(images={"front": held.getvalue()})))[0] == 200
+    inputs, _ = server.app.ctx.sessions.get("arm").robot_io.runner.recent[-1]
+    np.testing.assert_array_equal(inputs["observation.images.front"][0], upright)
+
+
 async def test_bodies_are_held_to_forms_and_sizes(server):
     assert (await server.act(b"\xc1"))[0] == 422
     assert (await server.act(b"\x90"))[0] == 422

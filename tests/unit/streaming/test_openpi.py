@@ -15,6 +15,7 @@ import pytest
 import websockets
 
 from jaxmodels import Requirements
+from jaxmodels.errors import JaxModelsError
 from robojax.sim.arm import CAMERA, FRAME, HORIZON, Arm
 from service.api.websockets import create_openpi_app
 from service.auth.caller import Role
@@ -49,6 +50,55 @@ NAMED = [
     {"images": {"front": np.ascontiguousarray(IMAGE.transpose(2, 0, 1))}, "state": STATE},
     {"front": IMAGE[None], "image": IMAGE[:1], "state": STATE.astype(">f4")},
 ]
+
+
+@pytest.mark.parametrize("is_own_port", [False, True])
+async def test_a_client_that_connects_while_the_policy_loads_waits_for_metadata(serve, is_own_port):
+    async with serve() as server, server.loading():
+        address = server.openpi if is_own_port else server.stream("/sessions/arm/openpi").uri
+        async with websockets.connect(address) as socket:
+            receiving = asyncio.create_task(socket.recv())
+            await socket.send(codec.pack_openpi({"observation/image": IMAGE, "observation/state": STATE}))
+            done, _ = await asyncio.wait([receiving], timeout=0.5)
+            assert not done
+            assert server.policy.acted == 0
+            server.load.gate.set()
+            async with asyncio.timeout(30):
+                assert codec.unpack(await receiving)["cameras"] == {"front": [48, 64]}
+                np.testing.assert_allclose(codec.unpack(await socket.recv())["actions"][0], STATE + 0.1, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["failed", "deleted", "left"])
+async def test_a_client_that_waits_in_vain_is_closed_with_the_reason(serve, how):
+    async with serve() as server:
+        server.load.failure = JaxModelsError("the weights are torn") if how == "failed" else None
+        async with server.loading(), server.stream("/sessions/arm/openpi") as socket:
+            owners = server.app.ctx.stream_clients._socket_owners
+            await until(lambda: owners)
+            if how == "left":
+                await socket.close()
+                await until(lambda: not owners)
+                return
+            if how == "failed":
+                server.load.gate.set()
+            else:
+                assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
+            with pytest.raises(websockets.ConnectionClosed) as closed:
+                async with asyncio.timeout(30):
+                    await socket.recv()
+            assert closed.value.rcvd.code == 1011
+            said = {"failed": ("policy: ", "the weights are torn"), "deleted": ("unknown_session: ", "was deleted")}[
+                how
+            ]
+            assert all(text in closed.value.rcvd.reason for text in said), closed.value.rcvd.reason
+
+
+async def test_the_port_of_its_own_prefers_a_loaded_session_to_one_that_loads(serve):
+    async with serve() as server:
+        await server.create("ready")
+        server.load.loads.clear()
+        async with server.loading("policies/other"), websockets.connect(server.openpi) as socket:
+            assert codec.unpack(await socket.recv())["session_id"] == "ready"
 
 
 async def test_an_observation_is_found_under_the_names_that_openpis_clients_use(server):

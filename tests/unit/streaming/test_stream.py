@@ -10,10 +10,14 @@ import pytest
 import websockets
 from PIL import Image
 
+from jaxmodels.errors import JaxModelsError
+from robojax.client import AsyncClient
+from robojax.client import Client as SyncClient
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.streaming import codec, observation
 from service.transport.link import JointValue
+from tests.testing.waiting import until
 
 
 class Client:
@@ -192,6 +196,102 @@ async def test_keys_roles_owners_tickets_and_origins_count(serve, tmp_path):
             await Client(socket).hear("stopped")
 
 
+async def test_a_client_that_connects_while_the_policy_loads_waits(serve):
+    async with serve() as server, server.loading() as making, server.stream() as socket:
+        client = Client(socket)
+        first = codec.unpack(await socket.recv())
+        assert (first["kind"], first["status"], first["reason"]) == ("status", "initializing", "reading")
+        for number in range(25):  # more than a client may send that makes no sense
+            await client.say("observation", **server.seen(number=number))
+            told = await client.hear("error")
+            assert (told["code"], told["number"]) == ("loading", number)
+        await client.say("act", **server.seen(number=25))
+        assert (await client.hear("error"))["code"] == "loading"
+        await client.say("ping", number=1)
+        assert (await client.hear("pong"))["number"] == 1
+        assert server.policy.acted == 0
+        server.load.gate.set()
+        assert (await client.hear("welcome"))["cameras"] == {"front": [48, 64]}
+        assert (await client.hear("status"))["status"] == "ready"
+        await client.say("act", **server.seen(number=26))
+        assert (await client.hear("chunk"))["number"] == 26
+        assert (await making)[0] == 200
+
+
+async def test_an_act_over_http_while_the_policy_loads_is_503_with_retry_after(serve):
+    async with serve() as server, server.loading():
+        body = {"images": {}, "state": []}
+        async with server.http.post("/sessions/arm/act", json=body) as answer:
+            assert answer.status == 503
+            assert 1 <= int(answer.headers["retry-after"]) <= 10
+            told = await answer.json()
+        assert told["code"] == "loading"
+        assert "session 'arm' is initializing (reading); ask again in" in told["detail"]
+        server.load.gate.set()
+        await until(lambda: server.app.ctx.sessions.get("arm").stage == "ready")
+        assert (await server.act(server.seen()))[0] == 200
+
+
+async def test_a_waiting_client_is_closed_with_the_reason_of_a_failed_load(serve):
+    async with serve() as server:
+        server.load.failure = JaxModelsError("the weights are torn")
+        async with server.loading(), server.stream() as socket:
+            client = Client(socket)
+            await client.hear("status")
+            server.load.gate.set()
+            told = await client.hear("error")
+            assert (told["code"], "the weights are torn" in told["detail"]) == ("policy", True)
+            with pytest.raises(websockets.ConnectionClosed) as closed:
+                await client.hear("welcome")
+            assert closed.value.rcvd.code == 1011
+            assert "the weights are torn" in closed.value.rcvd.reason
+
+
+async def test_a_waiting_client_is_closed_when_the_session_is_deleted(serve):
+    async with serve() as server, server.loading(), server.stream() as socket:
+        client = Client(socket)
+        await client.hear("status")
+        assert (await server.call("DELETE", "/sessions/arm"))[0] == 200
+        assert (await client.hear("error"))["code"] == "unknown_session"
+        with pytest.raises(websockets.ConnectionClosed) as closed:
+            await client.hear("welcome")
+        assert (closed.value.rcvd.code, "deleted" in closed.value.rcvd.reason) == (1001, True)
+
+
+async def test_a_stop_while_the_policy_loads_is_latched_and_shown(serve):
+    async with serve() as server, server.loading(), server.stream() as socket:
+        client = Client(socket)
+        await client.say("stop", reason="enough")
+        while (await client.hear("status"))["reason"] != "enough":
+            pass
+        server.load.gate.set()
+        assert (await client.hear("welcome"))["status"] == "stopped"
+        await client.say("act", **server.seen(reset=True))
+        assert "emergency stop (enough)" in (await client.hear("error"))["detail"]
+        assert server.policy.acted == 0
+
+
+async def test_robojaxs_own_client_waits_for_the_policy(serve):
+    async with serve() as server, server.loading(), AsyncClient(server.url) as client:
+        opening = asyncio.create_task(_open_and_close(client.session("arm").stream()))
+
+        def open_in_thread() -> str:
+            with SyncClient(server.url) as other, other.session("arm").stream() as stream:
+                return stream.welcome.status
+
+        waiting = asyncio.create_task(asyncio.to_thread(open_in_thread))
+        await until(lambda: len(server.app.ctx.stream_clients._socket_owners) == 2)
+        assert not opening.done()
+        assert not waiting.done()
+        server.load.gate.set()
+        assert [await opening, await waiting] == ["ready", "ready"]
+
+
+async def _open_and_close(stream) -> str:
+    async with stream as opened:
+        return opened.welcome.status
+
+
 async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joints(server, monkeypatch):
     gate = threading.Event()
     decode = observation.decode_image
@@ -209,6 +309,19 @@ async def test_a_picture_that_takes_long_to_decode_does_not_bring_back_older_joi
         while not buffer.sizes:  # noqa: ASYNC110, it decodes in a thread
             await asyncio.sleep(0.01)
         assert buffer.measured_joints()["Elbow"] == -30.0
+
+
+async def test_a_depth_picture_on_the_stream_is_refused_with_its_reason(server):
+    held = io.BytesIO()
+    Image.fromarray(np.full((48, 64), 900, np.uint16)).save(held, "PNG")
+    async with server.stream() as socket:
+        client = Client(socket)
+        for kind in ("act", "observation"):
+            await client.say(kind, **server.seen(images={"front": held.getvalue()}))
+            told = await client.hear("error")
+            assert told["code"] == "invalid"
+            assert "camera 'front': a 16-bit gray picture" in told["detail"]
+    assert server.policy.acted == 0
 
 
 async def test_commands_do_not_pile_up_before_a_client_that_does_not_read(server, monkeypatch):

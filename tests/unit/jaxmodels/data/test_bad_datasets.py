@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from jaxmodels.data import metadata, open_dataset, table_files
+from jaxmodels.data import DatasetWriter, metadata, open_dataset, table_files
 from jaxmodels.errors import DatasetError
-from tests.unit.jaxmodels.data.demonstrations import FRONT, ROWS, frames, lines, png, rewrite, write_video
+from tests.unit.jaxmodels.data.demonstrations import FPS, FRONT, ROWS, frames, lines, png, rewrite, write_video
 
 VIDEO = f"videos/chunk-000/{FRONT}/episode_000001.mp4"
+TIMES = [row / FPS for row in range(9)]
 
 
 def refused(folder, *said, ask=lambda dataset: None):
@@ -159,9 +160,14 @@ def test_a_row_whose_task_nobody_knows_is_refused(copy):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda table: table.slice(1), "found 8 rows of them, wanted 9"),
-        (lambda table: pa.concat_tables([table, table.slice(8)]), "found 10 rows of them"),
-        (lambda table: table.take(list(reversed(range(9)))), "one after another"),
+        (lambda table: table.slice(1), "found 8 rows of episode 1, wanted 9"),
+        (lambda table: pa.concat_tables([table, table.slice(8)]), "found 10 rows of episode 1"),
+        (lambda table: table.take(list(reversed(range(9)))), "frame_index of episode 1 is 8 in its row 0"),
+        (lambda table: replaced(table, "frame_index", [0, 1, 3, 2, *range(4, 9)]), "episode 1 is 3 in its row 2"),
+        (lambda table: replaced(table, "timestamp", [*TIMES[:5], TIMES[3], *TIMES[6:]]), "timestamp of episode 1 is"),
+        (lambda table: replaced(table, "timestamp", [*TIMES[:8], TIMES[7]]), "0.35 in its row 8, after 0.35"),
+        (lambda table: replaced(table, "index", [6, 7, 9, 8, *range(10, 15)]), "index of episode 1 is 8 in its row 3"),
+        (lambda table: replaced(table, "index", list(range(9))), "index of episode 1 is 0 in its row 0, after 5"),
         (lambda table: table.drop(["episode_index"]), "has no column episode_index"),
         (lambda table: table.drop(["action"]), "has no column action"),
         (lambda table: replaced(table, "action", [[1.0, 2.0]] * 8 + [[1.0]]), "rows of other sizes than 2"),
@@ -176,6 +182,155 @@ def test_rows_that_do_not_fit_are_refused(copy, change, said):
     path = folder / "data/chunk-000/episode_000001.parquet"
     parquet.write_table(change(parquet.read_table(path)), path)
     refused(folder, said, ask=read)
+
+
+def test_rows_without_an_index_are_read(copy):
+    folder = copy("v2.1")
+    for path in sorted(folder.glob("data/*/*.parquet")):
+        parquet.write_table(parquet.read_table(path).drop(["index"]), path)
+    assert len(open_dataset(folder)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([*range(6, 15), *range(6), *range(15, 20)], "the rows of episodes 0 and 1 are not in the order"),
+        ([*range(5), 6, 5, *range(7, 20)], "the rows of episode 0 are not one after another"),
+        ([*range(15), 15, 17, 16, 18, 19], "frame_index of episode 2 is 2 in its row 1"),
+    ],
+)
+def test_rows_out_of_order_name_their_episode(copy, order, said):
+    folder = copy("v3.0")
+    path = folder / "data/chunk-000/file-000.parquet"
+    parquet.write_table(parquet.read_table(path).take(order), path)
+    refused(folder, "data/chunk-000/file-000.parquet", said)
+
+
+def test_chosen_rows_with_other_rows_between_them_are_refused(copy):
+    folder = copy("v3.0")
+    path = folder / "data/chunk-000/file-000.parquet"
+    parquet.write_table(parquet.read_table(path).take([*range(5), 6, 5, *range(7, 20)]), path)
+    with pytest.raises(DatasetError, match="the rows of episode 0 are not one after another"):
+        open_dataset(folder, episodes=[0])
+
+
+def test_files_that_are_not_in_the_order_of_the_episodes_are_refused(copy):
+    folder = copy("v3.0")
+    data = folder / "data/chunk-000/file-000.parquet"
+    table = parquet.read_table(data)
+    parquet.write_table(table.take([*range(6), *range(15, 20)]), data)
+    parquet.write_table(table.slice(6, 9), data.with_name("file-001.parquet"))
+    describe(folder, **{"data/file_index": [0, 1, 0]})
+    refused(folder, "episode 2 is in data/chunk-000/file-000.parquet", "in the order of the episodes")
+
+
+@pytest.mark.parametrize("name", ["v3.0", "v2.1", "v2.1 with pictures"])
+@pytest.mark.parametrize("fps", [10, 19.98, 20.02, 25, 100])
+def test_a_rate_that_the_timestamps_contradict_is_refused(copy, name, fps):
+    folder = copy(name)
+    rewrite(folder / "meta/info.json", fps=fps)
+    file = "data/chunk-000/file-000.parquet" if name == "v3.0" else "data/chunk-000/episode_000000.parquet"
+    refused(folder, f"meta/info.json says fps {fps}", f"of episode 0 in {file} are 0.05 s apart, 20 per second")
+
+
+@pytest.mark.parametrize("fps", [20.000001, 20.005])
+def test_a_rate_that_the_timestamps_do_not_clearly_contradict_is_accepted(copy, fps):
+    folder = copy("v3.0")
+    rewrite(folder / "meta/info.json", fps=fps)
+    assert open_dataset(folder).fps == fps
+
+
+def test_one_episode_of_another_rate_is_refused(copy):
+    folder = copy("v2.1")
+    path = folder / "data/chunk-000/episode_000001.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(replaced(table, "timestamp", (np.arange(9) / 10).astype(np.float32)), path)
+    refused(folder, "says fps 20", "of episode 1 in data/chunk-000/episode_000001.parquet are 0.1 s apart")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda times: times + np.random.default_rng(0).normal(0, 0.004, len(times)),
+        lambda times: np.round(times, 3),
+        lambda times: np.where(times > times[700], times + 0.5, times),
+        lambda times: times.astype(np.float32),
+    ],
+    ids=["jitter", "milliseconds", "one gap", "float32"],
+)
+def test_jitter_rounding_and_gaps_do_not_contradict_the_rate(tmp_path, spoil):
+    count, folder = 6000, tmp_path / "long"
+    with DatasetWriter(folder, fps=30, joint_names=["a"]) as writer:
+        writer.add_episode({"observation.state": np.zeros((count, 1)), "action": np.zeros((count, 1))}, "hold")
+    path = folder / "data/chunk-000/file-000.parquet"
+    table = parquet.read_table(path)
+    parquet.write_table(replaced(table, "timestamp", spoil(np.arange(count) / 30).astype(np.float32)), path)
+    assert len(open_dataset(folder)) == count
+    rewrite(folder / "meta/info.json", fps=29.97)
+    refused(folder, "says fps 29.97", "of episode 0")
+
+
+FROM, TO = (f"videos/{FRONT}/{end}_timestamp" for end in ("from", "to"))
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "said"),
+    [
+        # Written are spans of 6, 9 and 5 frames at 20 per second: 0 to 0.3 s, to 0.75 s, to 1 s.
+        ((0, 0.3, 0.3), (0.3, 0.75, 0.55), ("episode 2", "0.300 s to 0.550 s", "episode 1 has the frames up to 0.750")),
+        ((0, 0.25, 0.75), (0.3, 0.7, 1), ("episode 1", "0.250 s to 0.700 s", "episode 0 has the frames up to 0.300")),
+        ((0, 0.3, 0.3), (0.3, 0.75, 0.75), ("episode 2", "9.0 frames", "the episode has 5 rows")),
+        ((0, 0.35, 0.75), (0.3, 0.75, 1), ("episode 1", "8.0 frames", "the episode has 9 rows")),
+        ((0, 0.3, 0.75), (0.3, 0.75, 1.1), ("episode 2", "7.0 frames", "the episode has 5 rows")),
+        ((0.05, 0.3, 0.75), (0.35, 0.75, 1), ("episode 1", "0.300 s to 0.750 s", "episode 0 has the frames up to")),
+        ((0.45, 0, 0.75), (0.75, 0.45, 1), ("episode 1", "0.000 s to 0.450 s", "episode 0 has the frames up to")),
+        ((0, 0.75, 0.75), (0.3, 0.3, 1), ("episode 1", "-9.0 frames", "the episode has 9 rows")),
+        ((0, float("nan"), 0.75), (0.3, 0.75, 1), (f"{FROM}, which is nan",)),
+    ],
+)
+@pytest.mark.parametrize("episodes", [None, [0]])
+def test_video_spans_that_overlap_or_do_not_fit_are_refused(copy, begins, ends, said, episodes):
+    folder = copy("v3.0")
+    describe(folder, **{FROM: begins, TO: ends})
+    with pytest.raises(DatasetError) as error:
+        open_dataset(folder, episodes=episodes)
+    named = (f"camera {FRONT}", f"videos/{FRONT}/chunk-000/file-000.mp4") if len(said) > 1 else ()
+    for text in (*said, *named):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        ((0, 0.31, 0.74), (0.3, 0.76, 1.01)),  # touching within half a frame
+        ((0, 0.35, 0.85), (0.3, 0.8, 1.1)),  # frames between the spans, as after an episode that was dropped
+        ((0, 0.3, 0.75), (0.3, 0.75, 1.05)),  # a last frame without a row
+    ],
+)
+def test_video_spans_that_touch_or_leave_frames_out_are_accepted(copy, begins, ends):
+    folder = copy("v3.0")
+    describe(folder, **{FROM: begins, TO: ends})
+    assert len(open_dataset(folder)) == ROWS
+
+
+@pytest.mark.parametrize("name", ["v3.0", "v2.1"])
+def test_timestamps_that_are_shifted_against_the_video_are_refused(copy, name):
+    folder = copy(name)
+    for path in sorted(folder.glob("data/*/*.parquet")):
+        table = parquet.read_table(path)
+        episode, times = table["episode_index"].to_numpy(), table["timestamp"].to_numpy()
+        parquet.write_table(replaced(table, "timestamp", (times + (episode == 1)).astype(np.float32)), path)
+    refused(folder, "timestamps of episode 1 are 1.000 s to 1.400 s", f"(camera {FRONT})", ".mp4")
+
+
+def describe(folder, **columns):
+    """Replace columns of the episodes' description."""
+    path = folder / "meta/episodes/chunk-000/file-000.parquet"
+    table = parquet.read_table(path)
+    for name, values in columns.items():
+        field = table.schema.field(name)
+        table = table.set_column(table.column_names.index(name), name, pa.array(values, field.type))
+    parquet.write_table(table, path)
 
 
 def replaced(table, name, values):
@@ -225,6 +380,9 @@ def test_a_playlist_that_names_other_files_is_no_video(copy):
         (b"GIF89a" + bytes(50), "cannot be decoded"),
         (png(np.zeros((32, 48, 3), np.uint8))[:60], "cannot be decoded"),
         (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
+        (png(np.zeros((48, 32, 3), np.uint8)), "is 48x32; wanted 32x48"),
+        (png(np.zeros((32, 48), np.uint16)), "is a 16-bit gray picture"),
+        (png(np.zeros((32, 48, 4), np.uint8)), "is a picture with transparent pixels"),
     ],
 )
 def test_a_picture_that_is_none_is_refused(copy, picture, said):

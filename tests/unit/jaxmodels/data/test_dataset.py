@@ -146,7 +146,8 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
 def test_the_public_names_are_these():
     import jaxmodels.data
 
-    assert jaxmodels.data.__all__ == ["Batch", "Dataset", "DatasetWriter", "Loader", "open_dataset", "resize_frames"]
+    expected = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
+    assert jaxmodels.data.__all__ == expected
     assert set(jaxmodels.data.__all__) <= set(dir(jaxmodels.data))
     for name in jaxmodels.data.__all__:
         assert getattr(jaxmodels.data, name).__module__.startswith("jaxmodels.data.")

@@ -1,11 +1,11 @@
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
-from jaxmodels.data import DatasetWriter, open_dataset
+from jaxmodels.data import Dataset, DatasetWriter, open_dataset
 from jaxmodels.errors import DatasetError
 from tests.unit.jaxmodels.data.demonstrations import ACTION, FRONT, LENGTHS, NAMES, STATE, frames
 
@@ -40,6 +40,18 @@ def test_steps_one_by_one_are_the_same_as_a_whole_episode(written, tmp_path):
     for name in ("observation.state", "action"):
         np.testing.assert_array_equal(*(dataset.vectors(name) for dataset in both))
     np.testing.assert_array_equal(*(dataset.frames(FRONT, np.arange(6)) for dataset in both))
+
+
+@pytest.mark.parametrize("path", ["cubes", "made/cubes/", PurePath("cubes")])
+def test_a_path_may_be_text_or_any_path_object(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with writer(path) as one:
+        one.add(step())
+        one.end_episode("pick")
+    assert (tmp_path / path / "meta/info.json").is_file()
+    assert len(open_dataset(path)) == len(Dataset(path)) == 1
+    with pytest.raises(DatasetError, match="cubes is there already"):
+        writer(path)
 
 
 def test_an_environment_state_is_kept(tmp_path):

@@ -113,7 +113,7 @@ def test_cached_frames_are_the_decoded_ones_resized(folder, tmp_path):
     dataset = open_dataset(folder)
     told = []
     sees = {"size": SMALL}
-    cached = loader(dataset, sees=sees, cache=tmp_path, on_progress=lambda *at: told.append(at))
+    cached = loader(dataset, sees=sees, cache=str(tmp_path), on_progress=lambda *at: told.append(at))
     fresh = loader(dataset, sees=sees)
     assert (cached.is_cached, fresh.is_cached) == (True, False)
     assert told[-1] == (ROWS, ROWS)

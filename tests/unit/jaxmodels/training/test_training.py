@@ -19,7 +19,17 @@ import jaxmodels
 from jaxmodels.data import Dataset, open_dataset
 from jaxmodels.errors import CheckpointError, ConfigError, DatasetError, TrainingError
 from jaxmodels.policies import lerobot_folder
-from jaxmodels.training import OptimizerConfig, Progress, Start, TrainingConfig, loop, new_policy, train, trained_policy
+from jaxmodels.training import (
+    OptimizerConfig,
+    Progress,
+    Start,
+    TrainingConfig,
+    draw_curve,
+    loop,
+    new_policy,
+    train,
+    trained_policy,
+)
 from tests.testing.compiling import process_environment
 from tests.unit.jaxmodels.training.conftest import CONFIG, TINY_STATES
 
@@ -54,7 +64,7 @@ def finished(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     output = tmp_path_factory.mktemp("runs") / "whole"
-    train(dataset, tiny(), CONFIG, output, on_progress=told.append)
+    train(dataset, tiny(), CONFIG, str(output), on_progress=told.append)
     return output
 
 
@@ -260,7 +270,9 @@ def test_a_folder_with_something_else_is_left_alone(
         train(dataset, tiny(), CONFIG, tmp_path)
 
 
-def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path) -> None:
+def test_the_loss_curve_is_a_picture_with_a_falling_line(finished: Path, tmp_path: Path) -> None:
+    draw_curve(str(finished / "metrics.jsonl"), str(tmp_path / "again.png"))
+    assert (tmp_path / "again.png").read_bytes() == (finished / "loss.png").read_bytes()
     picture = np.asarray(Image.open(finished / "loss.png").convert("RGB")).astype(int)
     blue = (picture[..., 2] > 140) & (picture[..., 0] < 60)
     columns = np.nonzero(blue.any(axis=0))[0]

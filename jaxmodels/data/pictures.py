@@ -1,0 +1,79 @@
+"""Decoder of PNG and JPEG files to RGB, which refuses what cannot be a colour picture."""
+
+import io
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import ExifTags, Image
+
+from jaxmodels.errors import PictureError
+
+_FORMATS = ("PNG", "JPEG")
+# Modes of Pillow that have an exact conversion to 8-bit RGB: black and white, gray, palette and colour.
+_OPAQUE_MODES = ("1", "L", "P", "RGB")
+_ALPHA_MODES = ("LA", "PA", "RGBA")
+_MAX_EXIF = 1 << 16  # bytes; a JPEG cannot have more
+_MODE_NAMES = {"CMYK": "a CMYK picture"}
+_ACCEPTED = "wanted 8-bit RGB or gray, PNG or JPEG"
+# EXIF orientation -> how viewers turn the picture.
+_TURNS: Mapping[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], None]) -> UInt8[np.ndarray, "h w 3"]:
+    """Decode a PNG or JPEG file to RGB, turned upright as its EXIF orientation says.
+
+    Of 16-bit colour the upper 8 bits are used.
+
+    Args:
+        file: bytes of the file.
+        check_size: called with height and width, as stored, before anything is decoded; may raise.
+
+    Raises:
+        PictureError: 16-bit gray, which is usually depth, transparent pixels, or other colours than RGB and gray.
+        Exception: any error of Pillow for a malformed file.
+
+    Example:
+        >>> file = io.BytesIO()
+        >>> Image.new("L", (3, 2), 7).save(file, "PNG")
+        >>> decode_picture(file.getvalue(), lambda height, width: None).shape
+        (2, 3, 3)
+    """
+    with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
+        check_size(opened.height, opened.width)
+        # Pillow converts 16-bit gray by clipping at 255, and with an alpha channel by taking the upper bits.
+        if opened.mode.startswith("I") or "LA;16B" in (tile.args for tile in opened.tile):
+            raise PictureError(
+                f"a 16-bit gray picture (a depth picture?), which is not looked at as colour; {_ACCEPTED}: scale its "
+                "values to 0...255 first"
+            )
+        if opened.mode not in (*_OPAQUE_MODES, *_ALPHA_MODES):
+            raise PictureError(f"{_MODE_NAMES.get(opened.mode, f'a picture of mode {opened.mode}')}; {_ACCEPTED}")
+        opened.load()  # a PNG may have its EXIF data behind the pixels
+        picture = opened
+        if opened.mode in _ALPHA_MODES or "transparency" in opened.info:
+            picture = opened.convert("RGBA")
+            if picture.getchannel("A").getextrema() != (255, 255):
+                raise PictureError(f"a picture with transparent pixels, whose colour is undefined; {_ACCEPTED}")
+        turn = _find_turn(opened) if "exif" in opened.info else None
+        if turn is not None:
+            picture = picture.transpose(turn)
+        return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+def _find_turn(picture: Image.Image) -> Image.Transpose | None:
+    """Return how the EXIF data say that a picture is turned; None for upright, and for malformed data."""
+    if len(picture.info["exif"]) > _MAX_EXIF:
+        raise PictureError(f"a picture with more than {_MAX_EXIF} bytes of EXIF data; {_ACCEPTED}")
+    try:
+        return _TURNS.get(picture.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # a parser may raise anything for a file from outside; viewers ignore malformed EXIF data
+        return None
