@@ -66,7 +66,7 @@ async def test_the_command_tells_it_too(reading):
     def run(*arguments: str):
         app = typer.Typer()
         app.command()(sessions.adjust)
-        return CliRunner().invoke(app, [*arguments, "--url", reading.url, "--json"])
+        return CliRunner().invoke(app, [*arguments, "--server", reading.url, "--json"])
 
     told = await asyncio.to_thread(run, "arm", "--language-instruction", "turn it round")
     assert (told.exit_code, json.loads(told.stdout)["language_instruction"]) == (0, "turn it round")

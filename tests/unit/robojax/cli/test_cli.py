@@ -161,20 +161,20 @@ def _is_refused_a_taken_port(robojax, url):
 
 
 def _lists_and_stops_sessions(call, url):
-    assert "no sessions" in call("sessions", "--url", url).stdout
-    assert json.loads(call("sessions", "--url", url, "--json").stdout) == []
-    told = call("stop", "--all", "--url", url, "--json", "--reason", "drill")
+    assert "no sessions" in call("sessions", "--server", url).stdout
+    assert json.loads(call("sessions", "--server", url, "--json").stdout) == []
+    told = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
     assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
-    told = call("stop", "nobody", "--emergency", "--url", url)
+    told = call("stop", "nobody", "--emergency", "--server", url)
     assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
 
 
 def test_a_server_that_is_not_there_ends_with_4(call):
     for arguments in (("sessions",), ("stop", "--all"), ("stop", "arm")):
-        told = call(*arguments, "--url", "http://127.0.0.1:9")
+        told = call(*arguments, "--server", "http://127.0.0.1:9")
         assert told.returncode == 4
         assert "robojax serve" in told.stderr
-    assert call("sessions", "--url", "ftp://x").returncode == 2
+    assert call("sessions", "--server", "ftp://x").returncode == 2
 
 
 def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call):
@@ -186,7 +186,7 @@ def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call
 
         hearing = threading.Thread(target=hear)
         hearing.start()
-        told = call("stop", "--all", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        told = call("stop", "--all", "--server", f"http://127.0.0.1:{silent.getsockname()[1]}")
         hearing.join()
     assert told.returncode != 0
     assert "does not answer" in told.stderr
