@@ -1,7 +1,7 @@
 """The robots of ``benchmarks/load.py``, and bare loops that send to the same rooms what sessions send.
 
-    python benchmarks/load_robots.py robots --server URL --count 32
-    python benchmarks/load_robots.py bare --server URL --count 32 --rate 50
+    python benchmarks/load_robots.py robots --url URL --count 32
+    python benchmarks/load_robots.py bare --url URL --count 32 --rate 50
 
 Each prints one line when it is there. Robots tell at SIGUSR2 what they heard; bare loops begin a measurement anew at
 SIGUSR1 and print its figures as JSON at SIGUSR2.
@@ -77,7 +77,7 @@ async def robots(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         for number in range(options.count):
             rooms = rooms_of(f"{options.prefix}{number}", options.cameras, options.workspace)
-            joined = connect_robot(options.server, rooms, on_command=heard[number].obey, rate=options.fps, pace=PATIENT)
+            joined = connect_robot(options.url, rooms, on_command=heard[number].obey, rate=options.fps, pace=PATIENT)
             robot = await stack.enter_async_context(joined)
             living = asyncio.create_task(live(robot, options, number / options.count / options.fps))
             stack.callback(living.cancel)
@@ -130,7 +130,7 @@ async def bare(options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         for number in range(options.count):
             opened = RoomsTransport(timeouts=PATIENT).connect(
-                options.server,
+                options.url,
                 session_id=f"{options.prefix}{number}",
                 cameras=options.cameras,
                 workspace_id=options.workspace,
@@ -149,7 +149,7 @@ async def bare(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["robots", "bare"])
-    parser.add_argument("--server", required=True)
+    parser.add_argument("--url", required=True)
     parser.add_argument("--prefix", default="s")
     parser.add_argument("--workspace", default="load")
     parser.add_argument("--count", type=int, default=1)
