@@ -73,6 +73,9 @@ POLICY_FILES = (
     "*/config.json",
     "*/tokenizer.json",
 )
+WORKING_DIRECTORY = (
+    "a relative path starts in the working directory of the process that loads the policy; for a session, of the server"
+)
 MODEL_DEPTH = 3
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
@@ -322,13 +325,20 @@ def fetch(
             reachable nor cached.
     """
     if not REPO_ID.fullmatch(repo_id):
-        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
+        start = "" if os.path.isabs(os.path.expanduser(repo_id)) else f" ({WORKING_DIRECTORY})"
+        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'{start}")
     if revision is not None and not _REVISION.fullmatch(revision):
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
     store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
+    # Where a model is asked for, the caller looked for a folder of this name before.
+    is_path = kind == "model"
+    the_hub = (
+        f"no folder {repo_id!r} here; it also reads as a Hub repo id, and the Hub" if is_path else f"{repo}: the Hub"
+    )
+    start = f" ({WORKING_DIRECTORY})" if is_path else ""
     report = on_progress or (lambda word: None)
     try:
         # A large repo is somebody's who waits for it at a terminal.
@@ -351,13 +361,15 @@ def fetch(
     except RevisionNotFoundError as error:
         raise HubError(f"{repo}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"{repo}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
+        raise HubError(
+            f"{the_hub} has no such repo, or it is private; check the name, or set HF_TOKEN{start}"
+        ) from error
     except LimitExceeded as error:
         raise HubError(f"{repo}: {error}") from error
     except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
-            raise HubError(f"{repo}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
+            raise HubError(f"{the_hub} does not allow it; set HF_TOKEN to a token that may read it{start}") from error
         is_known, folder = store.find(revision, files)
         if not is_known:
             # Of another version of this package, or of another program.
@@ -374,8 +386,8 @@ def fetch(
                 )
         if folder is None:
             raise HubError(
-                f"{repo}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
-                "complete copy is cached here; connect once, or give a local folder"
+                f"{the_hub} cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+                f"complete copy is cached here; connect once, or give a local folder{start}"
             ) from error
         logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", repo, type(cause).__name__)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

@@ -106,7 +106,7 @@ def stop(
             body = {"reason": reason or "robojax stop --emergency"}
             answer = call(base, "POST", f"{path}/emergency_stop", body, key=key, silent=_BLOCKED)
         else:
-            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED)
+            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED, session_id=session_id)
     else:
         body = {"reason": reason or "robojax stop --all"}
         answer = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
@@ -149,13 +149,15 @@ def call(
     timeout: float = 10,
     then: str | None = None,
     silent: str | None = None,
+    session_id: str | None = None,
 ) -> Any:
     """Call the server; returns its JSON answer or ends the process.
 
     Args:
-        key: key or token of the caller's; ROBOJAX_KEY when None.
-        then: what to do where there is no such thing, or it cannot be done now.
-        silent: what to do when the server was reached and says nothing.
+        key: key or token of the caller; ROBOJAX_KEY when None.
+        then: what to do when the thing does not exist, or when this cannot be done now.
+        silent: what to do when the server was reached and does not answer.
+        session_id: the session that is asked to do something: when its stage forbids that, its stage says what to do.
     """
     from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
@@ -167,6 +169,8 @@ def call(
         advice = (
             usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "look at the server's log")
         )
+        if error.code == "move_refused" and session_id is not None:
+            advice = _advise_after_refusal(base, key, session_id) or advice
         fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
     except Unusable as error:
         fail(Code.USAGE, "the server cannot be called", str(error), "give another --server, or another key")
@@ -176,6 +180,48 @@ def call(
             fail(Code.TRANSPORT, f"the server at {base} does not answer", why, silent)
         then_start = f"start it with `robojax serve`, or give --server or {SERVER_VARIABLE} with its address"
         fail(Code.TRANSPORT, f"no robojax server answers at {base}", why, then_start)
+
+
+def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | None:
+    """Name the command that helps after a session refused to do something; None when its status cannot be read."""
+    from robojax.client import Client, ClientError
+
+    try:
+        with Client(base, key=key) as client:
+            session = client.request("GET", f"/sessions/{quote(session_id, safe='')}")
+    except ClientError:
+        return None
+    return _suggest_command(session, base)
+
+
+def _is_default(base: str) -> bool:
+    """Whether commands of this terminal reach this server without --server."""
+    from robojax.client import Unusable
+    from robojax.client.http import server_url
+
+    try:
+        return base == server_url(None)
+    except Unusable:
+        return False
+
+
+def _suggest_command(session: Any, base: str) -> str | None:
+    """Name the command that brings a session on from where it is; None when no single command does."""
+    status = session["status"]
+    at = "" if _is_default(base) else f" --server {base}"
+    name = f"{session['session_id']}{at}"
+    starting = "restart" if status == "interrupted" else "start"
+    if session["stats"].get("emergency_stop"):
+        return f"when the robot is safe: robojax reset {name}, then robojax {starting} {name}"
+    moving = f"robojax restart {name} begins again, robojax stop {name} stops it"
+    has_policy = (session.get("inference_stats") or {}).get("is_loaded", False)
+    return {
+        "initializing": f"wait until it is ready: robojax sessions{at} shows what it is doing",
+        "interrupted": f"robojax restart {name} loads it again, then robojax start {name} moves the robot",
+        "error": f"robojax restart {name}" if has_policy else f"robojax delete {name}, then create it again",
+        "timeout": f"robojax restart {name}, once its cameras and joints are back",
+        **dict.fromkeys(("running", "degraded", "reconnecting"), moving),
+    }.get(status)
 
 
 def credentials(key: str | None) -> dict[str, str]:
@@ -274,6 +320,7 @@ def adjust(
         body,
         key=key,
         then="robojax sessions lists them, robojax adjust --help what can be changed",
+        session_id=session_id,
     )
     _print_answer(answer, as_json)
 
@@ -292,13 +339,15 @@ def _call(
     method: str, session_id: str, move: str, server: str | None, key: str | None, before: str = "", timeout: float = 10
 ) -> Any:
     path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
-    return call(base_url(server), method, path, key=key, timeout=timeout)
+    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=session_id)
 
 
 def _print_answer(answer: Any, as_json: bool) -> None:
     import json
 
     typer.echo(json.dumps(answer, indent=2) if as_json else answer["message"])
+    for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
+        typer.secho(f"warning: {text}", err=True, fg="yellow")
 
 
 def deployments(
@@ -352,14 +401,25 @@ def policy(
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
     path = f"/sessions/{quote(session_id, safe='')}/policy"
-    answer = call(base_url(server), "POST", path, body, key=key, timeout=1800, then=_suggest_next(session_id))
+    answer = call(
+        base_url(server),
+        "POST",
+        path,
+        body,
+        key=key,
+        timeout=1800,
+        then=_suggest_next(session_id),
+        session_id=session_id,
+    )
     _print_deployment(session_id, answer, as_json)
 
 
 def rollback(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
     path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    answer = call(base_url(server), "POST", path, key=key, timeout=120, then=_suggest_next(session_id))
+    answer = call(
+        base_url(server), "POST", path, key=key, timeout=120, then=_suggest_next(session_id), session_id=session_id
+    )
     _print_deployment(session_id, answer, as_json)
 
 

@@ -15,6 +15,7 @@ from service.control.observers import SessionObservers, Tick
 from service.control.policy_runner import PolicyRunner
 from service.errors import PolicyFailed
 from service.inference.engine import FrameSizes, LoadedPolicy
+from service.inference.loaded_policy import INSTRUCTION_UNREAD
 from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent
@@ -321,4 +322,6 @@ class RobotIO:
         ranges = {joint.name: f"{joint.low:g}..{joint.high:g}" for joint in self.table.joints}
         odd = ", ".join(f"{name} {value:.4g} (range {ranges[name]})" for name, value in self.buffer.odd.items())
         warnings = {"joints_odd": f"the robot may report in another unit: {odd}"} if odd else {}
+        if self.runner.instruction is not None and not self.runner.loaded.requirements.language:
+            warnings["instruction_unread"] = INSTRUCTION_UNREAD
         return self.controller.watchdog.get_warnings(now) | warnings
