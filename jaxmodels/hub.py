@@ -302,6 +302,7 @@ def fetch(
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
+    subfolder: str | None = None,
 ) -> Path:
     """Download a repository's files at one commit and return their folder; cached files are not fetched again.
 
@@ -319,6 +320,7 @@ def fetch(
             download ends with that.
         largest: bytes that these files may have together.
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
+        subfolder: rest of the path that was asked for, for the texts of errors.
 
     Raises:
         HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
@@ -335,9 +337,10 @@ def fetch(
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
     # Where a model is asked for, the caller looked for a folder of this name before.
     is_path = kind == "model"
-    the_hub = (
-        f"no folder {repo_id!r} here; it also reads as a Hub repo id, and the Hub" if is_path else f"{repo}: the Hub"
-    )
+    named, reads = repo_id, "Hub repo id"
+    if subfolder is not None:
+        named, reads = f"{repo_id}/{subfolder}", f"folder of the Hub repo {repo_id!r}"
+    the_hub = f"no folder {named!r} here; it also reads as a {reads}, and the Hub" if is_path else f"{repo}: the Hub"
     start = f" ({WORKING_DIRECTORY})" if is_path else ""
     report = on_progress or (lambda word: None)
     try:

@@ -339,7 +339,9 @@ def _call(
     method: str, session_id: str, move: str, server: str | None, key: str | None, before: str = "", timeout: float = 10
 ) -> Any:
     path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
-    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=session_id)
+    # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
+    asked = None if move == "/reset" else session_id
+    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=asked)
 
 
 def _print_answer(answer: Any, as_json: bool) -> None:
