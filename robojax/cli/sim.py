@@ -181,6 +181,7 @@ async def _through_the_stack(
 
     first, episodes = run.seeds[0], len(run.seeds)
     async with serve_demo() as running:
+        say(f"server: {running.url}   watch it, and stop it: {running.page}")
         request = await running.create_session(run.policy, run.task, first, revision=run.revision)
         run.results |= {
             "through": "server, rooms and video",
