@@ -16,6 +16,7 @@ async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None
             "ask_ahead": None,
             "action_steps": 1,
             "language_instruction": None,
+            "warnings": {},
         },
     )
     _, found = await server.call("GET", "/sessions/arm")

@@ -148,6 +148,7 @@ def test_what_cannot_be_served_ends_with_2_and_says_why_and_what_to_do(robojax, 
         (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of 'repo.flight'"),
         (("events", "list"), "there is no file 'webhooks.sqlite'"),
         (("events", "list", "--status", "odd"), "there is no status 'odd'"),
+        (("events", "list", "--database", "x", "--server", "http://127.0.0.1:1"), "--database reads a file"),
     ],
 )
 def test_what_cannot_be_sent_or_looked_at_ends_with_2_and_says_why_and_what_to_do(call, arguments, why):
@@ -169,6 +170,11 @@ def test_whoever_looks_for_the_events_of_a_script_is_told_its_file(robojax, tmp_
 
 def test_a_server_that_is_not_there_ends_with_4_and_a_delivery_to_it_with_1(robojax):
     assert robojax("webhooks", "events", "list", "--server", "http://127.0.0.1:1").returncode == 4
+    named = {"ROBOJAX_SERVER": "http://127.0.0.1:1"}
+    assert robojax("webhooks", "events", "list", **named).returncode == 4
+    # A database that is named is a file, and is not there.
+    assert robojax("webhooks", "events", "list", "--database", "x", **named).returncode == 2
+    assert robojax("webhooks", "events", "list", **named, ROBOJAX_WEBHOOKS_DATABASE="x").returncode == 2
     told = robojax("webhooks", "send", "http://127.0.0.1:1/webhooks/x", "--count", "2")
     assert (told.returncode, told.stdout[:3]) == (1, "---")
     assert "0 of 2 accepted" in told.stdout
