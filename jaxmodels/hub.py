@@ -73,6 +73,9 @@ POLICY_FILES = (
     "*/config.json",
     "*/tokenizer.json",
 )
+WORKING_DIRECTORY = (
+    "a relative path starts in the working directory of the process that loads the policy; for a session, of the server"
+)
 MODEL_DEPTH = 3
 # What a repo without a policy is that has a file of this name.
 OTHER_REPOS = {
@@ -306,6 +309,7 @@ def fetch(
     cache: Path | None = None,
     on_progress: Callable[[str], None] | None = None,
     largest: int | None = None,
+    subfolder: str | None = None,
 ) -> Path:
     """Download a repository's files at one commit and return their folder; cached files are not fetched again.
 
@@ -323,6 +327,7 @@ def fetch(
             download ends with that.
         largest: bytes that these files may have together.
         cache: the Hub's cache folder; the environment's ``HF_HUB_CACHE`` or its usual one when None.
+        subfolder: rest of the path that was asked for, for the texts of errors.
 
     Raises:
         HubError: not a repo id, unknown, not allowed, too large, too slow, with other bytes than announced, or neither
@@ -335,13 +340,21 @@ def fetch(
             "the folder of a policy"
         )
     if not REPO_ID.fullmatch(repo_id):
-        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'")
+        start = "" if os.path.isabs(os.path.expanduser(repo_id)) else f" ({WORKING_DIRECTORY})"
+        raise HubError(f"{repo_id!r} is neither a folder here nor a repo id like 'owner/name'{start}")
     if revision is not None and not _REVISION.fullmatch(revision):
         raise HubError(f"{repo_id!r}: {revision[:80]!r} is no revision; wanted a branch, a tag or a commit")
     # Its own reading of the environment is from whenever somebody first imported it.
     cache = cache or Path(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE)
     store = _Store(cache.expanduser().resolve() / f"{kind}s--{repo_id.replace('/', '--')}")
     repo = f"{repo_id!r}" + (f" at {revision!r}" if revision else "")
+    # Where a model is asked for, the caller looked for a folder of this name before.
+    is_path = kind == "model"
+    named, reads = repo_id, "Hub repo id"
+    if subfolder is not None:
+        named, reads = f"{repo_id}/{subfolder}", f"folder of the Hub repo {repo_id!r}"
+    the_hub = f"no folder {named!r} here; it also reads as a {reads}, and the Hub" if is_path else f"{repo}: the Hub"
+    start = f" ({WORKING_DIRECTORY})" if is_path else ""
     report = on_progress or (lambda word: None)
     try:
         # A large repo is somebody's who waits for it at a terminal.
@@ -366,13 +379,15 @@ def fetch(
     except RevisionNotFoundError as error:
         raise HubError(f"{repo}: the repo has no such revision; wanted a branch, a tag or a commit") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"{repo}: no such repo, or it is private; check the name, or set HF_TOKEN") from error
+        raise HubError(
+            f"{the_hub} has no such repo, or it is private; check the name, or set HF_TOKEN{start}"
+        ) from error
     except LimitExceeded as error:
         raise HubError(f"{repo}: {error}") from error
     except (HTTPError, OSError) as error:
         cause = error.__cause__ or error
         if getattr(getattr(cause, "response", None), "status_code", None) in (401, 403):
-            raise HubError(f"{repo}: the Hub does not allow it; set HF_TOKEN to a token that may read it") from error
+            raise HubError(f"{the_hub} does not allow it; set HF_TOKEN to a token that may read it{start}") from error
         is_known, folder = store.find(revision, files)
         if not is_known:
             # Of another version of this package, or of another program.
@@ -389,8 +404,8 @@ def fetch(
                 )
         if folder is None:
             raise HubError(
-                f"{repo}: the Hub cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
-                "complete copy is cached here; connect once, or give a local folder"
+                f"{the_hub} cannot be reached or did not answer as expected ({type(cause).__name__}), and no "
+                f"complete copy is cached here; connect once, or give a local folder{start}"
             ) from error
         logger.warning("%s: the Hub cannot be reached (%s); using the cached copy", repo, type(cause).__name__)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

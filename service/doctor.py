@@ -1,11 +1,13 @@
 """Checks of this machine, each finding with its fix."""
 
+import http.client
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +32,9 @@ Level = Literal["ok", "warn", "fail"]
 
 _PACKAGES = ("jax", "flax", "sanic", "aiortc", "av", "huggingface_hub")
 _PROBE_SECONDS = 90.0
+_ANSWER_SECONDS, _MAX_ANSWER = 3.0, 1 << 20
+_ROBOT_MODULES = ("scservo_sdk", "serial", "cv2", "yaml")
+_DEVICE_FOLDER = Path("/dev")
 _GIGABYTE = 1e9
 _DEVICES = """
 import json, jax
@@ -64,6 +69,8 @@ def diagnose(settings: Settings) -> list[Finding]:
         _keys(settings.access, server, state),
         _state(state),
         _recording(settings.recording, state),
+        _robot_packages(),
+        _serial_ports(),
         _caches(settings.policies),
     )
     return [finding for check in checks for finding in check]
@@ -149,9 +156,33 @@ def _port(server: ServerSettings) -> Iterator[Finding]:
     try:
         listen(server.host, server.port).close()
     except CannotListen as error:
-        yield Finding("port", "fail", str(error), "end what listens there (a robojax that runs already?), or --port 0")
+        if (running := _describe_running_server(server)) is not None:
+            yield Finding("port", "ok", running)
+        else:
+            fix = "end the program that listens there, or take another port: robojax serve --port 0"
+            yield Finding("port", "fail", str(error), fix)
     else:
         yield Finding("port", "ok", f"{server.host}:{server.port} is free")
+
+
+def _describe_running_server(server: ServerSettings) -> str | None:
+    """Describe the robojax server that has this port: its version and sessions; None when it is another program."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    url = f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+    key = (os.environ.get("ROBOJAX_KEY") or "").strip()
+    try:
+        request = urllib.request.Request(f"{url}/health", headers={"authorization": f"Bearer {key}"} if key else {})
+        # The server is on this machine: a proxy of the environment must not be asked.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_ANSWER_SECONDS) as answer:
+            health = json.loads(answer.read(_MAX_ANSWER))
+        # A server of rooms alone has neither field.
+        count, names = int(health["active_sessions"]), ", ".join(map(str, health["session_ids"]))
+        version = dict(health.get("versions", {})).get("robojax", "of unknown version: set ROBOJAX_KEY to see more")
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return None
+    sessions = f"{count} session{'' if count == 1 else 's'}" + (f": {names}" if names else "")
+    return f"your robojax server runs at {url} (robojax {version}; {sessions})"
 
 
 def _keys(access: AccessSettings, server: ServerSettings, state: str | None) -> Iterator[Finding]:
@@ -191,6 +222,41 @@ def _recording(recording: RecordingSettings, state: str | None) -> Iterator[Find
         yield Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
     else:
         yield _folder("recording", folder, "set recordings to a folder that can be written", "warn")
+
+
+def _robot_packages() -> Iterator[Finding]:
+    name, fix = "robot packages (for robojax robot)", "only robojax robot needs them: pip install 'robojax[robot]'"
+    missing = [module for module in _ROBOT_MODULES if find_spec(module) is None]
+    # In a process of its own: a library that a package needs may be missing, too.
+    error = None if missing else _run(f"import {', '.join(_ROBOT_MODULES)}", {})[0]
+    if missing:
+        yield Finding(name, "warn", f"missing: {', '.join(missing)}", fix)
+    elif error is not None:
+        yield Finding(name, "warn", error, fix.replace("install", "install --force-reinstall"))
+    else:
+        yield Finding(name, "ok", ", ".join(_ROBOT_MODULES))
+
+
+def _serial_ports() -> Iterator[Finding]:
+    name = "serial ports (for robojax robot)"
+    ports = sorted(port for pattern in ("ttyACM*", "ttyUSB*") for port in _DEVICE_FOLDER.glob(pattern))
+    if not ports:
+        fix = "only a real arm needs one: connect its USB cable, and switch its power supply on"
+        yield Finding(name, "warn", "none: no /dev/ttyACM* and no /dev/ttyUSB*", fix)
+        return
+    closed = [port for port in ports if not os.access(port, os.R_OK | os.W_OK)]
+    if closed:
+        found = f"{', '.join(map(str, closed))}: this user may not read and write"
+        yield Finding(name, "warn", found, f"sudo usermod -aG {_group_of(closed[0])} $USER, then log in again")
+    else:
+        yield Finding(name, "ok", ", ".join(map(str, ports)))
+
+
+def _group_of(path: Path) -> str:
+    try:
+        return path.group()
+    except (KeyError, OSError):  # a container has its own list of groups
+        return "dialout"
 
 
 def _caches(policies: PolicySettings) -> Iterator[Finding]:

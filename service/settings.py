@@ -25,7 +25,8 @@ from service.state import default_state
 PREFIX = "ROBOJAX_"
 FILE = "robojax.toml"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-KEY_VARIABLE = f"{PREFIX}KEY"  # no setting of a server: what commands send to one
+# Commands and clients read these; they are not settings of a server.
+CLIENT_VARIABLES = frozenset({f"{PREFIX}KEY", f"{PREFIX}SERVER"})
 
 
 class Settings(BaseModel):
@@ -143,7 +144,7 @@ def unknown_variables() -> list[str]:
 
     They are no errors: container platforms put variables of this form there by themselves.
     """
-    known = {f"{PREFIX}{name.upper()}" for name in FIELDS} | {FILE_VARIABLE, KEY_VARIABLE}
+    known = {f"{PREFIX}{name.upper()}" for name in FIELDS} | {FILE_VARIABLE} | CLIENT_VARIABLES
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
 

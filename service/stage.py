@@ -144,7 +144,7 @@ class Lifecycle:
         """Refuse a move that is not allowed now.
 
         Raises:
-            MoveRefused: the message names the moves that are.
+            MoveRefused: the message names the allowed moves, and the one that helps.
         """
         if not self.is_allowed(move):
             raise MoveRefused(self._refusal(move))
@@ -177,4 +177,21 @@ class Lifecycle:
                 f"then {'restart' if self._is_interrupted else 'start'}"
             )
         allowed = ", ".join(str(other) for other in REQUESTABLE if self.is_allowed(other)) or "none"
-        return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}"
+        return f"{name} is {self.stage} and cannot {move}; allowed now: {allowed}{self._next_step(move)}"
+
+    def _next_step(self, move: Move) -> str:
+        """Say what helps after this refusal, as the end of its sentence; empty when the allowed moves say enough."""
+        path = f"/sessions/{self._session_id}"
+        if self.stage is Stage.INITIALIZING:
+            return f"; wait until GET {path} says that it is ready"
+        if move is Move.RESET:
+            return "; no emergency stop is latched, so there is nothing to reset"
+        if move in STARTING_MOVES and not (self.is_loaded or self._is_interrupted):
+            return f"; it runs no policy any more: DELETE {path}, then create it again"
+        if self._is_interrupted:
+            return f"; nothing moves: POST {path}/restart loads it again, then POST {path}/start moves the robot"
+        if move is Move.START and self.stage in MOVING:
+            return f"; it was started already: POST {path}/restart begins again with an empty queue"
+        if move is Move.START and self.is_allowed(Move.RESTART):
+            return f"; POST {path}/restart starts it again, once its cameras and joints are back"
+        return ""

@@ -106,7 +106,7 @@ def load_pretrained(
     folder = Path(os.path.expanduser(path_or_repo))
     if not str(path_or_repo) or not folder.is_dir():
         files = diffusers_folder.files(subfolder=subfolder, variant=variant)
-        folder = fetch(str(path_or_repo), revision, files=files, on_progress=report)
+        folder = fetch(str(path_or_repo), revision, files=files, on_progress=report, subfolder=subfolder)
     elif revision is not None:
         raise ConfigError(f"{folder.name} is a folder; a revision ({revision!r}) belongs to a repo of the Hub")
     report("reading")

@@ -161,8 +161,8 @@ class Commands(TyperGroup):
             self._is_listing = False
 
 
-def main() -> None:
-    """Entry point of the console command; exit codes are those of ``Code``."""
+def build_command() -> Any:
+    """Build the console command; a sub-command is imported when it is looked up."""
     app = typer.Typer(
         cls=Commands,
         add_completion=False,
@@ -171,7 +171,12 @@ def main() -> None:
         rich_markup_mode="rich",
     )
     app.callback()(robojax)
-    command = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def main() -> None:
+    """Entry point of the console command; exit codes are those of ``Code``."""
+    command = build_command()
     try:
         sys.exit(command(prog_name="robojax"))
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from robojax.cli.app import LEROBOT_HELP, RENAME_HELP, Code, fail, print_table, read_rename
-from robojax.cli.sessions import AsJson, Key, Url, base_url, call
+from robojax.cli.sessions import AsJson, Key, Server, base_url, call
 from service.logging import sanitize_text
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ File = Annotated[Path, typer.Argument(help="A recording (.mcap), or a LeRobotDat
 
 
 @app.command("list")
-def list_recordings(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def list_recordings(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the recordings of a running server."""
     import json
 
-    base = base_url(url)
+    base = base_url(server)
     recordings = call(base, "GET", "/recordings", key=key)
     if as_json:
         typer.echo(json.dumps(recordings, indent=2))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
-from robojax.cli.sessions import Key
+from robojax.cli.sessions import Key, Server, base_url
 
 if TYPE_CHECKING:
     from robojax.robot.runner import RobotRunner
@@ -66,9 +66,7 @@ def robot(
     watchdog_ms: Annotated[
         float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
     ] = 500,
-    server: Annotated[
-        str | None, typer.Option(help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION)
-    ] = None,
+    server: Server = None,
     key: Key = None,
     policy: Annotated[
         str | None,
@@ -157,7 +155,7 @@ def robot(
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
     runner = RobotRunner(
         robot=config,
-        server=server,
+        server=base_url(server),
         key=key,
         session=session,
         policy=policy,

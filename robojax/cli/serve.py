@@ -348,7 +348,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Look at this port, not at the settings'.")] = None,
 ) -> None:
-    """Look at Python, JAX's devices, rendering, video, the port, keys, disk and caches; each finding has its fix.
+    """Look at Python, JAX's devices, rendering, video, the port, keys, disk, caches and what `robojax robot` needs.
+
+    Each finding has its fix. A robojax server that already runs on the port is fine, and is shown.
 
     Exit code 1 when something is missing that the server needs.
     """

@@ -8,8 +8,16 @@ from urllib.parse import quote
 import typer
 
 from robojax.cli.app import Code, fail, print_table
+from robojax.client.http import SERVER_VARIABLE
 
-Url = Annotated[str | None, typer.Option(help="The server's URL; default: host and port of the settings.")]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        envvar=SERVER_VARIABLE,
+        help="URL of the server; default: this machine, with host and port of the settings (http://127.0.0.1:8001, or "
+        "ROBOJAX_PORT).",
+    ),
+]
 Key = Annotated[
     str | None,
     typer.Option(
@@ -19,11 +27,11 @@ Key = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer as JSON.")]
 
 
-def sessions(url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def sessions(server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """List the sessions of a running server."""
     import json
 
-    base = base_url(url)
+    base = base_url(server)
     listed = call(base, "GET", "/sessions", key=key)
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
@@ -75,7 +83,7 @@ def stop(
         bool, typer.Option("--emergency", help="Emergency stop of this one session; latched until it is reset.")
     ] = False,
     reason: Annotated[str | None, typer.Option(help="Of the emergency stop; shown in each session's status.")] = None,
-    url: Url = None,
+    server: Server = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,14 +99,14 @@ def stop(
         fail(
             Code.USAGE, "nothing was stopped", "one of ID and --all is needed", "robojax stop ID, or robojax stop --all"
         )
-    base = base_url(url)
+    base = base_url(server)
     if session_id is not None:
         path = f"/sessions/{quote(session_id, safe='')}"
         if emergency:
             body = {"reason": reason or "robojax stop --emergency"}
             answer = call(base, "POST", f"{path}/emergency_stop", body, key=key, silent=_BLOCKED)
         else:
-            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED)
+            answer = call(base, "POST", f"{path}/stop", key=key, silent=_BLOCKED, session_id=session_id)
     else:
         body = {"reason": reason or "robojax stop --all"}
         answer = call(base, "POST", "/debug/emergency_stop", body, key=key, silent=_BLOCKED)
@@ -113,22 +121,22 @@ def _describe_stop(answer: Any) -> str:
     return answer["message"] + names
 
 
-def base_url(url: str | None) -> str:
-    """URL of the server, from the option or the settings."""
-    if url is not None:
-        if not url.startswith(("http://", "https://")):
-            fail(
-                Code.USAGE,
-                f"{url!r} is no URL",
-                "it has to begin with http:// or https://",
-                "try http://127.0.0.1:8001",
-            )
-        return url.rstrip("/")
-    from robojax.cli.serve import settings_or_end
+def base_url(server: str | None) -> str:
+    """URL of the server, from the option or the settings; ends the process when it cannot be used."""
+    from robojax.client import Unusable
+    from robojax.client.http import server_url
 
-    settings = settings_or_end()
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)
-    return f"http://[{host}]:{settings.server.port}" if ":" in host else f"http://{host}:{settings.server.port}"
+    if server is None:
+        from robojax.cli.serve import settings_or_end
+
+        settings = settings_or_end().server
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+        server = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    try:
+        return server_url(server)
+    except Unusable as error:
+        then = f"give --server http://127.0.0.1:8001, or set {SERVER_VARIABLE}"
+        fail(Code.USAGE, "the server's address cannot be used", str(error), then)
 
 
 def call(
@@ -141,13 +149,15 @@ def call(
     timeout: float = 10,
     then: str | None = None,
     silent: str | None = None,
+    session_id: str | None = None,
 ) -> Any:
     """Call the server; returns its JSON answer or ends the process.
 
     Args:
-        key: key or token of the caller's; ROBOJAX_KEY when None.
-        then: what to do where there is no such thing, or it cannot be done now.
-        silent: what to do when the server was reached and says nothing.
+        key: key or token of the caller; ROBOJAX_KEY when None.
+        then: what to do when the thing does not exist, or when this cannot be done now.
+        silent: what to do when the server was reached and does not answer.
+        session_id: the session that is asked to do something: when its stage forbids that, its stage says what to do.
     """
     from robojax.client import Client, Garbled, Refused, Unreachable, Unusable
 
@@ -159,16 +169,59 @@ def call(
         advice = (
             usual if error.status in (400, 404, 409, 422) else _ADVICE.get(error.status, "look at the server's log")
         )
+        if error.code == "move_refused" and session_id is not None:
+            advice = _advise_after_refusal(base, key, session_id) or advice
         fail(Code.TRANSPORT, f"the server at {base} refused", error.text, advice)
     except Unusable as error:
-        fail(Code.USAGE, "the server cannot be called", str(error), "give another --url, or another key")
+        fail(Code.USAGE, "the server cannot be called", str(error), "give another --server, or another key")
     except (Unreachable, Garbled) as error:
         why = error.why if isinstance(error, Unreachable) else str(error)
         if silent is not None and isinstance(error, Unreachable) and error.may_have_arrived:
             fail(Code.TRANSPORT, f"the server at {base} does not answer", why, silent)
-        fail(
-            Code.TRANSPORT, f"no robojax server answers at {base}", why, "start it with `robojax serve`, or give --url"
-        )
+        then_start = f"start it with `robojax serve`, or give --server or {SERVER_VARIABLE} with its address"
+        fail(Code.TRANSPORT, f"no robojax server answers at {base}", why, then_start)
+
+
+def _advise_after_refusal(base: str, key: str | None, session_id: str) -> str | None:
+    """Name the command that helps after a session refused to do something; None when its status cannot be read."""
+    from robojax.client import Client, ClientError
+
+    try:
+        with Client(base, key=key) as client:
+            session = client.request("GET", f"/sessions/{quote(session_id, safe='')}")
+    except ClientError:
+        return None
+    return _suggest_command(session, base)
+
+
+def _is_default(base: str) -> bool:
+    """Whether commands of this terminal reach this server without --server."""
+    from robojax.client import Unusable
+    from robojax.client.http import server_url
+
+    try:
+        return base == server_url(None)
+    except Unusable:
+        return False
+
+
+def _suggest_command(session: Any, base: str) -> str | None:
+    """Name the command that brings a session on from where it is; None when no single command does."""
+    status = session["status"]
+    at = "" if _is_default(base) else f" --server {base}"
+    name = f"{session['session_id']}{at}"
+    starting = "restart" if status == "interrupted" else "start"
+    if session["stats"].get("emergency_stop"):
+        return f"when the robot is safe: robojax reset {name}, then robojax {starting} {name}"
+    moving = f"robojax restart {name} begins again, robojax stop {name} stops it"
+    has_policy = (session.get("inference_stats") or {}).get("is_loaded", False)
+    return {
+        "initializing": f"wait until it is ready: robojax sessions{at} shows what it is doing",
+        "interrupted": f"robojax restart {name} loads it again, then robojax start {name} moves the robot",
+        "error": f"robojax restart {name}" if has_policy else f"robojax delete {name}, then create it again",
+        "timeout": f"robojax restart {name}, once its cameras and joints are back",
+        **dict.fromkeys(("running", "degraded", "reconnecting"), moving),
+    }.get(status)
 
 
 def credentials(key: str | None) -> dict[str, str]:
@@ -199,17 +252,17 @@ SESSION = Annotated[str, typer.Argument(help="The session.")]
 LOADED = 1800.0
 
 
-def start(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def start(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Let a session move its robot. One that is latched wants a reset first, one that was interrupted a restart."""
-    _print_answer(_call("POST", session_id, "/start", url, key), as_json)
+    _print_answer(_call("POST", session_id, "/start", server, key), as_json)
 
 
-def restart(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def restart(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Stop a session and let it move its robot anew, also after an error.
 
     One that was interrupted (its server was ended) is only loaded again, in its old rooms: start then moves the robot.
     """
-    _print_answer(_call("POST", session_id, "/restart", url, key, timeout=LOADED), as_json)
+    _print_answer(_call("POST", session_id, "/restart", server, key, timeout=LOADED), as_json)
 
 
 def adjust(
@@ -235,7 +288,7 @@ def adjust(
         bool | None,
         typer.Option(help="Accept a state that looks like another unit than the policy's (holds with joints_units)."),
     ] = None,
-    url: Url = None,
+    server: Server = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
@@ -267,50 +320,55 @@ def adjust(
         fail(Code.USAGE, "nothing was changed", "nothing was asked for", "robojax adjust ID --overlap crossfade")
     path = f"/sessions/{quote(session_id, safe='')}"
     answer = call(
-        base_url(url),
+        base_url(server),
         "PATCH",
         path,
         body,
         key=key,
         then="robojax sessions lists them, robojax adjust --help what can be changed",
+        session_id=session_id,
     )
     _print_answer(answer, as_json)
 
 
-def reset(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def reset(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Take the latch of an emergency stop off, once you have seen that the robot is safe. Nothing moves by it."""
-    _print_answer(_call("POST", session_id, "/reset", url, key, before="/debug"), as_json)
+    _print_answer(_call("POST", session_id, "/reset", server, key, before="/debug"), as_json)
 
 
-def delete(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def delete(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Stop a session and remove it with its rooms; recordings stay."""
-    _print_answer(_call("DELETE", session_id, "", url, key), as_json)
+    _print_answer(_call("DELETE", session_id, "", server, key), as_json)
 
 
 def _call(
-    method: str, session_id: str, move: str, url: str | None, key: str | None, before: str = "", timeout: float = 10
+    method: str, session_id: str, move: str, server: str | None, key: str | None, before: str = "", timeout: float = 10
 ) -> Any:
     path = f"{before}/sessions/{quote(session_id, safe='')}{move}"
-    return call(base_url(url), method, path, key=key, timeout=timeout)
+    # A reset is refused only where no emergency stop is latched. Then no other command has to follow.
+    asked = None if move == "/reset" else session_id
+    return call(base_url(server), method, path, key=key, timeout=timeout, session_id=asked)
 
 
 def _print_answer(answer: Any, as_json: bool) -> None:
     import json
 
     typer.echo(json.dumps(answer, indent=2) if as_json else answer["message"])
+    for text in [*answer.get("warnings", {}).values(), *filter(None, [answer.get("warning")])]:
+        typer.secho(f"warning: {text}", err=True, fg="yellow")
 
 
 def deployments(
     session_id: Annotated[str | None, typer.Argument(help="Only those of this session.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="How many.")] = 20,
-    url: Url = None,
+    server: Server = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """List what became of pushes to the policies of running sessions, the newest first."""
     import json
 
-    base = base_url(url)
+    base = base_url(server)
     path = f"/deployments?limit={limit}" + (f"&session_id={quote(session_id, safe='')}" if session_id else "")
     listed = call(base, "GET", path, key=key)
     if as_json:
@@ -344,21 +402,32 @@ def policy(
         typer.Argument(help="Branch, tag or commit; default: the one that is staged, else the newest it follows."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Take a commit out of the quarantine for it.")] = False,
-    url: Url = None,
+    server: Server = None,
     key: Key = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring a revision of its policy to a running session, checked first, at a chunk boundary."""
     body = {"revision": revision, "force": force}
     path = f"/sessions/{quote(session_id, safe='')}/policy"
-    answer = call(base_url(url), "POST", path, body, key=key, timeout=1800, then=_suggest_next(session_id))
+    answer = call(
+        base_url(server),
+        "POST",
+        path,
+        body,
+        key=key,
+        timeout=1800,
+        then=_suggest_next(session_id),
+        session_id=session_id,
+    )
     _print_deployment(session_id, answer, as_json)
 
 
-def rollback(session_id: SESSION, url: Url = None, key: Key = None, as_json: AsJson = False) -> None:
+def rollback(session_id: SESSION, server: Server = None, key: Key = None, as_json: AsJson = False) -> None:
     """Bring back the policy that a session ran before its last update."""
     path = f"/sessions/{quote(session_id, safe='')}/rollback"
-    answer = call(base_url(url), "POST", path, key=key, timeout=120, then=_suggest_next(session_id))
+    answer = call(
+        base_url(server), "POST", path, key=key, timeout=120, then=_suggest_next(session_id), session_id=session_id
+    )
     _print_deployment(session_id, answer, as_json)
 
 

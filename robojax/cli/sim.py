@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from robojax.cli.app import Code, fail
@@ -133,7 +134,9 @@ def _play(run: "Evaluation", whole_stack: bool, delay: int, output: Path | None)
                     bar.console.print(f"{where}: {outcome.verdict}", soft_wrap=True)
 
             if whole_stack:
-                asyncio.run(_through_the_stack(run, films, count))
+                asyncio.run(
+                    _through_the_stack(run, films, count, lambda note: bar.console.print(escape(note), soft_wrap=True))
+                )
             else:
                 _in_process(run, delay, films, count)
     except KeyboardInterrupt:
@@ -171,11 +174,14 @@ def _in_process(run: "Evaluation", delay: int, films: Path | None, count: Callab
         count(outcome)
 
 
-async def _through_the_stack(run: "Evaluation", films: Path | None, count: Callable[["Outcome"], None]) -> None:
+async def _through_the_stack(
+    run: "Evaluation", films: Path | None, count: Callable[["Outcome"], None], say: Callable[[str], None]
+) -> None:
     from robojax.sim.demo import serve_demo
 
     first, episodes = run.seeds[0], len(run.seeds)
     async with serve_demo() as running:
+        say(f"server: {running.url}   watch it, and stop it: {running.page}")
         request = await running.create_session(run.policy, run.task, first, revision=run.revision)
         run.results |= {
             "through": "server, rooms and video",
@@ -187,6 +193,8 @@ async def _through_the_stack(run: "Evaluation", films: Path | None, count: Calla
             run.results |= {"inference": view.status.get("inference_stats")}
             for outcome in view.news:
                 count(outcome)
+            for note in view.notes:
+                say(note)
 
 
 def _save(run: "Evaluation", output: Path) -> None:
@@ -223,6 +231,10 @@ def _cells(score: "Score") -> tuple[str, ...]:
 
 
 PASS_SHARE = 0.8
+LATE_ACTIONS = (
+    "late actions: an action whose moment passed while the policy still computed is dropped and never sent late; some "
+    "are normal, and more on a slow machine, so only if cubes are missed end other programs or use a GPU."
+)
 
 app = typer.Typer(help="Watch a simulated arm pick up cubes, driven by the real server.", invoke_without_command=True)
 
@@ -237,7 +249,15 @@ def demo(
         str | None, typer.Option(help="Policy folder or Hub repo id; the one shipped for the task by default.")
     ] = None,
     seed: Seed = FIRST_SEED,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the server; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of the demo's server; 0 takes a free one. Default: ROBOJAX_PORT, else 8001, or a free port when "
+            "another program has 8001.",
+        ),
+    ] = None,
     require: Annotated[
         int | None, typer.Option(min=0, help="Cubes that must be lifted, else exit 1; default: 80 % of the episodes.")
     ] = None,
@@ -260,7 +280,7 @@ def demo(
     chosen_policy = select_policy(chosen, policy)
     try:
         is_plain = headless or not sys.stdout.isatty()
-        lifted = asyncio.run(_run_demo(chosen_policy, chosen, episodes, seed, port, is_plain, record))
+        lifted = asyncio.run(_run_demo(chosen_policy, chosen, episodes, seed, choose_port(port), is_plain, record))
     except KeyboardInterrupt:
         typer.echo("ended; server and arm are stopped")
         return
@@ -270,6 +290,25 @@ def demo(
     if lifted < required:
         typer.echo(f"fewer than the {required} cubes wanted", err=True)
         raise typer.Exit(1)
+
+
+def choose_port(asked: int | None) -> int:
+    """Port of the demo's server, by the flag or the settings; ends the process when that port is taken.
+
+    Returns:
+        The port, or 0 for a free one when the default port is taken and no port was named.
+    """
+    from robojax.cli.serve import settings_or_end
+    from service.http.server import CannotListen, listen
+
+    server = settings_or_end({"port": asked}).server
+    try:
+        listen("127.0.0.1", server.port).close()
+    except CannotListen as error:
+        if "port" not in server.model_fields_set:
+            return 0
+        fail(Code.USAGE, "the demo cannot start", str(error), "robojax demo --port 0 takes a free port")
+    return server.port
 
 
 async def _run_demo(
@@ -297,6 +336,8 @@ async def _run_demo(
                     console.print(
                         f"{_format_outcome(outcome, task)}   {view.score.lifted} lifted {end}", highlight=False
                     )
+                for note in view.notes:
+                    console.print(note, soft_wrap=True, highlight=False, markup=False)
                 if not is_plain:
                     live.update(build_table(view, episodes), refresh=True)
         assert view is not None, "there is at least one view"
@@ -306,6 +347,8 @@ async def _run_demo(
         for instruction, score in view.score.by_instruction().items():
             if len(task.cubes) > 1:
                 console.print(f"{instruction}: {score}", highlight=False)
+        if view.status["stats"].get("late_actions_dropped"):
+            console.print(LATE_ACTIONS, soft_wrap=True, highlight=False)
         console.print(f"[bold]{view.score}[/bold]", highlight=False)
         if record is not None:
             console.print("finishing the recording ...")
@@ -405,6 +448,7 @@ def list_facts(view: "View") -> list[tuple[str, str]]:
     stages = inference.get("stages_ms", {})
     lateness = stats.get("tick_lateness_ms", {})
     why = f" ({stats['hold']})" if stats.get("hold") else ""
+    sent, late = stats.get("commands_sent", 0), stats.get("late_actions_dropped", 0)
     rows = [
         ("session", f"{status['session_id']}: {status['status']}{why}"),
         ("camera fps", ", ".join(f"{name} {_format(fps)}" for name, fps in stats.get("camera_fps", {}).items())),
@@ -413,7 +457,7 @@ def list_facts(view: "View") -> list[tuple[str, str]]:
             f"{_format_percentiles(stages.get('total', {}))}, {inference.get('inference_count', 0)} chunks",
         ),
         ("tick late ms", f"{_format_percentiles(lateness)} at {_format(stats.get('rate'))} Hz"),
-        ("commands", f"{stats.get('commands_sent', 0)} sent, {stats.get('late_actions_dropped', 0)} late ones dropped"),
+        ("commands", f"{sent} sent, {late} late actions dropped"),
     ]
     if status.get("error_message"):
         rows.append(("error", str(status["error_message"])))

@@ -18,9 +18,11 @@ import hooks
 from hooks.errors import StoreError, TunnelFailed, UnknownEvent
 from robojax.cli.app import Code, fail, flatten, print_table
 from robojax.cli.sessions import Key, base_url, credentials
+from robojax.client.http import SERVER_VARIABLE
 
 VARIABLE = "WEBHOOK_SECRET"
 DATABASE = Path("webhooks.sqlite")
+DATABASE_VARIABLE = "ROBOJAX_WEBHOOKS_DATABASE"
 STATUSES = "waiting, running, done, failed, dead, ignored, superseded"
 
 plain = functools.partial(typer.Typer, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -435,15 +437,23 @@ def send(
 class Log:
     """Options of where events are stored (a file or a running server), and how they are printed."""
 
-    database: Annotated[File, option(f"File of the events; default: ROBOJAX_WEBHOOKS_DATABASE or {DATABASE}.")] = None
-    url: Annotated[Text, option("A running server instead of a file: http://127.0.0.1:7860.")] = None
-    secret_file: Annotated[File, option(f"File with the server's secret, for --url; default: {VARIABLE}.")] = None
+    database: Annotated[File, option(f"File of the events; default: {DATABASE_VARIABLE} or {DATABASE}.")] = None
+    server: Annotated[
+        Text, option(f"A running server instead of a file: http://127.0.0.1:7860; default: {SERVER_VARIABLE}, if set.")
+    ] = None
+    secret_file: Annotated[File, option(f"File with the server's secret, for --server; default: {VARIABLE}.")] = None
     key: Key = None
     as_json: AsJson = False
 
     def ask(self, work: Callable[[Any], Any], method: str, path: str) -> Any:
         """Query the events in the file or on the server; an error ends the process."""
-        answer = self._read_inbox(work) if self.url is None else self._call(self.url, method, path)
+        if self.database is not None and self.server is not None:
+            why = "--database reads a file, --server asks a running server"
+            fail(Code.USAGE, "the events cannot be read", why, "give one of them")
+        server = self.server
+        if server is None and self.database is None and not os.environ.get(DATABASE_VARIABLE):
+            server = os.environ.get(SERVER_VARIABLE) or None
+        answer = self._read_inbox(work) if server is None else self._call(server, method, path)
         if self.as_json:
             print_json(answer)
         return answer
@@ -452,14 +462,14 @@ class Log:
         from hooks.receiver.inbox import Inbox
         from hooks.server.lifecycle import get_default_folder
 
-        path = self.database or Path(os.environ.get("ROBOJAX_WEBHOOKS_DATABASE") or DATABASE)
+        path = self.database or Path(os.environ.get(DATABASE_VARIABLE) or DATABASE)
         what = "the events cannot be read"
         if not path.is_file():
             # Scripts keep their events without being told where.
             databases = sorted(
                 get_default_folder().glob("*.sqlite3"), key=lambda path: path.stat().st_mtime, reverse=True
             )
-            then = "give --database, or --url of a running server"
+            then = "give --database, or --server with the URL of a running server"
             then += f"; scripts keep theirs in {', '.join(map(str, databases[:5]))}" if databases else ""
             fail(Code.USAGE, what, f"there is no file {str(path)!r}", then)
         try:
@@ -470,10 +480,10 @@ class Log:
         except StoreError as error:
             fail(Code.USAGE, what, str(error), "give the --database that the server writes")
 
-    def _call(self, url: str, method: str, path: str) -> Any:
+    def _call(self, server: str, method: str, path: str) -> Any:
         import httpx2
 
-        base = base_url(url)
+        base = base_url(server)
         try:
             secret = hooks.find_secret(file=self.secret_file) or os.environ.get(VARIABLE)
         except hooks.InvalidWebhook as error:

@@ -26,7 +26,7 @@ class Client:
     """Client of a server, for programs without an event loop.
 
     Args:
-        url: of the server; one on this machine when None.
+        url: of the server. When None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
         key: a key or token; the environment's ROBOJAX_KEY when None.
         timeout: seconds for an answer. Creating and restarting sessions take as long as they take.
 

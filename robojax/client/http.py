@@ -24,26 +24,42 @@ from robojax.client.answers import (
 )
 from robojax.client.errors import Garbled, Refused, Unreachable, Unusable
 
+SERVER_VARIABLE, PORT_VARIABLE = "ROBOJAX_SERVER", "ROBOJAX_PORT"
 USUAL = "http://127.0.0.1:8001"
 
 
 def server_url(url: str | None) -> str:
-    """URL of the server without a slash at its end; of this machine for None.
+    """Return the URL of the server without a slash at its end.
+
+    Args:
+        url: the server's URL. None: ROBOJAX_SERVER, else this machine at ROBOJAX_PORT, else at port 8001.
 
     Raises:
-        Unusable: it is no URL of a server.
+        Unusable: it is not the URL of a server.
     """
-    url = (url or USUAL).rstrip("/")
+    url = (url or _default_url()).rstrip("/")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise Unusable(f"{url!r} is no URL ({error}); try {USUAL}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise Unusable(f"{url!r} is no URL of a server: it has to begin with http:// or https://; try {USUAL}")
+        raise Unusable(f"{url!r} is not a URL ({error}); try {USUAL}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Unusable(f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {USUAL}")
+    if port == 0:
+        raise Unusable(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise Unusable(f"the URL of {parts.hostname} holds more than an address; give a key as key, or as ROBOJAX_KEY")
     return url
+
+
+def _default_url() -> str:
+    if url := os.environ.get(SERVER_VARIABLE):
+        return url
+    if not (port := os.environ.get(PORT_VARIABLE)):
+        return USUAL
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise Unusable(f"{PORT_VARIABLE} is {port!r}, not a port; set a number from 1 to 65535, or {SERVER_VARIABLE}")
+    return f"http://127.0.0.1:{port}"
 
 
 def credentials(key: str | None) -> dict[str, str]:
@@ -472,7 +488,7 @@ def build_unreachable(httpx2: Any, error: Exception, base: str, call: Call[Any])
     never = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout | httpx2.InvalidURL)
     why = "no answer in time" if isinstance(error, httpx2.TimeoutException) else str(error) or type(error).__name__
     if never:
-        then = "start one with `robojax serve`, or give its URL"
+        then = f"start one with `robojax serve`, or set {SERVER_VARIABLE} to its URL"
         return Unreachable(f"no robojax server answers at {base}: {why}; {then}", why, may_have_arrived=False)
     doubt = "" if call.is_safe else "; it may have been done all the same, so look before you ask again"
     return Unreachable(f"{call.method} {call.path} at {base}: {why}{doubt}", why, may_have_arrived=True)

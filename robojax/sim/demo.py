@@ -3,8 +3,8 @@
 import asyncio
 import json
 import os
+import re
 import shlex
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -66,6 +66,7 @@ class Request:
         ]
 
 
+_SERVES_AT = re.compile(r"robojax serves at (http://\S+)")  # what `robojax serve` prints when it answers
 STARTING = 60.0  # seconds for the server to answer
 LOADING = 300.0  # seconds for the policy to be loaded and compiled
 
@@ -79,9 +80,10 @@ class View:
     """State of the demo at one moment.
 
     Attributes:
-        status: the session as ``GET /sessions/{id}`` tells it.
-        news: episodes that ended since the view before.
-        instruction: the one of the episode that is played; empty before the first.
+        status: the session as ``GET /sessions/{id}`` answers it.
+        news: episodes that ended since the previous view.
+        instruction: the instruction of the current episode; empty before the first.
+        notes: lines for the terminal since the previous view: a person stopped the session, or let it go on.
         is_over: whether the arm has played all its episodes.
     """
 
@@ -89,6 +91,7 @@ class View:
     score: Score
     news: list[Outcome] = field(default_factory=list)
     instruction: str = ""
+    notes: list[str] = field(default_factory=list)
     is_over: bool = False
 
 
@@ -156,7 +159,9 @@ class Demo:
         arguments += ("--task", task.name, "--seed", str(seed), "--episodes", str(episodes))
         arguments += () if request.instruction is None else ("--instruct",)
         arguments += () if films is None else ("--films", str(films))
-        score, news, instruction, failure = Score(), [], "", None
+        score, instruction, failure = Score(), "", None
+        news: list[Outcome] = []
+        notes: list[str] = []
 
         async def listen(arm: Child) -> None:
             nonlocal instruction, failure
@@ -169,6 +174,10 @@ class Demo:
                     news.append(outcome)
                 elif event == "asked":
                     instruction = message["instruction"]
+                elif event == "stopped":
+                    notes.append(self._explain_stop(**message))
+                elif event == "resumed":
+                    notes.append(f"goes on: episode {message['number']} is played again from its beginning")
                 elif event == "failed":
                     failure = message["reason"]
 
@@ -186,12 +195,22 @@ class Demo:
                             arm.check()
                             raise DemoFailed("the arm ended before its episodes were over")
                     recent, news[:] = list(news), []
-                    yield View(await self._status(), score, recent, instruction, is_over)
+                    lines, notes[:] = list(notes), []
+                    yield View(await self._status(), score, recent, instruction, lines, is_over)
                     if is_over:
                         return
                     await asyncio.sleep(period)
             finally:
                 listening.cancel()
+
+    def _explain_stop(self, reason: str, is_latched: bool) -> str:
+        """Say that a person stopped the session, and what lets it go on."""
+        command, button = ("reset", "Reset") if is_latched else ("start", "Start")
+        stopped = f"emergency stop ({reason})" if is_latched else "a person stopped the session"
+        return (
+            f"STOPPED: {stopped}; the arm holds and waits, and this episode does not count. When it is safe: "
+            f"robojax {command} {SESSION} --server {self.url}, or {button} on {self.page}"
+        )
 
     async def finish_recording(self) -> Mapping[str, Any]:
         """End the session; returns its recording when a dataset was made of it, or could not be.
@@ -227,29 +246,28 @@ async def serve_demo(*, port: int = 0, recordings: Path | None = None) -> AsyncI
     """Start the server and wait until it answers, as a context manager.
 
     Args:
+        port: port of the server; 0 takes a free one.
         recordings: a folder to record the session into.
 
     Raises:
-        DemoFailed: it did not in time.
-        ChildDied: it ended by itself.
+        DemoFailed: the server did not answer in time.
+        ChildDied: the server ended, for example because another program listens on its port.
     """
-    port = port or find_free_port()
-    url = f"http://127.0.0.1:{port}"
     timeout = aiohttp.ClientTimeout(total=10)
     arguments = ("serve", "--host", "127.0.0.1", "--port", str(port), "--state", "off")
     if recordings is not None:
         arguments += ("--recordings", str(recordings))
     async with (
-        # Where the settings name a file of keys, the demo's own server wants one too.
+        # Where the settings name a file of keys, the demo's own server requires a key, too.
         aiohttp.ClientSession(
             timeout=timeout, trust_env=False, headers=auth_headers(os.environ.get("ROBOJAX_KEY"))
         ) as http,
         child("the server", "robojax.cli", *arguments) as server,
     ):
-        # Nobody reads its standard output; a full pipe would stop it.
+        url = await read_server_url(server)
+        # The pipe of its standard output must not fill up, because a full pipe would block the server.
         draining = asyncio.create_task(_drain(server))
         try:
-            await wait_until_up(http, url, server)
             yield Demo(url, http, server, is_recorded=recordings is not None)
         finally:
             draining.cancel()
@@ -260,35 +278,25 @@ async def _drain(server: Child) -> None:
         pass
 
 
-async def wait_until_up(http: aiohttp.ClientSession, url: str, server: Child) -> None:
-    """Wait until the server answers.
+async def read_server_url(server: Child) -> str:
+    """Wait until the server answers, and return the URL that it prints.
+
+    The line comes through the child's own pipe. A request to the port would prove nothing, because another server may
+    answer there while this child still starts.
 
     Raises:
-        DemoFailed: it did not in time.
-        ChildDied: it ended by itself.
+        DemoFailed: it did not answer in time.
+        ChildDied: it ended.
     """
     try:
         async with asyncio.timeout(STARTING):
-            while True:
-                server.check()
-                try:
-                    async with http.get(f"{url}/health") as answer:
-                        if answer.status == 200:
-                            return
-                except aiohttp.ClientConnectionError:
-                    pass  # not listening yet
-                await asyncio.sleep(0.1)
+            while (line := await server.next_line()) is not None:
+                if found := _SERVES_AT.match(line):
+                    return found[1]
     except TimeoutError:
-        raise DemoFailed(
-            f"the server did not answer at {url} in {STARTING:.0f} s\n{server.read_stderr_tail()}"
-        ) from None
-
-
-def find_free_port() -> int:
-    """A port that no process listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        raise DemoFailed(f"the server did not answer in {STARTING:.0f} s\n{server.read_stderr_tail()}") from None
+    server.check()
+    raise DemoFailed(f"the server closed its output before it answered\n{server.read_stderr_tail()}")
 
 
 __all__ = ["ChildDied", "Demo", "DemoFailed", "Request", "View", "serve_demo"]

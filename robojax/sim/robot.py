@@ -2,8 +2,9 @@
 
 It joins the session's rooms, sends its camera and its joints at 25 Hz, obeys the newest command, and plays episodes:
 fold the arm, lay the cubes, let the server see them, say which to lift if the policy reads that, start the session,
-move for `HORIZON` ticks, stop the session, look whether that cube is up. One line of JSON on standard output for
-everything that its parent may want to know.
+move for `HORIZON` ticks, stop the session, look whether that cube is up. When a person stops the session, it waits
+until a person lets it go on, and plays that episode again. Each event is a line of JSON on standard output, for the
+parent process.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from robojax.sim.videos import save_film
 from service.errors import ServiceError
 from service.transport.client.rest import auth_headers
 from service.transport.client.robot import Robot, connect_robot
-from service.transport.link import EmergencyStop, Rooms
+from service.transport.link import Rooms
 
 
 class SimulatedRobot:
@@ -96,8 +97,24 @@ SETTLE = 12  # ticks after laying the cubes, so that no frame of the episode bef
 COMMAND_TIMEOUT = 15.0  # seconds for the session to be startable, and for the first command to come
 
 
+STOP_POLL = 0.5  # seconds between two looks whether a person stopped the session, or let it go on
+
+
 class EpisodeFailed(Exception):
     """An episode could not be played; the text says why."""
+
+
+class EpisodeStopped(Exception):
+    """A person stopped the session during the episode.
+
+    Attributes:
+        reason: why, in the person's words.
+        is_latched: whether it is an emergency stop, which needs a reset.
+    """
+
+    def __init__(self, reason: str, is_latched: bool):
+        super().__init__(reason)
+        self.reason, self.is_latched = reason, is_latched
 
 
 class Sessions:
@@ -108,7 +125,8 @@ class Sessions:
 
     async def status(self) -> dict[str, Any]:
         async with self._http.get(self._url) as answer:
-            answer.raise_for_status()
+            if answer.status != 200:
+                raise EpisodeFailed(f"its status was refused with {answer.status}: {await answer.text()}")
             return await answer.json()
 
     async def rooms(self) -> Rooms:
@@ -149,22 +167,21 @@ class Player:
         self._robot, self._sessions, self._instructs = robot, sessions, instructs
         self._last_values: dict[str, float] = {}  # the server forwards only joints whose target changed
         self._commands = 0
-        self.stopped: str | None = None
 
     def on_command(self, values: Mapping[str, float], received_at: float) -> None:
         """Take a command."""
         self._last_values.update(values)
         self._commands += 1
 
-    def stop(self, stop: EmergencyStop) -> None:
-        """Take an emergency stop: this arm does not move any more."""
-        self.stopped = stop.reason
-
-    async def play(self, robot: Robot, number: int, seed: int) -> Outcome:
+    async def play(self, robot: Robot, number: int, seed: int, *, is_again: bool = False) -> Outcome:
         """Play one episode.
+
+        Args:
+            is_again: whether a person stopped this episode before, and then let it go on: the session may run already.
 
         Raises:
             EpisodeFailed: the session could not be instructed or started, or sent nothing.
+            EpisodeStopped: a person stopped the session.
         """
         instruction = await self._robot.reset(seed)
         print_event("asked", number=number, instruction=instruction)
@@ -176,26 +193,82 @@ class Player:
         if self._instructs:
             await self._while_showing(self._sessions.instruct(instruction), robot, clock, home)
         # The session holds until it has seen fresh pictures.
-        await self._while_showing(self._sessions.post("start"), robot, clock, home)
+        try:
+            await self._while_showing(self._sessions.post("restart" if is_again else "start"), robot, clock, home)
+        except EpisodeFailed:
+            await self._raise_if_stopped(by_request=False)
+            raise
+        watching = asyncio.create_task(self._watch_for_stop())
+        try:
+            ticks = await self._move(robot, clock, home, watching)
+        finally:
+            watching.cancel()
+        await self._raise_if_stopped()
+        await self._sessions.post("stop")
+        return await self._robot.outcome(number, seed, ticks)
+
+    async def _move(self, robot: Robot, clock: "Clock", home: np.ndarray, watching: "asyncio.Task[None]") -> int:
+        """Obey commands for `HORIZON` ticks, or until `watching` raises; returns the number of ticks."""
         before, ticks, timeout = self._commands, 0, COMMAND_TIMEOUT
         while ticks < HORIZON:
-            # Until the first command the arm waits, folded; then it goes where it was told last.
+            # Until the first command the arm waits, folded; then it follows the newest targets.
             moves = self._commands > before and len(self._last_values) == len(JOINTS)
-            target = np.array([self._last_values[joint] for joint in JOINTS]) if moves else home
-            await self._show(robot, target)
+            await self._show(robot, self._target() if moves else home)
             await clock.next()
             ticks += moves
             timeout -= 0 if moves else PERIOD
+            if watching.done():
+                watching.result()
+            if robot.latch is not None:
+                await self._raise_if_stopped()
             if timeout < 0:
                 status, timeout = await self._sessions.status(), COMMAND_TIMEOUT
                 if status["stats"].get("hold_code") == "compiling":
                     continue  # for pictures of this size: a large policy on a slow machine
                 why = status["stats"].get("hold") or status["error_message"] or "nothing said why"
                 raise EpisodeFailed(f"no command in {COMMAND_TIMEOUT:.0f} s; the session is {status['status']}: {why}")
-            if self.stopped is not None:
-                raise EpisodeFailed(f"emergency stop: {self.stopped}")
-        await self._sessions.post("stop")
-        return await self._robot.outcome(number, seed, ticks)
+        return ticks
+
+    async def _watch_for_stop(self) -> None:
+        while True:
+            await asyncio.sleep(STOP_POLL)
+            await self._raise_if_stopped()
+
+    async def _raise_if_stopped(self, *, by_request: bool = True) -> None:
+        """Raise when the session is stopped.
+
+        Args:
+            by_request: whether a stop without a latch counts, too. Between two episodes the session is always stopped.
+
+        Raises:
+            EpisodeStopped: a person stopped it.
+            EpisodeFailed: the session stopped by itself, for example because it saw nothing for a long time.
+        """
+        status = await self._sessions.status()
+        latch, code = status["stats"].get("emergency_stop"), status["stats"].get("stop_code")
+        if latch is not None and code != "asked":
+            raise EpisodeFailed(f"emergency stop: {latch}")
+        if latch is not None or (by_request and status["status"] == "stopped"):
+            raise EpisodeStopped(latch or "asked for", latch is not None)
+
+    async def wait_until_released(self, robot: Robot, stop: EpisodeStopped) -> None:
+        """Hold the arm and show the camera until a person resets the session, or starts it where no latch is."""
+        is_latched, clock = stop.is_latched, Clock()
+        hold = self._target() if len(self._last_values) == len(JOINTS) else to_wire(HOME)
+        while True:
+            for _ in range(round(STOP_POLL * RATE)):
+                await self._show(robot, hold)
+                await clock.next()
+            status = await self._sessions.status()
+            latch = status["stats"].get("emergency_stop")
+            if latch is not None and not is_latched:
+                is_latched = True
+                print_event("stopped", reason=latch, is_latched=True)
+            if latch is None and robot.latch is None and (is_latched or status["status"] != "stopped"):
+                return
+
+    def _target(self) -> np.ndarray:
+        return np.array([self._last_values[joint] for joint in JOINTS])
 
     async def _while_showing(
         self, call: Coroutine[Any, Any, None], robot: Robot, clock: "Clock", home: np.ndarray
@@ -231,6 +304,19 @@ class Clock:
         self._due += PERIOD
 
 
+async def _play_to_the_end(player: Player, robot: Robot, number: int, seed: int) -> Outcome:
+    """Play one episode, again from its beginning whenever a person stopped it and let it go on."""
+    is_again = False
+    while True:
+        try:
+            return await player.play(robot, number, seed, is_again=is_again)
+        except EpisodeStopped as stop:
+            print_event("stopped", reason=stop.reason, is_latched=stop.is_latched)
+            await player.wait_until_released(robot, stop)
+            print_event("resumed", number=number)
+            is_again = True
+
+
 def print_event(event: str, **values: object) -> None:
     """Print an event as a JSON line for the parent process."""
     sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
@@ -252,7 +338,6 @@ async def run(args: argparse.Namespace) -> int:
                 args.transport,
                 rooms,
                 on_command=player.on_command,
-                on_emergency_stop=player.stop,
                 rate=RATE,
                 key=key,
                 sessions=args.server,
@@ -261,7 +346,7 @@ async def run(args: argparse.Namespace) -> int:
                 number, score = 0, Score()
                 while args.episodes == 0 or number < args.episodes:
                     number += 1
-                    outcome = await player.play(robot, number, args.seed + number - 1)
+                    outcome = await _play_to_the_end(player, robot, number, args.seed + number - 1)
                     print_event("episode", **asdict(outcome))
                     score.outcomes.append(outcome)
                     await sessions.report_score(score)

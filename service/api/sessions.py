@@ -320,6 +320,8 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
         adjusted = await sessions.adjust(session.id, {name: getattr(body, name) for name in body.model_fields_set})
     except InvalidRequest as error:
         raise to_invalid_body(error, body) from error
+    warnings = adjusted.status().stats["warnings"]
+    assert isinstance(warnings, Mapping)
     return json_response(
         {
             "message": f"Session {session.id} adjusted",
@@ -327,6 +329,7 @@ async def adjust_session(request: Request, session_id: str) -> HTTPResponse:
             **adjusted.describe_overlap(),
             "language_instruction": adjusted.new.language_instruction,
             "accept_units": adjusted.new.accept_units,
+            "warnings": warnings,
             **sessions.get_warning(),
         }
     )

@@ -16,6 +16,7 @@ from service.control.policy_runner import PolicyRunner
 from service.control.watchdog import JOINTS_UNITS
 from service.errors import PolicyFailed
 from service.inference.engine import FrameSizes, LoadedPolicy
+from service.inference.loaded_policy import INSTRUCTION_UNREAD
 from service.logging import sanitize_text
 from service.stage import Move
 from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent
@@ -341,4 +342,6 @@ class RobotIO:
             warnings |= {} if text is None else {JOINTS_UNITS: text}
         if (cut := self.runner.describe_cut()) is not None:
             warnings["instruction_cut"] = cut
+        if self.runner.instruction is not None and not self.runner.loaded.requirements.language:
+            warnings["instruction_unread"] = INSTRUCTION_UNREAD
         return warnings | self.controller.watchdog.get_warnings(now)

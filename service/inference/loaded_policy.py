@@ -350,6 +350,12 @@ def select_features(requirements: Requirements, observation: Mapping[str, np.nda
     return {name: value for name, value in observation.items() if name not in unread}
 
 
+INSTRUCTION_UNREAD = (
+    "the policy reads no language: language_instruction changes nothing that it does, and only names the task of "
+    "recordings"
+)
+
+
 def check_instruction(requirements: Requirements, instruction: str | None) -> str | None:
     """Return why a policy cannot use an instruction; None when it can, or reads no language."""
     if not requirements.language:

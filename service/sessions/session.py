@@ -320,7 +320,8 @@ class Session(BaseSession):
             MoveRefused: it runs no policy.
         """
         if self.robot_io is None or self.is_closed or not self._current_lifecycle().is_loaded:
-            raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy")
+            then = "wait until it is ready" if self.stage is Stage.INITIALIZING else "delete it and create it again"
+            raise MoveRefused(f"session {self.id!r} is {self.stage} and runs no policy; {then}")
         return self.robot_io
 
     # Its life.
@@ -471,6 +472,9 @@ class Session(BaseSession):
             await asyncio.sleep(max(left, timeout / 20))
 
     def _expire(self, reason: str) -> None:
+        # A direct session that was never started only answers acts, and its client may pause as long as it likes.
+        if self.new.is_direct and self.stage is Stage.READY:
+            return
         if self._current_lifecycle().is_allowed(Move.EXPIRED):
             self._apply_event(ControlEvent(Move.EXPIRED, reason))
             self._halt()

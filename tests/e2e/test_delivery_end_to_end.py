@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import HfApi
 from safetensors.numpy import load, save
 
-from robojax.sim.demo import find_free_port, wait_until_up
+from robojax.sim.demo import read_server_url
 from service.processes import Child, child
 from tests.faults.meter import LOOK, PERIOD, Meter
 from tests.testing.pauses import Pauses
@@ -105,14 +105,12 @@ async def staged(hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         "ROBOJAX_STATE": str(tmp_path / "state"),
     }.items():
         monkeypatch.setenv(name, value)
-    port = find_free_port()
-    url = f"http://127.0.0.1:{port}"
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), trust_env=False) as http,
-        child("the server", "tests.testing.lenient_probation", "serve", "--port", str(port)) as server,
+        child("the server", "tests.testing.lenient_probation", "serve", "--port", "0") as server,
     ):
+        url = await read_server_url(server)
         draining = asyncio.create_task(_drain(server))
-        await wait_until_up(http, url, server)
         body: Mapping[str, Any] = {
             "session_id": SESSION,
             "policy_path": REPO,

@@ -17,6 +17,7 @@ async def test_a_session_is_adjusted_and_says_what_holds(server: Server) -> None
             "action_steps": 1,
             "language_instruction": None,
             "accept_units": False,
+            "warnings": {},
         },
     )
     _, found = await server.call("GET", "/sessions/arm")

@@ -143,6 +143,22 @@ def test_what_the_hub_refuses_is_said_in_plain_words(fetch, stub: StubHub, denie
         fetch()
 
 
+@pytest.mark.parametrize("answer", [(404, "RepoNotFound"), (401, ""), (500, "")])
+def test_a_missing_folder_is_named_before_the_hub(stub: StubHub, monkeypatch, tmp_path, answer) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", stub.url)
+    stub.denied["someone/arm"] = answer
+    for load in (jaxmodels.load_policy, jaxmodels.read_requirements):
+        with pytest.raises(HubError) as caught:
+            load("someone/arm")
+        text = str(caught.value)
+        assert text.startswith("no folder 'someone/arm' here; it also reads as a Hub repo id, and the Hub ")
+        assert "a relative path starts in the working directory" in text
+    # A path of three parts can only be a folder.
+    with pytest.raises(HubError, match=r"'runs/two/policy' is neither a folder here nor .* working directory"):
+        jaxmodels.load_policy("runs/two/policy")
+
+
 def test_an_unknown_revision_is_named(fetch) -> None:
     with pytest.raises(HubError, match="'someone/arm' at 'v9': the repo has no such revision"):
         fetch(revision="v9")

@@ -42,6 +42,26 @@ def test_a_refusal_names_the_stage_and_the_moves_that_are_allowed() -> None:
         at(Stage.RUNNING).move(Move.START)
 
 
+@pytest.mark.parametrize(
+    ("stage", "is_loaded", "move", "help"),
+    [
+        (Stage.INITIALIZING, False, Move.START, "wait until GET /sessions/s says that it is ready"),
+        (Stage.RUNNING, True, Move.START, "it was started already: POST /sessions/s/restart"),
+        (Stage.DEGRADED, True, Move.START, "it was started already: POST /sessions/s/restart"),
+        (Stage.RUNNING, True, Move.RESET, "no emergency stop is latched"),
+        (Stage.TIMEOUT, True, Move.START, "POST /sessions/s/restart starts it again"),
+        (Stage.ERROR, True, Move.START, "POST /sessions/s/restart starts it again"),
+        (Stage.ERROR, False, Move.START, "DELETE /sessions/s, then create it again"),
+        (Stage.ERROR, False, Move.RESTART, "DELETE /sessions/s, then create it again"),
+        (Stage.INTERRUPTED, False, Move.START, "POST /sessions/s/restart loads it again"),
+        (Stage.INTERRUPTED, False, Move.STOP, "nothing moves: POST /sessions/s/restart loads it again"),
+    ],
+)
+def test_a_refusal_names_the_request_that_helps(stage: Stage, is_loaded: bool, move: Move, help: str) -> None:
+    with pytest.raises(MoveRefused, match=help):
+        at(stage, is_loaded=is_loaded).move(move)
+
+
 def test_only_reset_and_then_start_leave_an_emergency_stop() -> None:
     life = at(Stage.RUNNING)
     life.move(Move.EMERGENCY_STOP, "button (from room)")

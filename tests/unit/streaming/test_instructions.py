@@ -124,7 +124,7 @@ async def test_the_command_tells_it_too(reading):
     def run(*arguments: str):
         app = typer.Typer()
         app.command()(sessions.adjust)
-        return CliRunner().invoke(app, [*arguments, "--url", reading.url, "--json"])
+        return CliRunner().invoke(app, [*arguments, "--server", reading.url, "--json"])
 
     told = await asyncio.to_thread(run, "arm", "--language-instruction", "turn it round")
     assert (told.exit_code, json.loads(told.stdout)["language_instruction"]) == (0, "turn it round")
@@ -214,3 +214,59 @@ async def test_openpis_client_is_told_that_its_prompt_is_read(reading):
         await socket.send(codec.pack_openpi({"observation/image": image, "state": state, "prompt": "gibberish"}))
         assert "is no instruction" in str(await socket.recv())
     assert reading.policy.told == [("lift",)]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_an_instruction_that_no_policy_reads_gives_a_warning(serve, reads: bool):
+    async with serve(policy=ScriptedPolicy(READS if reads else SO100_REQUIREMENTS)) as server:
+        created = await server.create(language_instruction="lift")
+        assert set(created) == {"workspace_id", "camera_room_ids", "joint_input_room_id", "joint_output_room_id"}
+        expected = set() if reads else {"instruction_unread"}
+        assert set((await server.call("GET", "/sessions/arm"))[1]["stats"]["warnings"]) == expected
+        status, adjusted = await server.call("PATCH", "/sessions/arm", json={"language_instruction": "turn it round"})
+        assert (status, set(adjusted["warnings"])) == (200, expected)
+
+        def adjust():
+            app = typer.Typer()
+            app.command()(sessions.adjust)
+            return CliRunner().invoke(app, ["arm", "--language-instruction", "lift", "--server", server.url])
+
+        found = await asyncio.to_thread(adjust)
+        assert found.exit_code == 0
+        assert ("warning: the policy reads no language" in found.stderr) is not reads
+
+
+async def test_a_command_that_is_refused_names_the_command_that_helps(serve):
+    async with serve() as server:
+        await server.create()
+
+        def run(command, *arguments: str):
+            app = typer.Typer()
+            app.command()(command)
+            return CliRunner().invoke(app, [*arguments, "--server", server.url])
+
+        stopped = await asyncio.to_thread(run, sessions.stop, "arm", "--emergency")
+        assert stopped.exit_code == 0, stopped.stderr
+        for command in (sessions.start, sessions.restart):
+            refused = await asyncio.to_thread(run, command, "arm")
+            assert refused.exit_code == 4
+            assert "POST /debug/sessions/arm/reset" in refused.stderr
+            helps = f"robojax reset arm --server {server.url}, then robojax start arm --server {server.url}"
+            assert helps in " ".join(refused.stderr.split())
+        assert (await asyncio.to_thread(run, sessions.reset, "arm")).exit_code == 0
+        assert (await asyncio.to_thread(run, sessions.start, "arm")).exit_code == 0
+        refused = await asyncio.to_thread(run, sessions.start, "arm")
+        assert f"robojax restart arm --server {server.url} begins again" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize("has_cameras", [True, False])
+async def test_a_direct_session_that_only_answers_acts_never_times_out(serve, has_cameras: bool):
+    cameras = {} if has_cameras else {"cameras": {}}
+    policy = ScriptedPolicy(replace(SO100_REQUIREMENTS, **cameras))
+    async with serve(policy=policy, input_timeout=0.2) as server:
+        await server.create(**({} if has_cameras else {"camera_names": []}))
+        seen = server.seen() if has_cameras else server.seen(images={})
+        for _ in range(2):
+            assert (await server.act(seen))[0] == 200
+            await asyncio.sleep(0.5)
+            assert (await server.call("GET", "/sessions/arm"))[1]["status"] == "ready"

@@ -8,8 +8,9 @@ import time
 import urllib.request
 
 import pytest
+from typer.core import TyperGroup
 
-from robojax.cli.app import COMMANDS
+from robojax.cli.app import COMMANDS, build_command
 from service.setting_types import Mark
 from service.settings import FIELDS
 
@@ -161,20 +162,20 @@ def _is_refused_a_taken_port(robojax, url):
 
 
 def _lists_and_stops_sessions(call, url):
-    assert "no sessions" in call("sessions", "--url", url).stdout
-    assert json.loads(call("sessions", "--url", url, "--json").stdout) == []
-    told = call("stop", "--all", "--url", url, "--json", "--reason", "drill")
+    assert "no sessions" in call("sessions", "--server", url).stdout
+    assert json.loads(call("sessions", "--server", url, "--json").stdout) == []
+    told = call("stop", "--all", "--server", url, "--json", "--reason", "drill")
     assert (told.returncode, json.loads(told.stdout)["stopped"]) == (0, [])
-    told = call("stop", "nobody", "--emergency", "--url", url)
+    told = call("stop", "nobody", "--emergency", "--server", url)
     assert (told.returncode, "Session nobody not found" in told.stderr) == (4, True)
 
 
 def test_a_server_that_is_not_there_ends_with_4(call):
     for arguments in (("sessions",), ("stop", "--all"), ("stop", "arm")):
-        told = call(*arguments, "--url", "http://127.0.0.1:9")
+        told = call(*arguments, "--server", "http://127.0.0.1:9")
         assert told.returncode == 4
         assert "robojax serve" in told.stderr
-    assert call("sessions", "--url", "ftp://x").returncode == 2
+    assert call("sessions", "--server", "ftp://x").returncode == 2
 
 
 def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call):
@@ -186,7 +187,7 @@ def test_a_stop_that_a_server_does_not_answer_says_what_stops_the_robot_now(call
 
         hearing = threading.Thread(target=hear)
         hearing.start()
-        told = call("stop", "--all", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        told = call("stop", "--all", "--server", f"http://127.0.0.1:{silent.getsockname()[1]}")
         hearing.join()
     assert told.returncode != 0
     assert "does not answer" in told.stderr
@@ -197,3 +198,64 @@ def test_a_policy_that_is_not_there_ends_with_3(call):
     told = call("check", "/no/such/policy", HF_HUB_OFFLINE="1", ROBOJAX_COMPILE_CACHE="off")
     assert (told.returncode, told.stdout) == (3, "")
     assert "neither a folder here nor a repo id" in told.stderr
+
+
+def _walk(command, context, path=()):
+    yield path, command
+    for name in command.list_commands(context) if isinstance(command, TyperGroup) else ():
+        yield from _walk(command.get_command(context, name), context, (*path, name))
+
+
+@pytest.fixture(scope="module")
+def tree():
+    """Each command and sub-command of the console command, by its words."""
+    root = build_command()
+    return dict(_walk(root, root.make_context("robojax", ["sessions"], resilient_parsing=True)))
+
+
+def test_each_command_names_the_server_with_the_same_option(tree):
+    options = {
+        path: {flag: option for option in command.params for flag in option.opts} for path, command in tree.items()
+    }
+    # There it is the address that a webhook sends to, as in huggingface_hub.
+    sends_to_an_address = {("webhooks", name) for name in ("create", "ensure", "update")}
+    assert {path for path, flags in options.items() if "--url" in flags} == sends_to_an_address
+    with_server = {path for path, flags in options.items() if "--server" in flags}
+    with_key = {path for path, flags in options.items() if "--key" in flags}
+    assert with_key <= with_server
+    assert with_server >= {("sessions",), ("robot",), ("deployments",), ("recordings", "list"), ("stop",)}
+    for path in with_server - {("webhooks", "events", name) for name in ("list", "show", "replay")}:
+        assert options[path]["--server"].envvar == "ROBOJAX_SERVER", path
+
+
+def test_a_mistyped_command_or_option_suggests_the_nearest(tree, call):
+    for path in tree:
+        if path and path[-1] not in ("start", "restart"):  # two that are near each other
+            *before, last = path
+            found = call(*before, f"{last[:-1]}x{last[-1]}")
+            assert (found.returncode, f"Did you mean {last!r}" in found.stderr) == (2, True), found.stderr
+    for arguments, option in (
+        (("stop", "--al"), "--all"),
+        (("sessions", "--sever", "x"), "--server"),
+        (("serve", "--prt", "1"), "--port"),
+        (("robot", "--robot.prot", "x"), "--robot.port"),
+        (("demo", "--episods", "1"), "--episodes"),
+        (("train", "--policy.typ=act"), "--policy.type"),
+    ):
+        found = call(*arguments)
+        assert (found.returncode, option in found.stderr) == (2, True), found.stderr
+
+
+def test_the_server_is_the_one_of_the_flag_then_of_the_environment(call):
+    def address(*arguments: str, **environment: str) -> str:
+        found = call("sessions", *arguments, **environment)
+        assert found.returncode == 4
+        return found.stderr.splitlines()[0].removeprefix("Error: no robojax server answers at ")
+
+    assert address("--server", "http://127.0.0.1:9", ROBOJAX_SERVER="http://127.0.0.1:7") == "http://127.0.0.1:9"
+    assert address(ROBOJAX_SERVER="http://127.0.0.1:7/", ROBOJAX_PORT="9") == "http://127.0.0.1:7"
+    assert address(ROBOJAX_PORT="9") == "http://127.0.0.1:9"
+    assert address(ROBOJAX_PORT="9", ROBOJAX_HOST="0.0.0.0") == "http://127.0.0.1:9"
+    for wrong in ({"ROBOJAX_SERVER": "localhost:9"}, {"ROBOJAX_PORT": "0"}, {"ROBOJAX_PORT": "x"}):
+        found = call("sessions", **wrong)
+        assert (found.returncode, next(iter(wrong.values())) in found.stderr) == (2, True), found.stderr

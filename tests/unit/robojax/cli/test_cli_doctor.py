@@ -1,5 +1,6 @@
 import json
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,12 @@ from service import doctor
 from service.auth.caller import Role
 from service.auth.keys import KeyFile
 from service.doctor import Finding, diagnose
-from service.settings import Settings
+from service.settings import Settings, load_settings
 
 
 def only(monkeypatch, *names):
     """Leave out the checks that start other processes."""
-    for name in ("_devices", "_rendering"):
+    for name in ("_devices", "_rendering", "_robot_packages"):
         if name not in names:
             monkeypatch.setattr(doctor, name, lambda: iter(()))
 
@@ -27,6 +28,7 @@ def test_every_finding_that_is_not_ok_has_a_fix(monkeypatch):
     findings = diagnose(Settings.from_values(port=0, host="0.0.0.0", compile_cache="off"))
     assert [finding.name for finding in findings] == [
         *("Python", "packages", "video codecs", "port", "keys", "state folder", "recording"),
+        "serial ports (for robojax robot)",
         *("compile cache", "Hub cache"),
     ]
     for finding in findings:
@@ -42,6 +44,42 @@ def test_a_taken_port_fails(monkeypatch):
         port = other.getsockname()[1]
         assert found("port", port=port).level == "fail"
     assert found("port", port=0).level == "ok"
+
+
+def test_a_running_robojax_server_is_good_news(monkeypatch, serve):
+    only(monkeypatch)
+    monkeypatch.delenv("ROBOJAX_KEY", raising=False)
+    with serve() as (_, url):
+        finding = found("port", port=int(url.rpartition(":")[2]))
+        assert (finding.level, finding.fix) == ("ok", "")
+        assert f"your robojax server runs at {url} (robojax {version('robojax')}; 0 sessions)" in finding.found
+        monkeypatch.setenv("ROBOJAX_PORT", url.rpartition(":")[2])
+        assert finding in diagnose(load_settings())
+
+
+def test_the_robot_packages_are_imported(monkeypatch):
+    only(monkeypatch, "_robot_packages")
+    name = "robot packages (for robojax robot)"
+    monkeypatch.setattr(doctor, "_ROBOT_MODULES", ("json", "ast"))
+    assert found(name, port=0) == Finding(name, "ok", "json, ast")
+    monkeypatch.setattr(doctor, "_ROBOT_MODULES", ("json", "no_such_module"))
+    finding = found(name, port=0)
+    assert (finding.level, finding.found) == ("warn", "missing: no_such_module")
+    assert "pip install 'robojax[robot]'" in finding.fix
+
+
+def test_serial_ports_are_listed_with_the_group_that_may_use_them(monkeypatch, tmp_path):
+    only(monkeypatch)
+    name = "serial ports (for robojax robot)"
+    monkeypatch.setattr(doctor, "_DEVICE_FOLDER", tmp_path)
+    assert found(name, port=0).level == "warn"
+    for port in ("ttyUSB1", "ttyACM0", "ttyS0"):
+        (tmp_path / port).touch()
+    assert found(name, port=0) == Finding(name, "ok", f"{tmp_path}/ttyACM0, {tmp_path}/ttyUSB1")
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: path.name != "ttyACM0")
+    finding = found(name, port=0)
+    assert (finding.level, finding.found) == ("warn", f"{tmp_path}/ttyACM0: this user may not read and write")
+    assert f"usermod -aG {(tmp_path / 'ttyACM0').group()} $USER" in finding.fix
 
 
 def test_an_address_for_others_wants_a_key(monkeypatch, tmp_path):

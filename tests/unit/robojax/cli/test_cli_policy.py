@@ -77,7 +77,7 @@ def test_updates_by_hand_are_told_with_what_became_of_them(serve, call):
     with serve("--state", "off") as (_, url):
 
         def told(*arguments: str, code: int = 0) -> str:
-            done = call(*arguments, "--url", url)
+            done = call(*arguments, "--server", url)
             assert done.returncode == code, done.stderr
             return done.stdout + done.stderr
 

@@ -70,18 +70,18 @@ def test_keys_are_made_used_listed_and_revoked(run, serve, tmp_path):
     assert stat.S_IMODE((tmp_path / "kept" / "jwt-secret").stat().st_mode) == 0o600
     with serve("--host", "0.0.0.0", "--state", "kept") as (_, url):
         assert [status_of(f"{url}/{path}") for path in ("health", "sessions")] == [200, 401]
-        told = run("sessions", "--url", url)
+        told = run("sessions", "--server", url)
         assert told.exit_code == 4
         assert "set ROBOJAX_KEY" in told.stderr
-        assert "no sessions" in run("sessions", "--url", url, ROBOJAX_KEY=key).stdout
-        assert "no sessions" in run("sessions", "--url", url, "--key", signed).stdout
-        assert "no recordings" in run("recordings", "list", "--url", url, "--key", key).stdout
+        assert "no sessions" in run("sessions", "--server", url, ROBOJAX_KEY=key).stdout
+        assert "no sessions" in run("sessions", "--server", url, "--key", signed).stdout
+        assert "no recordings" in run("recordings", "list", "--server", url, "--key", key).stdout
         for move in ("start", "restart", "reset", "delete"):
-            assert "Session arm not found" in run(move, "arm", "--url", url, "--key", key).stderr
-        refused = run("rollback", "arm", "--url", url, "--key", viewer)
+            assert "Session arm not found" in run(move, "arm", "--server", url, "--key", key).stderr
+        refused = run("rollback", "arm", "--server", url, "--key", viewer)
         assert refused.exit_code == 4
         assert "robojax token new --role operator" in refused.stderr
-        assert run("stop", "--all", "--url", url, "--key", viewer).exit_code == 0
+        assert run("stop", "--all", "--server", url, "--key", viewer).exit_code == 0
         listed = run("token", "list", "--state", "kept", "--json").stdout
         assert json.loads(listed)[0].items() >= {"name": "ann", "role": "operator", "is_over": False}.items()
         assert key not in listed
@@ -110,7 +110,7 @@ def test_what_cannot_be_made_says_why(run, arguments, why):
 
 def test_a_key_is_not_sent_on_to_where_a_server_points(run, httpserver_that_redirects):
     url, asked = httpserver_that_redirects
-    told = run("sessions", "--url", url, "--key", "rjk_secret")
+    told = run("sessions", "--server", url, "--key", "rjk_secret")
     assert told.exit_code == 4
     assert asked == ["/sessions"]
 

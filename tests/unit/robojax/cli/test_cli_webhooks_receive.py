@@ -92,7 +92,7 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
 
         end = time.monotonic() + 60
         while True:  # it is run beside the answer
-            listed = call("webhooks", "events", "list", "--url", url, "--secret-file", "secret", "--json")
+            listed = call("webhooks", "events", "list", "--server", url, "--secret-file", "secret", "--json")
             events = json.loads(listed.stdout)
             newest = events[0]
             if newest["status"] == "dead" or time.monotonic() > end:
@@ -107,11 +107,11 @@ def test_a_module_is_served_sent_to_and_looked_at(receive, robojax, call):
         assert SECRET not in shown.stdout
         assert "run 1: ValueError" in call("webhooks", "events", "list", "--status", "dead").stdout
 
-        replayed = call("webhooks", "events", "replay", newest["id"], "--url", url, "--secret-file", "secret")
+        replayed = call("webhooks", "events", "replay", newest["id"], "--server", url, "--secret-file", "secret")
         assert replayed.returncode == 0
         assert f"event {newest['id']} is" in replayed.stdout
 
-        refused = call("webhooks", "events", "list", "--url", url)
+        refused = call("webhooks", "events", "list", "--server", url)
         assert (refused.returncode, refused.stdout) == (4, "")
         assert "give --secret-file" in refused.stderr
         process.send_signal(signal.SIGINT)
@@ -148,6 +148,7 @@ def test_what_cannot_be_served_ends_with_2_and_says_why_and_what_to_do(robojax, 
         (("send", "http://127.0.0.1:1/x", "--scope", "repo.flight"), "no sample of 'repo.flight'"),
         (("events", "list"), "there is no file 'webhooks.sqlite'"),
         (("events", "list", "--status", "odd"), "there is no status 'odd'"),
+        (("events", "list", "--database", "x", "--server", "http://127.0.0.1:1"), "--database reads a file"),
     ],
 )
 def test_what_cannot_be_sent_or_looked_at_ends_with_2_and_says_why_and_what_to_do(call, arguments, why):
@@ -168,7 +169,12 @@ def test_whoever_looks_for_the_events_of_a_script_is_told_its_file(robojax, tmp_
 
 
 def test_a_server_that_is_not_there_ends_with_4_and_a_delivery_to_it_with_1(robojax):
-    assert robojax("webhooks", "events", "list", "--url", "http://127.0.0.1:1").returncode == 4
+    assert robojax("webhooks", "events", "list", "--server", "http://127.0.0.1:1").returncode == 4
+    named = {"ROBOJAX_SERVER": "http://127.0.0.1:1"}
+    assert robojax("webhooks", "events", "list", **named).returncode == 4
+    # A database that is named is a file, and is not there.
+    assert robojax("webhooks", "events", "list", "--database", "x", **named).returncode == 2
+    assert robojax("webhooks", "events", "list", **named, ROBOJAX_WEBHOOKS_DATABASE="x").returncode == 2
     told = robojax("webhooks", "send", "http://127.0.0.1:1/webhooks/x", "--count", "2")
     assert (told.returncode, told.stdout[:3]) == (1, "---")
     assert "0 of 2 accepted" in told.stdout

@@ -103,6 +103,33 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         Client(url)
 
 
+@pytest.mark.parametrize(
+    ("environment", "url"),
+    [
+        ({}, "http://127.0.0.1:8001"),
+        ({"ROBOJAX_PORT": "9001"}, "http://127.0.0.1:9001"),
+        ({"ROBOJAX_PORT": "9001", "ROBOJAX_SERVER": "http://gpu-box:8001/"}, "http://gpu-box:8001"),
+        ({"ROBOJAX_PORT": "x"}, None),
+        ({"ROBOJAX_PORT": "0"}, None),
+        ({"ROBOJAX_PORT": "70000"}, None),
+        ({"ROBOJAX_SERVER": "gpu-box:8001"}, None),
+    ],
+)
+def test_the_environment_names_the_server(
+    environment: dict[str, str], url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ROBOJAX_PORT", "ROBOJAX_SERVER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if url is None:
+        with pytest.raises(Unusable, match=next(iter(environment.values()))):
+            Client()
+    else:
+        with Client() as client:
+            assert client.url == url
+
+
 def test_a_key_with_strange_characters_is_not_sent() -> None:
     with pytest.raises(Unusable, match="no key has"):
         Client(key="a\r\nx-evil: 1")

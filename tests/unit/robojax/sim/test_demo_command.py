@@ -1,22 +1,34 @@
 """``robojax demo`` as a person runs it: the real server and the real arm as processes."""
 
 import re
+import shlex
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from robojax.cli.sim import app
+from robojax.cli.sim import LATE_ACTIONS, app, choose_port
+from robojax.client import Client
+from robojax.sim.demo import serve_demo
+from service.http.server import CannotListen
+from service.processes import ChildDied
 from tests.testing.pauses import Pauses
 
 pytestmark = pytest.mark.usefixtures("can_draw")
 
 
+ROBOJAX = (sys.executable, "-m", "robojax.cli")
+
+
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "robojax.cli", "demo", "--headless", *arguments]
+    command = [*ROBOJAX, "demo", "--headless", "--port", "0", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -29,8 +41,9 @@ def test_an_episode_goes_through_the_whole_stack_and_is_counted(pauses: Pauses) 
     url = re.search(r"server: (http://127.0.0.1:\d+)", ended.stdout)
     assert url is not None
     assert f"curl -X POST {url[1]}/sessions " in ended.stdout
-    commands = re.search(r"commands: (\d+) sent", ended.stdout)
+    commands = re.search(r"commands: (\d+) sent, (\d+) late actions dropped", ended.stdout)
     assert commands is not None
+    assert (LATE_ACTIONS in ended.stdout) == (commands[2] != "0")
     assert int(commands[1]) >= 100, "110 ticks were driven by the policy"
     shown = re.search(r"camera fps: front ([\d.]+)", ended.stdout)
     assert shown is not None
@@ -57,6 +70,110 @@ def test_too_few_cubes_are_a_failure(
     ended = CliRunner().invoke(app, ["--headless", *arguments])
     assert ended.exit_code == (0 if wanted is None else 1)
     assert ended.stderr == ("" if wanted is None else f"fewer than the {wanted} cubes wanted\n")
+
+
+def test_a_stopped_demo_waits_for_a_person_and_plays_the_episode_again() -> None:
+    command = [*ROBOJAX, "demo", "--headless", "--port", "0", "--episodes", "1", "--require", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+
+        def read_until(pattern: str) -> re.Match[str]:
+            for line in running.stdout:  # type: ignore[union-attr]
+                if found := re.search(pattern, line):
+                    return found
+            raise AssertionError(f"the demo ended before it printed {pattern!r}")
+
+        try:
+            url = read_until(r"server: (http://127.0.0.1:\d+)")[1]
+            with Client(url) as client:
+                # Once by the emergency stop of all robots, then by a stop of the one session.
+                for stop, repair in (("stop --all", "reset demo-arm"), ("stop demo-arm", "start demo-arm")):
+                    _wait_until_moving(client)
+                    subprocess.run([*ROBOJAX, *stop.split(), "--server", url], check=True, timeout=60)
+                    advice = read_until(r"STOPPED: .* does not count.* robojax (\S+ demo-arm --server \S+), or ")[1]
+                    assert advice == f"{repair} --server {url}"
+                    assert client.session("demo-arm").status().status == "stopped"
+                    subprocess.run([*ROBOJAX, *shlex.split(advice)], check=True, timeout=60)
+                    read_until("goes on: episode 1 is played again")
+            read_until(r"cube +1 \(seed 5000\): (lifted|missed)")
+            assert re.search(r"of 1 cubes lifted", running.stdout.read())
+            assert running.wait(60) == 0
+        finally:
+            running.terminate()
+
+
+def _wait_until_moving(client: Client) -> None:
+    deadline = time.monotonic() + 60
+    commands = None
+    while commands is None or client.session("demo-arm").status().stats["commands_sent"] < commands + 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        status = {status.session_id: status for status in client.sessions()}.get("demo-arm")
+        if commands is None and status is not None and status.status == "running":
+            commands = status.stats["commands_sent"]
+
+
+@pytest.fixture
+def other_server() -> Iterator[tuple[int, list[str]]]:
+    """Port of an HTTP server that answers 200 to each request, and the requests that it got."""
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.requestline)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "healthy"}')
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port, requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_a_taken_port_is_named_with_what_to_do(
+    by_environment: bool, other_server: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, requests = other_server
+    arguments = ["--headless", "--episodes", "1"]
+    if by_environment:
+        monkeypatch.setenv("ROBOJAX_PORT", str(port))
+    else:
+        arguments += ["--port", str(port)]
+    ended = CliRunner().invoke(app, arguments)
+    assert ended.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "robojax demo --port 0 takes a free port" in ended.stderr
+    assert requests == []
+
+
+async def test_another_server_on_the_port_is_never_called(other_server: tuple[int, list[str]]) -> None:
+    port, requests = other_server
+    with pytest.raises(ChildDied, match=f"cannot listen on 127.0.0.1:{port}"):
+        async with serve_demo(port=port):
+            pass
+    assert requests == []
+
+
+def test_the_demo_listens_on_the_default_port_or_a_free_one(
+    other_server: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROBOJAX_PORT", raising=False)
+    monkeypatch.setattr("service.http.server.listen", lambda host, port: socket.socket())
+    assert choose_port(None) == 8001
+
+    def refuse(host: str, port: int) -> None:
+        raise CannotListen(f"{host}:{port}")
+
+    monkeypatch.setattr("service.http.server.listen", refuse)
+    assert choose_port(None) == 0
 
 
 def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
