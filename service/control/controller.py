@@ -223,9 +223,7 @@ class Controller:
             executed=config.action_steps / config.action_rate,
             covered=config.chunk / config.action_rate,
             period=self.period,
-            joints=JointMotion(
-                buffer.joints.names, self.guard.limits.high - self.guard.limits.low, buffer.joints.grippers
-            ),
+            joints=JointMotion(buffer.joints, self.guard.limits.high - self.guard.limits.low),
         )
         self.is_running = self.is_blind = False
         self.refused_since: float | None = None

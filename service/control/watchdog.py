@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.control.config import SafetySettings
+from service.control.joints import JointTable
 from service.control.units import StateUnits
 
 # Frames are compared at this many points along each axis first, and in full only when those are equal.
@@ -25,6 +26,10 @@ NOISE = 0.001
 # Share of the commanded motion that a joint has to show to count as following it. Radians in place of degrees or
 # percent show 1.6 to 2.2 % of it; joints that follow late or against a load show most of it.
 FOLLOWED = 0.04
+# A joint whose range comes from data in which it hardly moves counts with this share of the widest joint's range.
+NARROW_SHARE = 0.25
+# Width of a joint's range at least, if no source knows it: half a turn in radians and less.
+UNKNOWN_RANGE = 2.0
 # Seconds after a clear motion was commanded within which a joint follows it, or counts as in another unit.
 UNITS_AFTER = 1.0
 # Seconds between two comparisons of the joints with their commands, at most.
@@ -321,18 +326,21 @@ class JointMotion:
         due_at: time of the next comparison.
     """
 
-    def __init__(self, names: Sequence[str], spans: np.ndarray, grippers: np.ndarray):
-        """Create it.
+    def __init__(self, joints: JointTable, limits: np.ndarray):
+        """Create it. Grippers do not count as commanded, because what they hold blocks them.
 
         Args:
-            names: names of the joints.
-            spans: (a,) width of each joint's range; infinite if it is unknown.
-            grippers: (a,) bool, which joints hold things: what they hold blocks them.
+            joints: names, ranges and grippers.
+            limits: (a,) width of each joint's limits, for joints without a known range; infinite if unknown, too.
         """
         self.fault: JointFault | None = None
         self.due_at = -math.inf
-        self._names, self._arm = tuple(names), ~grippers
-        self._ranges = np.asarray(spans, np.float64)
+        self._names, self._arm = joints.names, ~joints.grippers
+        spans = np.subtract(joints.ranges[1], joints.ranges[0], dtype=np.float64)
+        spans = np.where(np.isfinite(spans), spans, limits)
+        # Limits may come from data in which a joint hardly moves; that says nothing about how exactly it follows.
+        widest = spans[np.isfinite(spans) & self._arm].max(initial=0.0)
+        self._ranges = np.where(self._arm, np.maximum(spans, NARROW_SHARE * widest), spans)
         self._is_begun = False
 
     def begin(self) -> None:
@@ -367,7 +375,7 @@ class JointMotion:
         self._moved_at = np.full(len(pose), now)
         self._commanded_at = np.full(len(pose), math.inf)
         # Without a known range, the largest value that any joint has says how large values are.
-        widest = 2 * max(float(np.abs(pose).max(initial=0.0)), 1e-6)
+        widest = max(2 * float(np.abs(pose).max(initial=0.0)), UNKNOWN_RANGE)
         self._spans = np.where(np.isfinite(self._ranges) & (self._ranges > 0), self._ranges, widest)
 
     def _follow(self, pose: np.ndarray, command: np.ndarray, now: float) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.control.config import SafetySettings
-from service.control.joints import SO100, JointTable
+from service.control.joints import SO100, Joint, JointTable
 from service.control.units import StateUnits
 from service.control.watchdog import InputTimes, JointMotion, Watchdog, WatchdogReport
 
@@ -190,7 +190,9 @@ class Follower:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        joints = JointMotion(NAMES, self.spans, GRIPPERS)
+        ranges = [(0.0, span) if np.isfinite(span) else (-np.inf, np.inf) for span in self.spans]
+        table = JointTable([Joint(name, index, *ranges[index]) for index, name in enumerate(NAMES)])
+        joints = JointMotion(table, np.full(6, np.inf))
         safety = SafetySettings.model_validate({"frozen": self.frozen})
         self.dog = Watchdog(safety, frame_age=0.3, executed=0.4, covered=0.4, joints=joints)
         self.dog.begin(0.0)
@@ -255,6 +257,13 @@ def test_joints_of_a_robot_at_its_goal_are_not_frozen(commanded, measured) -> No
     robot = Follower(commanded, measured)
     assert robot.run(60.0) == WatchdogReport()
     assert robot.dog.get_warnings(60.0) == {}
+
+
+def test_narrow_limits_from_data_do_not_make_a_dithering_joint_frozen() -> None:
+    table = JointTable([Joint(name, index) for index, name in enumerate(NAMES)])
+    robot = Follower(lambda now: swing(5 * now, by=0.4), still)
+    robot.dog.joints = JointMotion(table, np.array([120.0, 2, 120, 60, 60, 100]))
+    assert robot.run(20.0) == WatchdogReport()
 
 
 def test_a_hold_of_frozen_joints_ends_when_one_of_them_changes() -> None:
