@@ -175,7 +175,7 @@ async def _run_linked(
             await run_until_first_ends(
                 link.run(linked),
                 _start_session(runner, session, linked, on_event),
-                _wait_for_failure(arm_thread, on_event),
+                _wait_for_failure(arm_thread, session.id, on_event),
                 _keys(pressed, session, arm_thread, end_requested, on_event),
                 _wait_for_end(end_requested),
             )
@@ -306,17 +306,15 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
     await asyncio.Event().wait()
 
 
-async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
+async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: OnEvent) -> None:
     """Report holds until the arm's thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
     while not arm_thread.is_over:
         if (hold := arm_thread.hold) != last:
             on_event("moving" if hold is None else f"held: {hold}")
-            if arm_thread.is_latched:
-                on_event(
-                    "it stays held; when it is safe, end this program, robojax reset the session, and start it again"
-                )
+            if hold is not None and arm_thread.latch is not None:
+                on_event(f"it stays held; when it is safe: robojax reset {session_id}, then robojax start {session_id}")
             last = hold
         figures = arm_thread.get_counters()["clamped"]
         assert isinstance(figures, dict)

@@ -7,7 +7,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from service.sessions.request import DIRECT
-from service.transport.link import CreatedRooms, Inbox, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
+from service.transport.link import (
+    CreatedRooms,
+    Inbox,
+    JointValue,
+    Link,
+    LinkDown,
+    LinkUp,
+    RobotLatch,
+    RobotLeft,
+    Rooms,
+    Transport,
+)
 
 # Name of the link in messages about its loss.
 STREAM_ROOM = "stream"
@@ -19,6 +30,11 @@ class Driver(Protocol):
     @property
     def last_message_at(self) -> float:
         """Monotonic time of the client's newest message."""
+        ...
+
+    @property
+    def robot_latch(self) -> str | None:
+        """Reason of the emergency stop that the client's program holds; None while it obeys commands."""
         ...
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
@@ -87,8 +103,14 @@ class DirectLink:
             self.release_control(self.driver, "it was silent, and another client came")
         self.driver = driver
         self._connected += 1
+        self.report_latch(driver)  # before the link is up: the session must not show a latched robot as running
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
+
+    def report_latch(self, driver: Driver) -> None:
+        """Report the latch of the client in control to the session; the latch of any other client is ignored."""
+        if self.driver is driver:
+            self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
     def release_control(self, driver: Driver, reason: str) -> None:
         """Take control from a client that is gone; nothing changes for one without control."""
@@ -96,6 +118,7 @@ class DirectLink:
             self.driver = None
             self.inbox.on_event(LinkDown(STREAM_ROOM, reason))
             self.inbox.on_event(RobotLeft(STREAM_ROOM, is_replaced=True))
+            self.inbox.on_event(RobotLatch(STREAM_ROOM, None))  # the next client reports its own
 
 
 class DirectTransport:

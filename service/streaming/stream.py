@@ -33,7 +33,8 @@ class Stream:
     """Stream of one client.
 
     Attributes:
-        last_message_at: when its newest message came.
+        last_message_at: monotonic time of the client's newest message.
+        robot_latch: reason of the emergency stop that the client's program holds; None while it obeys commands.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Stream:
     ):
         """``stop`` makes an emergency stop of the session, and is awaited."""
         self.last_message_at = time.monotonic()
+        self.robot_latch: str | None = None
         self._socket = socket
         self._inference = inference
         self._caller = caller
@@ -79,6 +81,8 @@ class Stream:
             return
         self._link.listeners.add(self)
         watch_task = asyncio.create_task(self._watch_session(), name="a stream's watch")
+        # A client that connects again compares it: a session that was created again knows nothing of earlier stops.
+        about["instance"] = f"{self._inference.session.created_at:.6f}"
         self._send("welcome", **about, silence_s=self._silence_timeout, max_bytes=self._max_bytes)
         try:
             while True:
@@ -129,8 +133,18 @@ class Stream:
             await self._take_observation(message, number)
         elif kind == "act":
             await self._begin_act(message)
+        elif kind == "latch":
+            self._take_latch(message)
         else:
-            raise InvalidRequest("kind: wanted observation, act, stop or ping", ("body", "kind"))
+            raise InvalidRequest("kind: wanted observation, act, latch, stop or ping", ("body", "kind"))
+
+    def _take_latch(self, message: Mapping[str, Any]) -> None:
+        """Take the client's report whether its own program holds the robot after an emergency stop."""
+        reason = message.get("reason")
+        if reason is not None and not isinstance(reason, str):
+            raise InvalidRequest("reason: wanted a text, or null for no latch", ("body", "reason"))
+        self.robot_latch = None if reason is None else sanitize_text(reason) or "no reason given"
+        self._link.report_latch(self)
 
     async def _take_observation(self, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
@@ -245,6 +259,7 @@ class Stream:
             self._socket.close(1001, "the session is over")
         elif about.get("emergency_stop"):
             self._send("stopped", reason=about.get("reason"))
+            self._sent_status = ()  # a reset may follow before the next check, and the client must learn of it
 
     async def _watch_session(self) -> None:
         session = self._inference.session
@@ -258,12 +273,13 @@ class Stream:
             if self._link.driver is self and time.monotonic() - self.last_message_at > self._silence_timeout:
                 self._link.release_control(self, f"the client on the stream was silent for {self._silence_timeout:g} s")
             hold = None if session.robot_io is None else session.robot_io.controller.hold
-            shown = (str(session.stage), session.reason, hold.text if hold else None, hold.code if hold else None)
-            # The text of a hold counts seconds: only another code is sent again.
-            if (shown[0], shown[1], shown[3]) != self._sent_status:
-                self._sent_status = (shown[0], shown[1], shown[3])
-                status, reason, text, code = shown
-                self._send("status", status=status, reason=reason, hold=text, hold_code=code)
+            # The text of a hold counts seconds, so only a change of its code is a change.
+            shown = (str(session.stage), session.reason, hold.code if hold else None, session.latch)
+            if shown != self._sent_status:
+                self._sent_status = shown
+                status, reason, code, latch = shown
+                text = hold.text if hold else None
+                self._send("status", status=status, reason=reason, hold=text, hold_code=code, latch=latch)
             await asyncio.sleep(_CHECK_INTERVAL)
 
     def _send_error(self, error: ServiceError, number: int | None) -> None:

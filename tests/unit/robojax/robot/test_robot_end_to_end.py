@@ -5,14 +5,15 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
-from robojax.client import AsyncClient
+from robojax.client import AsyncClient, Refused
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
@@ -22,7 +23,9 @@ from robojax.robot.errors import ArmLost
 from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
+from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.faults.script import Script
+from tests.testing.rig import REAL, started
 from tests.unit.robojax.robot.conftest import CALIBRATION
 
 PATIENCE = 0.3
@@ -124,6 +127,145 @@ async def test_the_servos_follow_the_policy_and_stop_whatever_ends_it(
         await asyncio.wait_for(robot, 60)
         assert told[-1].startswith("the arm is held")
         await stands()
+
+
+class Rig:
+    """The robot's program in session "arm" of a real server, with a person at its keys and another one at a client."""
+
+    def __init__(self, servos: SimulatedBus, client: AsyncClient, url: str):
+        self.servos, self.client, self.url = servos, client, url
+        self.session = client.session("arm")
+        self.keys: asyncio.Queue[str] = asyncio.Queue()
+        self.told: list[str] = []
+
+    async def create(self, transport: str) -> None:
+        url = self.client.url if transport == "rooms" else transport
+        await self.client.create("arm", "policies/act", camera_names=("front",), rate=50.0, transport_server_url=url)
+
+    @asynccontextmanager
+    async def running(self, config: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+        @asynccontextmanager
+        async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
+            yield self.keys
+
+        monkeypatch.setattr(runner, "keys", keys)
+        program = RobotRunner(config, self.url, session="arm", rate=50.0, command_timeout=PATIENCE)
+        robot = asyncio.create_task(run(program, self.told.append))
+        try:
+            yield
+        finally:
+            self.keys.put_nowait("q")
+            await asyncio.wait_for(robot, 60)
+
+    async def until_moving(self) -> None:
+        count = self.goals
+        await until(lambda: self.goals > count + 10, f"moving; {self.told}")
+
+    @property
+    def goals(self) -> int:
+        return len(self.servos.servo(1).written)
+
+    async def until_latched(self, is_latched: bool) -> None:
+        async def agree() -> bool:
+            stats = (await self.session.status()).stats
+            return (stats["robot_latched"] is not None, stats["emergency_stop"] is not None) == (is_latched,) * 2
+
+        deadline = time.monotonic() + 60
+        while not await agree():
+            assert time.monotonic() < deadline, self.told
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def rig(servos: SimulatedBus, tmp_path: Path) -> AsyncIterator[tuple[Rig, FaultProxy]]:
+    settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
+    async with (
+        started(transport=REAL, **settings) as server,
+        fault_proxy(server.url) as wire,
+        AsyncClient(server.url) as client,
+    ):
+        yield Rig(servos, client, wire.url), wire
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("by", ["server", "key"])
+@pytest.mark.parametrize("transport", ["direct", "rooms"])
+async def test_a_reset_of_the_session_releases_the_robots_latch(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, by: str
+) -> None:
+    async with rig(servos, tmp_path) as (it, _):
+        await it.create(transport)
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            if by == "key":
+                it.keys.put_nowait(" ")
+            else:
+                await it.session.emergency_stop("a person")
+            if transport == "direct":
+                await it.until_latched(True)
+            await until(lambda: any("robojax reset arm" in line for line in it.told), f"latched; {it.told}")
+            status = await it.session.status()
+            assert status.status == "stopped"
+            assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
+            with pytest.raises(Refused, match="emergency stop is latched"):
+                await it.session.start()
+
+            await it.session.reset()
+            await until(lambda: any("robojax start arm moves" in line for line in it.told), f"released; {it.told}")
+            count = it.goals
+            await asyncio.sleep(0.3)
+            assert it.goals == count  # a reset moves nothing
+            await it.session.start()
+            await it.until_moving()
+            assert (await it.session.status()).stats["hold_code"] is None
+
+
+@pytest.mark.timeout(300)
+async def test_a_stop_while_the_link_is_down_reaches_the_session_when_it_is_back(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(servos, tmp_path) as (it, wire):
+        await it.create("direct")
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            wire.is_refusing = True
+            wire.cut()
+            await until(lambda: any("server is gone" in line for line in it.told), f"link down; {it.told}")
+            it.keys.put_nowait(" ")
+            await until(lambda: any("could not be reached" in line for line in it.told), f"local stop; {it.told}")
+            assert (await it.session.status()).stats["emergency_stop"] is None
+            wire.heal()
+            await it.until_latched(True)
+            assert (await it.session.status()).stats["emergency_stop"] == "emergency stop by key"
+            # A lost link releases nothing.
+            wire.cut()
+            await until(lambda: it.told[-1].startswith("session arm: stopped"), f"link back; {it.told}")
+            await it.until_latched(True)
+
+            await it.session.reset()
+            await it.until_latched(False)
+            await it.session.start()
+            await it.until_moving()
+
+
+@pytest.mark.timeout(300)
+async def test_a_stop_of_the_session_while_the_link_is_down_reaches_the_robot(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(servos, tmp_path) as (it, wire):
+        await it.create("direct")
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            wire.is_refusing = True
+            wire.cut()
+            await until(lambda: any("server is gone" in line for line in it.told), f"link down; {it.told}")
+            await it.session.emergency_stop("a person")
+            wire.heal()
+            await it.until_latched(True)
+            await it.session.reset()
+            await it.until_latched(False)
+            await it.session.start()
+            await it.until_moving()
 
 
 async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_servo(
