@@ -1,5 +1,6 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,7 +9,8 @@ from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
 from robojax.cli.sessions import Key
 
 if TYPE_CHECKING:
-    from robojax.robot.runner import RobotRunner
+    from robojax.robot.config import RobotConfig
+    from robojax.robot.runner import RobotRunner, Simulation
 
 ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
 
@@ -29,7 +31,7 @@ def robot(
         typer.Option(
             "--robot.cameras",
             help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; a video file is a '
-            "path, type: simulated draws pictures.",
+            "path, type: simulated renders the simulated arm's scene (front, top, side).",
             rich_help_panel=ROBOT,
         ),
     ] = None,
@@ -67,7 +69,10 @@ def robot(
         float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
     ] = 500,
     server: Annotated[
-        str | None, typer.Option(help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION)
+        str | None,
+        typer.Option(
+            envvar="ROBOJAX_SERVER", help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION
+        ),
     ] = None,
     key: Key = None,
     policy: Annotated[
@@ -81,6 +86,14 @@ def robot(
     revision: Annotated[
         str | None,
         typer.Option("--policy.revision", help="Branch, tag or commit of a repo.", rich_help_panel=SESSION),
+    ] = None,
+    joint_names: Annotated[
+        str | None,
+        typer.Option(
+            "--policy.joint_names",
+            help="Names of the policy's joints, a,b,c in the order of its actions, where its checkpoint has none.",
+            rich_help_panel=SESSION,
+        ),
     ] = None,
     rename: Annotated[list[str] | None, typer.Option(help=RENAME_HELP, rich_help_panel=SESSION)] = None,
     session: Annotated[
@@ -119,16 +132,17 @@ def robot(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
 ) -> None:
-    """Tie an SO-100 or SO-101 arm and its cameras to a session; flags are named as LeRobot's.
+    """Connect an SO-100 or SO-101 arm and its cameras to a session; flags have LeRobot's names.
 
-    The arm follows the session's commands and is held whenever none come, at an emergency stop (space), and at the
-    end (q or Ctrl-C). --robot.type=simulated needs no hardware. docs/robots/robot.md goes through it step by step.
+    The arm follows the session's commands and is held when none come, at an emergency stop (space), and at the end
+    (q or Ctrl-C). --robot.type=simulated needs no hardware: MuJoCo simulates an arm that lifts cubes.
+    docs/robots/robot.md is the guide.
 
     Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
     cannot.
     """
     from robojax.robot.config import build_robot_config
-    from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
+    from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner
 
     try:
@@ -146,35 +160,59 @@ def robot(
         fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
-    runner = RobotRunner(
-        robot=config,
-        server=server,
-        key=key,
-        session=session,
-        policy=policy,
-        revision=revision,
-        rename=read_rename(rename),
-        task=task,
-        transport=transport,
-        rate=fps,
-        command_timeout=watchdog_ms / 1e3,
-        is_started=start,
-        is_dry_run=dry_run,
-        is_compressed=None if frames is None else frames == "jpeg",
-    )
-    if check:
-        _check(runner, as_json)
-        return
-    if policy is None and session is None:
+    if not check and policy is None and session is None:
         fail(
             Code.USAGE,
             "there is nothing to do",
             "neither --policy.path nor --session is given",
             "--policy.path=user/act_so101 makes a session; `robojax sessions` lists those that are there",
         )
+    with _open_simulation(config) as simulation:
+        runner = RobotRunner(
+            robot=config,
+            server=server,
+            key=key,
+            session=session,
+            policy=policy,
+            revision=revision,
+            joint_names=None if joint_names is None else tuple(name.strip() for name in joint_names.split(",")),
+            rename=read_rename(rename),
+            task=task,
+            transport=transport,
+            rate=fps,
+            command_timeout=watchdog_ms / 1e3,
+            is_started=start,
+            is_dry_run=dry_run,
+            is_compressed=None if frames is None else frames == "jpeg",
+            simulation=simulation,
+        )
+        if check:
+            _check(runner, as_json)
+        else:
+            _run(runner)
+
+
+def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulation | None]":
+    """Open the scene of the simulated arm; nothing for a real arm, and for simulated servos at a port."""
+    if not config.is_simulated or config.port:
+        return nullcontext()
+    try:
+        from robojax.sim.servos import ServoArm
+    except ModuleNotFoundError as error:
+        fail(
+            Code.USAGE,
+            "the simulated arm cannot be used",
+            f"{error.name} is not installed, which simulates the arm",
+            "pip install -e '.[sim]' in a checkout, else pip install 'robojax[sim]'",
+        )
+    return ServoArm(config)
+
+
+def _run(runner: "RobotRunner") -> None:
     import asyncio
 
     from robojax.client import ClientError
+    from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
     from robojax.robot.runner import run
 
     try:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from robojax.robot.arm import JOINTS, Arm, Calibration, JointCalibration, find_calibration, read_calibration
-from robojax.robot.bus import INSTALL, Bus
+from robojax.robot.bus import HOMING_OFFSET, INSTALL, MAX_POSITION, MIN_POSITION, Bus
 from robojax.robot.cameras import CameraConfig
 from robojax.robot.errors import RobotError
+from robojax.robot.simulated_bus import Servo, SimulatedBus
 
+DEFAULT_ID = "my_arm"  # of the simulated arm; real arms need the id of their calibration file
 TYPES = ("so101_follower", "so100_follower", "simulated")
 # In units of the arm (degrees, or percent of the range): what a quick motion needs, and less than a swing.
 MAX_RELATIVE_TARGET = 20.0
@@ -34,7 +36,7 @@ class RobotConfig:
 
     type: str
     port: str = ""
-    id: str = "arm"
+    id: str = DEFAULT_ID
     use_degrees: bool = False
     cameras: Mapping[str, CameraConfig] = field(default_factory=dict)
     calibration_dir: Path | None = None
@@ -84,7 +86,7 @@ def build_robot_config(
     config = RobotConfig(
         type=type or "",
         port=port or "",
-        id=id or "arm",
+        id=id or DEFAULT_ID,
         use_degrees=tried(lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
         cameras=tried(read_cameras, cameras, {}),
         calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
@@ -182,22 +184,33 @@ def load_calibration(config: RobotConfig) -> Calibration:
 
 
 @contextmanager
-def open_arm(config: RobotConfig) -> Iterator[Arm]:
-    """Open the arm, as a context manager; nothing is written to it by that.
+def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Bus]:
+    """Open the bus of the arm's servos, as a context manager.
+
+    Args:
+        servos: servos of a simulated arm by id; None for servos without physics.
 
     Raises:
-        RobotError: its calibration, its port or a package is not there.
+        RobotError: the port cannot be opened, or a package is missing.
+    """
+    if not config.is_simulated or config.port:
+        with Bus(config.port) as bus:
+            yield bus
+        return
+    servos = {servo: Servo() for servo in JOINTS.values()} if servos is None else servos
+    for servo in servos.values():
+        servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
+    with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
+        yield bus
+
+
+@contextmanager
+def open_arm(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Arm]:
+    """Open the arm, as a context manager; nothing is written to the servos by that. ``servos`` as in ``open_bus``.
+
+    Raises:
+        RobotError: the calibration, the port or a package is missing.
     """
     calibration = load_calibration(config)
-    if config.is_simulated and not config.port:
-        from robojax.robot.bus import HOMING_OFFSET, MAX_POSITION, MIN_POSITION
-        from robojax.robot.simulated_bus import Servo, SimulatedBus
-
-        servos = {servo: Servo() for servo in JOINTS.values()}
-        for servo in servos.values():
-            servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
-        with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
-            yield Arm(bus, calibration, config.use_degrees)
-        return
-    with Bus(config.port) as bus:
+    with open_bus(config, servos) as bus:
         yield Arm(bus, calibration, config.use_degrees)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,10 +17,11 @@ import numpy as np
 from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
-from robojax.robot.cameras import Camera
+from robojax.robot.cameras import Camera, CameraConfig, Source
 from robojax.robot.config import RobotConfig, open_arm
 from robojax.robot.errors import RobotError
 from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.simulated_bus import Servo
 
 
 @asynccontextmanager
@@ -64,6 +65,26 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
+class Simulation(Protocol):
+    """Simulated world in place of an arm and its surroundings.
+
+    The simulator is a package above this one, so the command passes it in.
+    """
+
+    @property
+    def servos(self) -> Mapping[int, Servo]:
+        """Servos of the arm by id."""
+        ...
+
+    def open_camera(self, name: str, config: CameraConfig) -> Source:
+        """Open the source of a simulated camera's pictures."""
+        ...
+
+    async def play(self, session: AsyncSession, arm_thread: ArmThread, on_event: OnEvent) -> None:
+        """Play episodes until cancelled."""
+        ...
+
+
 @dataclass(frozen=True)
 class RobotRunner:
     """Settings of a robot's run: robot, server, session, policy, rate.
@@ -73,13 +94,15 @@ class RobotRunner:
         session: id; the robot's when None.
         policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
             None for one that is there.
-        rename: cameras of the policy and what the robot calls them, where that differs; for a session that is made now.
+        joint_names: names of the policy's joints in the order of its actions, where its checkpoint has none.
+        rename: cameras of the policy and the robot's names for them, where they differ; for a session that is made now.
         transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
             the rooms of the server itself.
         rate: observations (and looks at the arm) per second.
         command_timeout: seconds without a command after which the arm is held.
         is_started: whether the session is started, or waits for somebody to do so.
         is_compressed: whether pictures go as JPEG; None: unless the server is on this machine.
+        simulation: the world of a simulated arm; None for a real arm.
     """
 
     robot: RobotConfig
@@ -88,6 +111,7 @@ class RobotRunner:
     session: str | None = None
     policy: str | None = None
     revision: str | None = None
+    joint_names: tuple[str, ...] | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
     task: str | None = None
     transport: str | None = None
@@ -96,6 +120,7 @@ class RobotRunner:
     is_started: bool = True
     is_dry_run: bool = False
     is_compressed: bool | None = None
+    simulation: Simulation | None = None
 
     @property
     def session_id(self) -> str:
@@ -124,10 +149,11 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     try:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
-            cameras = await asyncio.to_thread(_open_cameras, runner.robot)
+            cameras = await asyncio.to_thread(_open_cameras, runner)
             for camera in cameras.values():
                 stack.callback(camera.close)
-            arm = stack.enter_context(open_arm(runner.robot))
+            servos = None if runner.simulation is None else runner.simulation.servos
+            arm = stack.enter_context(open_arm(runner.robot, servos))
             session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
             if end_requested.is_set():
                 raise _Ended
@@ -167,7 +193,7 @@ async def _run_linked(
         now = time.monotonic()
         return {name: camera.newest(now) for name, camera in cameras.items()}
 
-    linked = asyncio.Event()
+    linked, simulation = asyncio.Event(), runner.simulation
     status = await session.status()
     link = _make_link(runner, client, session, status.rooms.joint_output != "", arm_thread, pictures, on_event)
     try:
@@ -178,6 +204,7 @@ async def _run_linked(
                 _wait_for_failure(arm_thread, session.id, on_event),
                 _keys(pressed, session, arm_thread, end_requested, on_event),
                 _wait_for_end(end_requested),
+                *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
     except (RobotError, ClientError) as error:
         return error
@@ -244,6 +271,7 @@ async def _session(
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
         **({"rename": dict(runner.rename)} if runner.rename else {}),
+        **({"joint_names": list(runner.joint_names)} if runner.joint_names else {}),
     )
     created = await _run_unless_ended(end_requested, making, lambda: _remove_session(session))
     try:
@@ -253,9 +281,14 @@ async def _session(
 
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
-    """The question whether a policy fits these cameras."""
+    """Body of POST /policies/check for this policy, these cameras and the joint names that the user gave."""
     request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
-    return request | {"camera_names": list(cameras)} | ({"rename": dict(runner.rename)} if runner.rename else {})
+    request["camera_names"] = list(cameras)
+    if runner.rename:
+        request["rename"] = dict(runner.rename)
+    if runner.joint_names:
+        request["joint_names"] = list(runner.joint_names)
+    return request
 
 
 async def _remove_session(session: AsyncSession) -> None:
@@ -349,11 +382,12 @@ async def _wait_for_end(end_requested: asyncio.Event) -> None:
     await end_requested.wait()
 
 
-def _open_cameras(config: RobotConfig) -> dict[str, Camera]:
+def _open_cameras(runner: RobotRunner) -> dict[str, Camera]:
+    open_simulated = None if runner.simulation is None else runner.simulation.open_camera
     cameras: dict[str, Camera] = {}
     try:
-        for name, camera_config in config.cameras.items():
-            cameras[name] = Camera(name, camera_config)
+        for name, config in runner.robot.cameras.items():
+            cameras[name] = Camera(name, config, open_simulated)
     except RobotError:
         for camera in cameras.values():
             camera.close()

@@ -42,12 +42,15 @@ FIRST = {
 class Servo:
     """Simulated servo: its memory, and a shaft that moves to its goal while torque is on.
 
+    Args:
+        speed: steps per second of the shaft; None for a shaft that only ``set_position`` turns, e.g. a physics engine.
+
     Attributes:
         status: its status byte.
         written: the newest goals that it received while torque was on, each with its time.
     """
 
-    def __init__(self, position: int = RESOLUTION // 2, speed: float = SPEED):
+    def __init__(self, position: int = RESOLUTION // 2, speed: float | None = SPEED):
         self.memory = bytearray(128)
         self.status = 0
         self.written: list[tuple[float, int]] = []
@@ -87,7 +90,7 @@ class Servo:
 
     def _move(self, now: float) -> None:
         seconds, self._at = (now - self._at if self._at else 0.0), now
-        if self[bus.TORQUE_ENABLE]:
+        if self[bus.TORQUE_ENABLE] and self._speed is not None:
             low, high = self[bus.MIN_POSITION], self[bus.MAX_POSITION]
             way = min(max(self[bus.GOAL_POSITION], low), high) - self._position
             step = self._speed * seconds

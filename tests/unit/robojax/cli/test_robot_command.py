@@ -1,6 +1,7 @@
 """``robojax robot`` from the command line: what it says, and with which exit code."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
     assert levels.pop("server") == "fail"
     assert set(levels.values()) == {"ok"}
     assert {"port", "gripper", "camera front"} <= set(levels)
+
+
+def test_a_simulated_arm_without_its_simulator_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mujoco", "robojax.sim.servos", "robojax.sim.arm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    done = robojax(*SIMULATED, "--policy.path=x")
+    assert done.exit_code == 2, done.stderr
+    assert "mujoco is not installed" in done.stderr
+    assert "pip install -e '.[sim]'" in done.stderr
 
 
 @pytest.mark.parametrize(
