@@ -29,11 +29,13 @@ class ArmLatch:
     Attributes:
         number: counts the stops, so that the reset of one stop does not release a later one.
         since: monotonic time of the stop.
+        is_final: whether no reset releases it: the arm is lost, or the program ends.
     """
 
     number: int
     reason: str
     since: float
+    is_final: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ class Follower:
         self._commanded_at = now
         self.commands += 1
 
-    def stop(self, reason: str, is_latched: bool = False, now: float = 0.0) -> None:
-        """Hold from now on: until the next command, or (latched) until ``reset``."""
+    def stop(self, reason: str, is_latched: bool = False, now: float = 0.0, *, is_final: bool = False) -> None:
+        """Hold from now on: until the next command, (latched) until ``reset``, or (final) for good."""
         self._commanded_at = None
         if self.hold is None or (is_latched and not self.is_latched):
             self._is_held = False
@@ -112,7 +114,8 @@ class Follower:
             self.hold = reason  # the command timeout may have held the arm before the reason was known
         if is_latched:
             self._stops += 1
-            self.latch = ArmLatch(self._stops, reason, now)
+            is_final = is_final or (self.latch is not None and self.latch.is_final)
+            self.latch = ArmLatch(self._stops, reason, now, is_final)
 
     def reset(self) -> None:
         """Release the latch. Nothing moves until the next command, and targets from before the stop are forgotten."""
@@ -207,8 +210,8 @@ class ArmThread:
             latch, newest = self._follower.latch, self._newest
             if latch is None:
                 return None
-            if self._over.is_set():
-                return f"the arm's thread has ended: {self.failure or latch.reason}"
+            if latch.is_final or self._over.is_set():
+                return f"{self.failure or latch.reason}"
             if newest is None or time.monotonic() - newest[1] > max(MAX_POSE_AGE, 3 * self._period):
                 return "the servos cannot be read; look at the arm's power and cables"
             if latch.number != number:
@@ -256,7 +259,7 @@ class ArmThread:
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
             with self._lock:
-                self._follower.stop("the program ends", is_latched=True)
+                self._follower.stop("the program ends", is_latched=True, is_final=True)
             while not self._run_cycle():
                 pass  # a reading that fails once must not be why the arm is not held; one that goes on failing raises
         except RobotError as error:
@@ -285,7 +288,7 @@ class ArmThread:
 
     def _hold_responding_servos(self) -> str:
         with self._lock:
-            self._follower.stop("the arm does not answer", is_latched=True)
+            self._follower.stop("the arm does not answer", is_latched=True, is_final=True)
         try:
             held = self._arm.hold_responding_servos()
         except (BusLost, OSError):

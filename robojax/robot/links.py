@@ -108,7 +108,9 @@ class StreamLink:
         """Make an emergency stop of the session out of each local stop that the server does not know."""
         while True:
             latch = self._arm_thread.latch
-            if latch is not None and self._confirmed != (stream.welcome.instance, latch.number):
+            is_local = latch is not None and self._confirmed != (stream.welcome.instance, latch.number)
+            # With a lost arm the program ends and stops its session: there is nothing that a person could reset.
+            if latch is not None and is_local and not latch.is_final:
                 left = latch.since + STOP_REPORT_DELAY - time.monotonic()
                 if left <= 0:
                     await stream.emergency_stop(latch.reason)
@@ -232,9 +234,9 @@ class RoomsLink:
             latch = self._arm_thread.latch
             if latch is not None and latch.number != self._passed_stop:
                 self._passed_stop = latch.number
-                if robot.latch is None:
+                if robot.latch is None and not latch.is_final:
                     robot.emergency_stop(latch.reason)
-            elif latch is not None and robot.latch is None:
+            elif latch is not None and robot.latch is None and not latch.is_final:
                 release_latch(self._arm_thread, latch.number, self._session.id, self._on_event)
             await asyncio.sleep(LATCH_CHECK_INTERVAL)
 

@@ -20,6 +20,8 @@ from tests.testing.rig import REAL, started
 from tests.testing.waiting import until
 from tests.unit.robojax.robot.conftest import CALIBRATION
 
+import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
+
 pytest.importorskip("mujoco", reason="the extra 'sim' is not installed")
 from robojax.sim import servos as simulated
 from robojax.sim.servos import ServoArm

@@ -80,6 +80,9 @@ def test_a_reset_releases_the_latch_and_forgets_older_targets() -> None:
     assert each.compute_goal(POSE, 1.4).targets is None  # nothing moves by a reset
     each.command({"Rotation": 20.0}, 1.5)
     assert each.compute_goal(POSE, 1.5).targets == {"shoulder_pan": 20.0}
+    each.stop("the arm does not answer", is_latched=True, is_final=True)
+    each.stop("emergency stop", is_latched=True)
+    assert each.latch.is_final
 
 
 def test_why_it_is_held_is_what_was_learnt_last_and_is_no_reason_to_tell_the_servos_again() -> None:
