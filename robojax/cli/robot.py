@@ -1,7 +1,7 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,7 +9,10 @@ from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
 from robojax.cli.sessions import Key
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from robojax.robot.config import RobotConfig
+    from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner, Simulation
 
 ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
@@ -128,7 +131,8 @@ def robot(
         bool, typer.Option(help="The new session computes everything and commands nothing.", rich_help_panel=SESSION)
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Look at port, servos, cameras and server; nothing moves.")
+        bool,
+        typer.Option("--check", help="Check arm, cameras, server and policy; nothing moves."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
 ) -> None:
@@ -141,23 +145,20 @@ def robot(
     Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
     cannot.
     """
-    from robojax.robot.config import build_robot_config
+    from robojax.robot.config import join_problems, read_robot_config
     from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner
 
-    try:
-        config = build_robot_config(
-            type=type_,
-            port=port,
-            id=id_,
-            cameras=cameras,
-            use_degrees=use_degrees,
-            max_relative_target=max_relative_target,
-            calibration_dir=calibration_dir,
-            disable_torque_on_disconnect=disable_torque_on_disconnect,
-        )
-    except RobotError as error:
-        fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
+    config, problems = read_robot_config(
+        type=type_,
+        port=port,
+        id=id_,
+        cameras=cameras,
+        use_degrees=use_degrees,
+        max_relative_target=max_relative_target,
+        calibration_dir=calibration_dir,
+        disable_torque_on_disconnect=disable_torque_on_disconnect,
+    )
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
     if not check and policy is None and session is None:
@@ -167,7 +168,15 @@ def robot(
             "neither --policy.path nor --session is given",
             "--policy.path=user/act_so101 makes a session; `robojax sessions` lists those that are there",
         )
-    with _open_simulation(config) as simulation:
+    simulated: AbstractContextManager[Any] = nullcontext()
+    try:
+        simulated = _open_simulation(config)
+    except RobotError as error:
+        problems["simulation"] = error
+    if problems and not check:
+        joined = join_problems(problems)
+        fail(Code.USAGE, "the robot cannot be used", str(joined), joined.then)
+    with simulated as simulation:
         runner = RobotRunner(
             robot=config,
             server=server,
@@ -187,24 +196,28 @@ def robot(
             simulation=simulation,
         )
         if check:
-            _check(runner, as_json)
+            _check(runner, problems, as_json)
         else:
             _run(runner)
 
 
 def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulation | None]":
-    """Open the scene of the simulated arm; nothing for a real arm, and for simulated servos at a port."""
+    """Open the scene of the simulated arm; nothing for a real arm, and for simulated servos at a port.
+
+    Raises:
+        RobotError: the simulator is not installed.
+    """
     if not config.is_simulated or config.port:
         return nullcontext()
+    from robojax.robot.errors import RobotError
+
     try:
         from robojax.sim.servos import ServoArm
     except ModuleNotFoundError as error:
-        fail(
-            Code.USAGE,
-            "the simulated arm cannot be used",
+        raise RobotError(
             f"{error.name} is not installed, which simulates the arm",
             "pip install -e '.[sim]' in a checkout, else pip install 'robojax[sim]'",
-        )
+        ) from error
     return ServoArm(config)
 
 
@@ -235,7 +248,7 @@ def _suggest_next(error: Exception) -> str:
     return "robojax robot --check looks at everything"
 
 
-def _check(runner: "RobotRunner", as_json: bool) -> None:
+def _check(runner: "RobotRunner", problems: "Mapping[str, RobotError]", as_json: bool) -> None:
     from robojax.robot.checks import check_robot
 
-    show_findings(list(check_robot(runner)), as_json=as_json)
+    show_findings(list(check_robot(runner, problems)), as_json=as_json)

@@ -49,7 +49,25 @@ class RobotConfig:
         return self.type == "simulated"
 
 
-def build_robot_config(
+def build_robot_config(**flags: str | None) -> RobotConfig:
+    """Build a robot's config from flags; they are those of ``read_robot_config``.
+
+    Raises:
+        RobotError: names every flag that is missing or wrong.
+    """
+    config, problems = read_robot_config(**flags)
+    if problems:
+        raise join_problems(problems)
+    return config
+
+
+def join_problems(problems: Mapping[str, RobotError]) -> RobotError:
+    """Join the problems of ``read_robot_config`` into one error that names all of them."""
+    errors = problems.values()
+    return RobotError("\n".join(map(str, errors)), "\n".join(error.then for error in errors))
+
+
+def read_robot_config(
     *,
     type: str | None,
     port: str | None = None,
@@ -59,45 +77,50 @@ def build_robot_config(
     max_relative_target: str | None = None,
     calibration_dir: str | None = None,
     disable_torque_on_disconnect: str | None = None,
-) -> RobotConfig:
-    """Build a robot's config from flags.
+) -> tuple[RobotConfig, dict[str, RobotError]]:
+    """Read a robot's config from flags.
 
-    Raises:
-        RobotError: they do not.
+    Returns:
+        The config, with defaults for flags that cannot be used; and the problems by the part of the robot that they
+        concern: type, port, id, units, cameras, max_relative_target, disable_torque_on_disconnect.
     """
-    wrong: list[tuple[str, str]] = []
+    problems: dict[str, RobotError] = {}
 
-    def tried(read: Any, text: str | None, default: Any) -> Any:
+    def tried(name: str, read: Any, text: str | None, default: Any) -> Any:
         try:
             return default if text is None else read(text)
         except RobotError as error:
-            wrong.append((str(error), error.then))
+            problems[name] = error
             return default
 
     if type not in TYPES:
-        wrong.append((f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}"))
+        problems["type"] = RobotError(f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}")
     is_real = type != "simulated"
     if is_real and not port:
-        wrong.append(("--robot.port is missing", "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"))
+        then = "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"
+        problems["port"] = RobotError("--robot.port is missing", then)
     if is_real and not id:
-        wrong.append(("--robot.id is missing", "give the id that the arm was calibrated with"))
+        problems["id"] = RobotError("--robot.id is missing", "give the id that the arm was calibrated with")
     if is_real and use_degrees is None:
-        wrong.append(("the unit of the joints is not known", UNITS))
+        problems["units"] = RobotError("the unit of the joints is not known", UNITS)
     config = RobotConfig(
         type=type or "",
         port=port or "",
         id=id or DEFAULT_ID,
-        use_degrees=tried(lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
-        cameras=tried(read_cameras, cameras, {}),
+        use_degrees=tried("units", lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
+        cameras=tried("cameras", read_cameras, cameras, {}),
         calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
-        max_relative_target=tried(read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET),
+        max_relative_target=tried(
+            "max_relative_target", read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET
+        ),
         disable_torque_on_disconnect=tried(
-            lambda text: _boolean("robot.disable_torque_on_disconnect", text), disable_torque_on_disconnect, False
+            "disable_torque_on_disconnect",
+            lambda text: _boolean("robot.disable_torque_on_disconnect", text),
+            disable_torque_on_disconnect,
+            False,
         ),
     )
-    if wrong:
-        raise RobotError("\n".join(text for text, _ in wrong), "\n".join(then for _, then in wrong))
-    return config
+    return config, problems
 
 
 def read_cameras(text: str) -> dict[str, CameraConfig]:

@@ -18,8 +18,9 @@ from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.cameras import Camera, CameraConfig, Source
-from robojax.robot.config import RobotConfig, open_arm
+from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
+from robojax.robot.fit import compare_joint_names, compare_policy, read_policy_fit, suggest_cameras
 from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
 from robojax.robot.simulated_bus import Servo
 
@@ -243,30 +244,36 @@ async def _session(
         status = await session.status()
         if missing := sorted(set(status.camera_names) - set(cameras)):
             raise RobotError(
-                f"session {session.id} wants cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
+                f"session {session.id} has cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
                 "name them as the policy does in --robot.cameras",
             )
         if status.status == "interrupted":
             on_event(f"session {session.id} was interrupted; it is loaded again")
             await session.restart()
-        on_event(describe_status(await session.status()))
+        status = await session.status()
+        if unknown := compare_joint_names(tuple(status.stats.get("measured_joints") or JOINTS)):
+            raise RobotError(f"session {session.id}: {unknown}", "join a session of a policy for an arm like this one")
+        on_event(describe_status(status))
         yield session
         return
     request = build_check(runner, cameras)
-    fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
-    if not fit["fits"]:
-        raise RobotError(
-            f"the policy does not fit this robot: {'; '.join(fit['misfits'])}",
-            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras, or give "
-            "--rename POLICYS_NAME=YOURS",
-        )
+    checking = client.request("POST", "/policies/check", request, timeout=600)
+    fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
+    calibration = load_calibration(runner.robot)
+    for finding in compare_policy(fit, runner.joint_names, runner.robot.use_degrees, calibration):
+        if finding.level == "fail":
+            raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
+        if finding.level == "warn":
+            on_event(f"{finding.name}: {finding.found}")
+    if not fit.fits:
+        raise RobotError(f"the policy does not fit this robot: {'; '.join(fit.misfits)}", suggest_cameras(fit))
     on_event(f"loading {runner.policy} ...")
     making = client.create(
         session.id,
         runner.policy,
         transport_server_url=runner.transport or "direct",
         camera_names=cameras,
-        policy_type=fit["policy_type"],
+        policy_type=fit.policy_type,
         revision=runner.revision,
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
 from robojax.client import AsyncClient
 from robojax.robot import _scservo, bus
 from robojax.robot.arm import JOINTS, Arm, Unit, from_steps, to_steps
@@ -19,8 +20,6 @@ from robojax.robot.simulated_bus import SimulatedBus
 from tests.testing.rig import REAL, started
 from tests.testing.waiting import until
 from tests.unit.robojax.robot.conftest import CALIBRATION
-
-import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
 
 pytest.importorskip("mujoco", reason="the extra 'sim' is not installed")
 from robojax.sim import servos as simulated
