@@ -111,13 +111,13 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         action_steps=config.n_action_steps,
         joint_names=description.sidecar.joint_names,
         rate=description.sidecar.rate,
+        action_range=description.action_range,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None or config.prompt_length is not None,
         observation_steps=config.observation_steps,
         controls_joints=config.controls_joints,
         metadata=config.client_metadata,
-        action_range=description.action_range,
     )
 
 

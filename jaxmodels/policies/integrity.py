@@ -31,12 +31,12 @@ PIECE = 16 << 20  # bytes that are in memory at a time
 # Of what is told, and of an error that lists the names of a stranger: characters.
 ANSWER = 100_000
 ERROR = 10_000
-MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
 CONFIG = "config.json"
 SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
 IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
+MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 

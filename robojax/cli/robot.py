@@ -72,10 +72,7 @@ def robot(
         float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
     ] = 500,
     server: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ROBOJAX_SERVER", help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION
-        ),
+        str | None, typer.Option(help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION)
     ] = None,
     key: Key = None,
     policy: Annotated[

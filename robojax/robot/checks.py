@@ -29,6 +29,7 @@ COUNTED, ENOUGH = 1.0, 0.8
 WARM = 10  # degrees Celsius below its limit
 READINGS = 20  # of all servos, whose median time is the measured rate
 COMPARED = ("joints", "units", "rate")
+UNREACHED = Finding("policy", "warn", "not checked: the server does not let this program ask", "repair the line above")
 Findings = Generator[Finding, None, Any]
 
 
@@ -56,12 +57,11 @@ def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None =
     fit = yield from _check_server(runner)
     unit = problems.get("units")
     if fit is None:
-        if unit is not None:
-            yield Finding("units", "fail", str(unit), unit.then)
         for name in COMPARED:
-            if name != "units" or unit is None:
-                text = "not compared: no policy could be read"
-                yield Finding(name, "warn", text, "give --policy.path or --session, and look at the lines above")
+            if name == "units" and unit is not None:
+                yield Finding(name, "fail", str(unit), unit.then)
+            else:
+                yield Finding(name, "warn", "not compared: no policy was read", "see the line about the policy")
         return
     yield compare_joints(fit, runner.joint_names)
     yield compare_units(fit, None if unit is not None else config.use_degrees, calibration)
@@ -166,6 +166,7 @@ def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | N
         client.request("GET", "/health")
     except ClientError as error:
         yield Finding("server", "fail", str(error), "start it with `robojax serve`, or give --server")
+        yield UNREACHED
         return None
     with client:
         yield Finding("server", "ok", client.url)
@@ -173,6 +174,7 @@ def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | N
             client.sessions()
         except ClientError as error:
             yield Finding("key", "fail", str(error), "put an operator's key into ROBOJAX_KEY")
+            yield UNREACHED
             return None
         if runner.policy is None and runner.session is None:
             yield Finding("policy", "warn", "none given", "--policy.path=user/act_so101, or --session of one")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
+import robojax
 from robojax.client import AsyncClient, Refused
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
 from robojax.robot.checks import check_robot
 from robojax.robot.config import RobotConfig
-from robojax.robot.errors import ArmLost
+from robojax.robot.errors import ArmLost, RobotError
 from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
 from tests.faults import processes
@@ -289,6 +292,35 @@ async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_
     assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
+@pytest.mark.parametrize(
+    ("width", "highest", "said"), [(14, 50.0, "moves 14 joints"), (6, 120.0, "--robot.use_degrees=true")]
+)
+async def test_a_policy_of_another_arm_is_refused_before_a_servo_is_touched(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, width: int, highest: float, said: str
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(Path(robojax.__file__).parent / "sim" / "policy", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    for side, feature in (("input_features", "observation.state"), ("output_features", "action")):
+        settings[side][feature]["shape"] = [width]
+    (folder / "config.json").write_text(json.dumps(settings))
+    joints = [f"joint_{number}" for number in range(width)] if width != 6 else list(JOINTS)
+    (folder / "robojax.json").write_text(json.dumps({"rate": 25.0, "joint_names": joints}))
+    statistics = folder / "policy_postprocessor_step_0_unnormalizer_processor.safetensors"
+    tensors = load_file(statistics)
+    tensors["action.max"][0] = highest
+    save_file(tensors, statistics)
+    async with started(transport=REAL, state=str(tmp_path / "state"), policy_roots=(str(tmp_path),)) as server:
+        program = RobotRunner(config, server.url, policy=str(folder))
+        with pytest.raises(RobotError) as refused:
+            await run(program, lambda text: None)
+        found = await asyncio.to_thread(lambda: {each.name: each for each in check_robot(program)})
+    assert said in f"{refused.value} {refused.value.then}"
+    finding = found["joints" if width != 6 else "units"]
+    assert (finding.level, said in finding.found + finding.fix) == ("fail", True)
+    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+
+
 @pytest.mark.usefixtures("even_cameras")
 def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
     config: RobotConfig, servos: SimulatedBus, tmp_path: Path
@@ -309,14 +341,20 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
         "wrist_flex": "fail",
         "wrist_roll": "fail",
         "gripper": "warn",
+        "readings": "ok",
         "camera front": "ok",
         "server": "fail",
-    }
+    } | dict.fromkeys(("policy", "joints", "units", "rate"), "warn")
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "it is too hot" in found["wrist_roll"][1]
     assert before[1] == bytes(servos.servo(1).memory)
 
+    # Servos that are missing, and a calibration that is, hide nothing of the others.
     servos.line.silent |= {3, 4}
+    (tmp_path / "mine.json").unlink()
     found = look()
     assert (found["elbow_flex"][0], found["wrist_flex"][0]) == ("fail", "fail")
+    assert (found["calibration"][0], found["port"][0], found["shoulder_pan"][0]) == ("fail", "ok", "ok")
+    assert "3.0 V" in found["shoulder_lift"][1]
+    assert "camera front" in found
     assert all(servos.servo(servo).written == [] for servo in JOINTS.values())
