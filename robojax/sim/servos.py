@@ -134,16 +134,21 @@ class ServoArm:
         """Score the episode whenever the arm moved for long enough, and lay a new cube; until cancelled."""
         while True:
             await self._wait_moving(arm_thread)
-            with self._lock:
-                seed = self._seed + self.score.done
-                lifted, wrong, instruction = self._arm.is_lifted, self._arm.wrong, self._arm.target_cube.instruction
-            outcome = Outcome(self.score.done + 1, seed, instruction, lifted, wrong, HORIZON)
-            self.score.outcomes.append(outcome)
-            on_event(f"cube {outcome.number}: {outcome.verdict} ({self.score})")
             try:
-                await self._begin_episode(session, arm_thread, on_event)
+                status = await session.status()
+                if status.status == "running":  # else a person stopped it just now, and this cube stays
+                    self._score(on_event)
+                    await self._begin_episode(session, status.stats.get("stops"), arm_thread, on_event)
             except ClientError as error:
                 on_event(f"no new cube: {error}")
+
+    def _score(self, on_event: Callable[[str], None]) -> None:
+        with self._lock:
+            seed = self._seed + self.score.done
+            lifted, wrong, instruction = self._arm.is_lifted, self._arm.wrong, self._arm.target_cube.instruction
+        outcome = Outcome(self.score.done + 1, seed, instruction, lifted, wrong, HORIZON)
+        self.score.outcomes.append(outcome)
+        on_event(f"cube {outcome.number}: {outcome.verdict} ({self.score})")
 
     async def _wait_moving(self, arm_thread: ArmThread) -> None:
         """Wait until the arm obeyed commands for as long as an episode takes; holds do not count."""
@@ -155,10 +160,13 @@ class ServoArm:
             before = now
 
     async def _begin_episode(
-        self, session: AsyncSession, arm_thread: ArmThread, on_event: Callable[[str], None]
+        self, session: AsyncSession, stops: object, arm_thread: ArmThread, on_event: Callable[[str], None]
     ) -> None:
-        """Stop the session, lay a new cube, and start the session again unless a person stopped it meanwhile."""
-        before = (await session.status()).stats.get("stops")
+        """Stop the session, lay a new cube, and start the session again unless a person stopped it meanwhile.
+
+        Args:
+            stops: number of stops of the session so far.
+        """
         await session.stop()
         await _wait_held(arm_thread)
         self._lay_cube()
@@ -166,7 +174,7 @@ class ServoArm:
         await session.client.request("POST", f"/sessions/{session.id}/score", score)
         await asyncio.sleep(SETTLE)
         status = await session.status()
-        if status.status == "stopped" and isinstance(before, int) and status.stats.get("stops") == before + 1:
+        if status.status == "stopped" and isinstance(stops, int) and status.stats.get("stops") == stops + 1:
             await session.start()
         else:
             on_event(f"a new cube lies there; the session was stopped: robojax start {session.id} goes on")
