@@ -69,7 +69,13 @@ def robot(
         ),
     ] = None,
     watchdog_ms: Annotated[
-        float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
+        float,
+        typer.Option(
+            min=20,
+            max=10_000,
+            help="Milliseconds without a command after which the arm is held.",
+            rich_help_panel=SAFETY,
+        ),
     ] = 500,
     server: Annotated[
         str | None, typer.Option(help="The server's URL; default: http://127.0.0.1:8001.", rich_help_panel=SESSION)

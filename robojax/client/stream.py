@@ -212,7 +212,7 @@ class Stream:
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
         """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
 
-        What else comes meanwhile is kept for ``messages``.
+        Other messages are kept for ``next``.
 
         Raises:
             Refused: the server cannot, or does not want to.
@@ -237,7 +237,7 @@ class Stream:
     def report_latch(self, reason: str | None) -> None:
         """Report that this program holds its robot after an emergency stop and obeys no command; None: it obeys again.
 
-        The session shows it (``robot_latched``) and does not count the robot as moving meanwhile.
+        The session shows it (``robot_latched``) and does not count the robot as moving until then.
         """
         self._send(encode_message("latch", {"reason": reason}))
 

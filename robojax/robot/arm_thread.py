@@ -18,7 +18,7 @@ WIRE_NAMES = {
     "Wrist_Roll": "wrist_roll",
     "Jaw": "gripper",
 }
-# Joints that keep what they were told when the arm is held: a gripper that opened a little would drop what it has.
+# Joints that keep their target when the arm is held: a gripper that opened a little would drop its load.
 GRIPS = frozenset({"gripper"})
 
 
@@ -80,7 +80,7 @@ class Follower:
         self._sent: dict[str, float] = {}
         self._commanded_at: float | None = None
         self.hold: str | None = "no command has come yet"
-        self._is_held = True  # whether the servos were told to stay; at first they are, by whoever engaged them
+        self._is_held = True  # Whether the hold was sent; `Arm.enable_torque` sends the first one.
         self.latch: ArmLatch | None = None
         self._stops = 0
         self.commands = 0
@@ -97,7 +97,7 @@ class Follower:
             return
         named = {normalize_joint_name(name): value for name, value in values.items()}
         if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
-            # Half of a command that makes no sense is no motion that anybody thought of.
+            # The usable half of a wrong command is not the motion that the policy wanted.
             self.refused += 1
             return
         # Rooms forward only what changed, so what is not named keeps its target.
@@ -132,7 +132,7 @@ class Follower:
             if self._is_held:
                 return Goal(None)
             self._is_held = True
-            # Once only: told again and again where it hangs, an arm sinks.
+            # Only once: an arm that gets its measured pose as its goal again and again sinks.
             self._sent = {name: self._sent.get(name, at) if name in GRIPS else at for name, at in pose.items()}
             return Goal(dict(self._sent))
         self.hold, self._is_held = None, False
@@ -261,7 +261,7 @@ class ArmThread:
             with self._lock:
                 self._follower.stop("the program ends", is_latched=True, is_final=True)
             while not self._run_cycle():
-                pass  # a reading that fails once must not be why the arm is not held; one that goes on failing raises
+                pass  # One failed reading must not prevent the hold; a series of them raises.
         except RobotError as error:
             left = self._hold_responding_servos()
             self.failure = ArmLost(f"{error}; {left}", error.then)

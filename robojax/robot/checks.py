@@ -27,7 +27,7 @@ from robojax.robot.runner import RobotRunner, build_check
 # Seconds in which a camera's pictures are counted, and the share of its rate that is enough.
 COUNTED, ENOUGH = 1.0, 0.8
 WARM = 10  # degrees Celsius below its limit
-READINGS = 20  # of all servos, whose median time is the measured rate
+READINGS = 20  # The median time of these readings of all servos gives the measured rate.
 COMPARED = ("joints", "units", "rate")
 UNREACHED = Finding("policy", "warn", "not checked: the server does not let this program ask", "repair the line above")
 Findings = Generator[Finding, None, Any]
@@ -42,7 +42,7 @@ def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None =
     problems, config, simulation = problems or {}, runner.robot, runner.simulation
     calibration = readings = None
     for name, problem in problems.items():
-        if name != "units":  # which is compared with the policy below
+        if name != "units":  # The unit is compared with the policy below.
             yield Finding(name, "fail", str(problem), problem.then)
     if not problems.keys() & {"type", "id"}:
         calibration = yield from _run_check("calibration", partial(_check_calibration, config))
@@ -152,7 +152,7 @@ def _check_camera(name: str, config: CameraConfig, open_simulated: OpenSource | 
     text = f"{picture.shape[1]}x{picture.shape[0]}, {rate:.0f} pictures a second"
     if rate < ENOUGH * float(config.fps or 0):
         fix = "more light, fourcc: MJPG, or another USB port"
-        yield Finding(f"camera {name}", "warn", f"{text}, of {config.fps:g} that were asked for", fix)
+        yield Finding(f"camera {name}", "warn", f"{text}, instead of {config.fps:g}", fix)
     elif picture.max() < 20:
         yield Finding(f"camera {name}", "warn", f"{text}, all dark", "is its lid on?")
     else:

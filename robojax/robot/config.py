@@ -13,7 +13,7 @@ from robojax.robot.cameras import CameraConfig
 from robojax.robot.errors import RobotError
 from robojax.robot.simulated_bus import Servo, SimulatedBus
 
-DEFAULT_ID = "my_arm"  # of the simulated arm; real arms need the id of their calibration file
+DEFAULT_ID = "my_arm"  # Only of the simulated arm: a real arm needs the id of its calibration file.
 TYPES = ("so101_follower", "so100_follower", "simulated")
 # In units of the arm (degrees, or percent of the range): what a quick motion needs, and less than a swing.
 MAX_RELATIVE_TARGET = 20.0
@@ -191,7 +191,7 @@ def _yaml(name: str, text: str, example: str) -> Any:
         raise RobotError(f"--{name} cannot be read: {first}", f"write it like {example}") from error
 
 
-# Of the simulated arm: its servos stand in the middle of two thirds of a turn.
+# Calibrated range of the simulated arm: two thirds of a turn.
 LOW, HIGH = 700, 3395
 
 

@@ -52,9 +52,9 @@ class Link(Protocol):
 class StreamLink:
     """Connection over the stream of a direct session.
 
-    The program and the server report their latches to each other. The program releases its latch only after the server,
-    in the same life of the session, first confirmed an emergency stop and then has none any more: a person reset it. A
-    stop that the server does not know (it was made while the link was down) becomes an emergency stop of the session.
+    The program and the server report their latches to each other. The program releases its latch only when the same
+    instance of the session first confirmed the emergency stop and then reports no latch, because a person reset it. A
+    stop that the server does not know, e.g. of a time without a link, becomes an emergency stop of the session.
     """
 
     def __init__(
@@ -227,8 +227,9 @@ class RoomsLink:
             self._passed_stop = latch.number
 
     async def _sync_latch(self, robot: Any) -> None:
-        """Send local stops to the rooms, and release the arm's latch when the robot's side of the rooms releases its
-        own: it polls the session's server, which had the stop and has none any more.
+        """Send local stops to the rooms, and release the arm's latch when ``robot`` has released its own.
+
+        It does so when the session's server, which it polls, confirmed the stop and then reports no latch.
         """
         while True:
             latch = self._arm_thread.latch

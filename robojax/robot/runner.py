@@ -339,7 +339,7 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
         try:
             await session.start()
         except Refused as error:
-            # It runs already: somebody else started it, which is what was wanted.
+            # It runs already, because another client started it.
             if not (await session.status()).is_moving:
                 raise error
         on_event("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
@@ -360,7 +360,7 @@ async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: On
         assert isinstance(figures, dict)
         if new := frozenset(figures) - clamped:
             on_event(
-                f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
+                f"targets of {', '.join(sorted(new))} are too far away (max_relative_target); the arm moves slowly"
             )
             clamped |= new
         await asyncio.sleep(POLL_PERIOD)

@@ -151,7 +151,7 @@ class ServoArm:
         on_event(f"cube {outcome.number}: {outcome.verdict} ({self.score})")
 
     async def _wait_moving(self, arm_thread: ArmThread) -> None:
-        """Wait until the arm obeyed commands for as long as an episode takes; holds do not count."""
+        """Wait until the arm has obeyed commands for the duration of an episode; holds do not count."""
         moved, before = 0.0, time.monotonic()
         while moved < EPISODE:
             await asyncio.sleep(POLL_PERIOD)
@@ -162,7 +162,7 @@ class ServoArm:
     async def _begin_episode(
         self, session: AsyncSession, stops: object, arm_thread: ArmThread, on_event: Callable[[str], None]
     ) -> None:
-        """Stop the session, lay a new cube, and start the session again unless a person stopped it meanwhile.
+        """Stop the session, lay a new cube, and start the session again, except after a stop by a person.
 
         Args:
             stops: number of stops of the session so far.
@@ -177,7 +177,7 @@ class ServoArm:
         if status.status == "stopped" and isinstance(stops, int) and status.stats.get("stops") == stops + 1:
             await session.start()
         else:
-            on_event(f"a new cube lies there; the session was stopped: robojax start {session.id} goes on")
+            on_event(f"a new cube lies there; the session was stopped: robojax start {session.id} continues")
 
 
 async def _wait_held(arm_thread: ArmThread) -> None:

@@ -52,7 +52,7 @@ class DirectLink:
     Attributes:
         inbox: where what they show goes.
         driver: who is commanded, or None.
-        listeners: all who are told what happens, the driver among them.
+        listeners: all clients that receive events of the session, including the driver.
         pending_acts: acts that are not answered yet.
         answered_acts: those that were answered.
         published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
@@ -76,7 +76,7 @@ class DirectLink:
         return is_taken
 
     def latch(self, reason: str | None) -> None:
-        """Do nothing: clients are told of stops as of all that happens to the session."""
+        """Do nothing: the streams report the latch with the session's status."""
 
     def health(self) -> Mapping[str, object]:
         """Return plain counters."""
@@ -90,7 +90,7 @@ class DirectLink:
         }
 
     def take_control(self, driver: Driver, silence_timeout: float) -> bool:
-        """Let a client be commanded; False while another one is, and sends messages.
+        """Give a client control of the robot; False while another client has control and sends messages.
 
         Args:
             silence: seconds without a message after which the client in control counts as gone.

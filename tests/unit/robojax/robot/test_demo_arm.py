@@ -138,7 +138,7 @@ async def test_a_new_cube_is_laid_after_each_episode_until_a_person_stops_the_se
             monkeypatch.setattr(simulated, "SETTLE", 1.0)
             await until(lambda: told[-1].startswith("held: a new cube"))
             await session.stop()
-            await until(lambda: any("robojax start my_arm goes on" in line for line in told))
+            await until(lambda: any("robojax start my_arm continues" in line for line in told))
             assert (await session.status()).status == "stopped"
             status = await session.status()
             assert (status.stats["score"]["tried"], status.stats["score"]["succeeded"]) == (2, 0)
