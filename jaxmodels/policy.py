@@ -28,7 +28,7 @@ from jaxmodels.hub import POLICY_FILES, fetch, find_policy
 from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_folder
-from jaxmodels.policies.integrity import check_weights, read_description
+from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
 from jaxmodels.program import Inputs, Programs, Scales
@@ -60,7 +60,7 @@ def read_requirements(
     path_or_repo: str | Path,
     revision: str | None = None,
     *,
-    read: Callable[[PolicyFolder], Mapping[str, Any]] = read_description,
+    read: Callable[[PolicyFolder], Mapping[str, Any]] = describe_folder,
     roots: Iterable[Path] | None = None,
 ) -> Requirements:
     """Read what a policy in a folder or on the Hub needs of a robot, without its weights.
@@ -121,6 +121,7 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         action_steps=config.n_action_steps,
         joint_names=description.sidecar.joint_names,
         rate=description.sidecar.rate,
+        action_range=description.action_range,
         temporal_ensemble_coeff=config.temporal_ensemble_coeff,
         takes_prefix=get_policy_type(config.type).takes_prefix,
         language=config.text_encoder is not None or config.prompt_length is not None,

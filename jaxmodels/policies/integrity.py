@@ -29,6 +29,7 @@ from jaxmodels.normalization import Normalization
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs, policy_types
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 from jaxmodels.ranges import shorten_value
+from jaxmodels.types import Feature
 
 PIECE = 16 << 20  # bytes that are in memory at a time
 # Of what is told, and of an error that lists the names of a stranger: characters.
@@ -40,6 +41,7 @@ SIDECAR = "robojax.json"
 PROCESSORS = (f"{PRE}.json", f"{POST}.json")
 # SmolVLM's special tokens around an image.
 IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>")
+MAX_ACTION_WIDTH = 256  # values of an action whose range is reported; a session has no more joints
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -121,6 +123,23 @@ def _describe(
         **lerobot_processors.dump_names(normalization, [*own, *(f"{group}.{name}" for name in own)]),
         "dataset": {name: list(dataset[name]) for name in own if name in dataset},
     }
+
+
+def describe_folder(folder: Folder) -> dict[str, Any]:
+    """Read what `read_description` reads, and the smallest and largest values of the actions in the training data.
+
+    ``action_range`` is None where no file but the weights has such statistics.
+
+    Raises:
+        CheckpointError: a file is missing or malformed.
+    """
+    small, action_range = read_description(folder), None
+    if (folder / f"{POST}.json").exists():
+        outputs = read_processors(folder).outputs
+        smallest = outputs.stats.get("action", {}).get("min", np.zeros(0))
+        if 0 < smallest.size <= MAX_ACTION_WIDTH:
+            action_range = outputs.get_range(Feature("action", "ACTION", (smallest.size,)))
+    return small | {"action_range": action_range}
 
 
 def read_config(folder: Folder) -> dict[str, Any]:
@@ -285,7 +304,7 @@ def main(request: str) -> None:
     task = json.loads(request)
     try:
         folder = PolicyFolder.of_descriptors(Path(task["name"]), task["files"], task["refused"])
-        answer = dict(verify_files(folder)) if task["do"] == "prove" else read_description(folder)
+        answer = dict(verify_files(folder)) if task["do"] == "prove" else describe_folder(folder)
     except JaxModelsError as error:
         answer = {"error": str(error)}
     except OSError as error:

@@ -147,11 +147,14 @@ class Description:
 
     Attributes:
         renames: the robot's names of features to the policy's own, where they differ.
+        action_range: smallest and largest value of each joint in the actions of the training data; None where only the
+            weights may have them.
     """
 
     config: Any
     sidecar: Sidecar
     renames: Mapping[str, str] = field(default_factory=dict)
+    action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def get_outside_name(self, feature: str) -> str:
         """The robot's name of a feature of the policy."""
@@ -178,7 +181,9 @@ def build_description(small: Mapping[str, Any]) -> Description:
     values = small["config"]
     config: Any = read_config_values(values, small["sidecar"])
     lerobot_processors.check_renames(small["renames"], config.input_features)
-    return Description(config, _sidecar(small["sidecar"], config), small["renames"])
+    low, high = small.get("action_range") or ((), ())
+    action_range = (tuple(low), tuple(high)) if len(low) == len(high) == config.action.shape[0] else None
+    return Description(config, _sidecar(small["sidecar"], config), small["renames"], action_range)
 
 
 def check_statistics(small: Mapping[str, Any], config: Any) -> None:

@@ -1,6 +1,7 @@
 """Command `robot`: connects an arm and its cameras to a session."""
 
-from typing import TYPE_CHECKING, Annotated
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -8,7 +9,11 @@ from robojax.cli.app import RENAME_HELP, Code, fail, read_rename, show_findings
 from robojax.cli.sessions import Key, Server, base_url
 
 if TYPE_CHECKING:
-    from robojax.robot.runner import RobotRunner
+    from collections.abc import Mapping
+
+    from robojax.robot.config import RobotConfig
+    from robojax.robot.errors import RobotError
+    from robojax.robot.runner import RobotRunner, Simulation
 
 ROBOT, SESSION, SAFETY = "Robot (LeRobot's names)", "Session", "Safety"
 
@@ -29,7 +34,7 @@ def robot(
         typer.Option(
             "--robot.cameras",
             help='"{ front: {type: opencv, index_or_path: 0, width: 640, height: 480, fps: 30}}"; a video file is a '
-            "path, type: simulated draws pictures.",
+            "path, type: simulated renders the simulated arm's scene (front, top, side).",
             rich_help_panel=ROBOT,
         ),
     ] = None,
@@ -64,7 +69,13 @@ def robot(
         ),
     ] = None,
     watchdog_ms: Annotated[
-        float, typer.Option(min=20, max=10_000, help="Without a command for so long, hold.", rich_help_panel=SAFETY)
+        float,
+        typer.Option(
+            min=20,
+            max=10_000,
+            help="Milliseconds without a command after which the arm is held.",
+            rich_help_panel=SAFETY,
+        ),
     ] = 500,
     server: Server = None,
     key: Key = None,
@@ -122,67 +133,101 @@ def robot(
         bool, typer.Option(help="The new session computes everything and commands nothing.", rich_help_panel=SESSION)
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Look at port, servos, cameras and server; nothing moves.")
+        bool,
+        typer.Option("--check", help="Check arm, cameras, server and policy; nothing moves."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: findings as JSON.")] = False,
 ) -> None:
-    """Tie an SO-100 or SO-101 arm and its cameras to a session; flags are named as LeRobot's.
+    """Connect an SO-100 or SO-101 arm and its cameras to a session; flags have LeRobot's names.
 
-    The arm follows the session's commands and is held whenever none come, at an emergency stop (space), and at the
-    end (q or Ctrl-C). --robot.type=simulated needs no hardware. docs/robots/robot.md goes through it step by step.
+    The arm follows the session's commands and is held when none come, at an emergency stop (space), and at the end
+    (q or Ctrl-C). --robot.type=simulated needs no hardware: MuJoCo simulates an arm that lifts cubes.
+    docs/robots/robot.md is the guide.
 
     Exit code 1 when a check fails or the arm is lost, 2 when a flag or the robot cannot be used, 4 when the server
     cannot.
     """
-    from robojax.robot.config import build_robot_config
-    from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
+    from robojax.robot.config import join_problems, read_robot_config
+    from robojax.robot.errors import RobotError
     from robojax.robot.runner import RobotRunner
 
-    try:
-        config = build_robot_config(
-            type=type_,
-            port=port,
-            id=id_,
-            cameras=cameras,
-            use_degrees=use_degrees,
-            max_relative_target=max_relative_target,
-            calibration_dir=calibration_dir,
-            disable_torque_on_disconnect=disable_torque_on_disconnect,
-        )
-    except RobotError as error:
-        fail(Code.USAGE, "the robot cannot be used", str(error), error.then)
+    config, problems = read_robot_config(
+        type=type_,
+        port=port,
+        id=id_,
+        cameras=cameras,
+        use_degrees=use_degrees,
+        max_relative_target=max_relative_target,
+        calibration_dir=calibration_dir,
+        disable_torque_on_disconnect=disable_torque_on_disconnect,
+    )
     if frames not in (None, "jpeg", "raw"):
         fail(Code.USAGE, "pictures cannot be sent so", f"--frames is {frames!r}", "give jpeg or raw")
-    runner = RobotRunner(
-        robot=config,
-        server=base_url(server),
-        key=key,
-        session=session,
-        policy=policy,
-        revision=revision,
-        rename=read_rename(rename),
-        joint_names=None if joint_names is None else [name.strip(" []'\"") for name in joint_names.split(",")],
-        task=task,
-        transport=transport,
-        rate=fps,
-        command_timeout=watchdog_ms / 1e3,
-        is_started=start,
-        is_dry_run=dry_run,
-        is_compressed=None if frames is None else frames == "jpeg",
-    )
-    if check:
-        _check(runner, as_json)
-        return
-    if policy is None and session is None:
+    if not check and policy is None and session is None:
         fail(
             Code.USAGE,
             "there is nothing to do",
             "neither --policy.path nor --session is given",
             "--policy.path=user/act_so101 makes a session; `robojax sessions` lists those that are there",
         )
+    simulated: AbstractContextManager[Any] = nullcontext()
+    try:
+        simulated = _open_simulation(config)
+    except RobotError as error:
+        problems["simulation"] = error
+    if problems and not check:
+        joined = join_problems(problems)
+        fail(Code.USAGE, "the robot cannot be used", str(joined), joined.then)
+    with simulated as simulation:
+        runner = RobotRunner(
+            robot=config,
+            server=base_url(server),
+            key=key,
+            session=session,
+            policy=policy,
+            revision=revision,
+            joint_names=None if joint_names is None else tuple(name.strip() for name in joint_names.split(",")),
+            rename=read_rename(rename),
+            task=task,
+            transport=transport,
+            rate=fps,
+            command_timeout=watchdog_ms / 1e3,
+            is_started=start,
+            is_dry_run=dry_run,
+            is_compressed=None if frames is None else frames == "jpeg",
+            simulation=simulation,
+        )
+        if check:
+            _check(runner, problems, as_json)
+        else:
+            _run(runner)
+
+
+def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulation | None]":
+    """Open the scene of the simulated arm; nothing for a real arm, and for simulated servos at a port.
+
+    Raises:
+        RobotError: the simulator is not installed.
+    """
+    if not config.is_simulated or config.port:
+        return nullcontext()
+    from robojax.robot.errors import RobotError
+
+    try:
+        from robojax.sim.servos import ServoArm
+    except ModuleNotFoundError as error:
+        raise RobotError(
+            f"{error.name} is not installed, which simulates the arm",
+            "pip install -e '.[sim]' in a checkout, else pip install 'robojax[sim]'",
+        ) from error
+    return ServoArm(config)
+
+
+def _run(runner: "RobotRunner") -> None:
     import asyncio
 
     from robojax.client import ClientError
+    from robojax.robot.errors import ArmLost, BusLost, CameraLost, RobotError
     from robojax.robot.runner import run
 
     try:
@@ -205,7 +250,7 @@ def _suggest_next(error: Exception) -> str:
     return "robojax robot --check looks at everything"
 
 
-def _check(runner: "RobotRunner", as_json: bool) -> None:
+def _check(runner: "RobotRunner", problems: "Mapping[str, RobotError]", as_json: bool) -> None:
     from robojax.robot.checks import check_robot
 
-    show_findings(list(check_robot(runner)), as_json=as_json)
+    show_findings(list(check_robot(runner, problems)), as_json=as_json)

@@ -50,10 +50,11 @@ class Chunk:
     Attributes:
         actions: float32 (t, a), in the order of ``joint_names``; action i is meant for ``i / action_rate`` seconds
             after the observation.
-        action_steps: how many of them the policy's authors do before they ask again.
-        clamped: why the safety guard changed something; empty when it changed nothing.
-        number: that of the observation.
-        timings_ms: how long each stage took on the server.
+        action_steps: number of actions that the policy's authors execute before the next request.
+        clamped: reasons why the safety guard changed the actions; empty when it changed nothing.
+        number: number of the observation.
+        timings_ms: milliseconds that each stage took on the server.
+        warnings: unusual input that the server found, e.g. a joint far outside its range; empty when it found none.
     """
 
     actions: "np.ndarray"
@@ -63,6 +64,7 @@ class Chunk:
     clamped: tuple[str, ...] = ()
     number: int | None = None
     timings_ms: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Action:
 
     Attributes:
         action: float32 (a,), in the order of ``joint_names``.
-        left: how many of its chunk are left before the policy is asked again.
+        left: actions of the chunk that are left before the server runs the policy again.
+        clamped, number, timings_ms, warnings: as in ``Chunk``.
     """
 
     action: "np.ndarray"
@@ -80,6 +83,7 @@ class Action:
     clamped: tuple[str, ...] = ()
     number: int | None = None
     timings_ms: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 def read_status(answer: Any) -> SessionStatus:
@@ -120,7 +124,7 @@ def read_chunk(answer: Any) -> Chunk:
     """Parse a chunk."""
     actions = unpack_array(_object(answer, "a chunk").get("actions"))
     if actions.ndim != 2:
-        raise Garbled(f"the server answered actions of shape {actions.shape}; wanted (t, a)")
+        raise Garbled(f"the server answered actions of shape {actions.shape}; the client expects (t, a)")
     rate, steps = answer.get("action_rate"), answer.get("action_steps")
     return Chunk(actions, action_rate=rate, action_steps=steps, **_common(answer, actions))
 
@@ -129,7 +133,7 @@ def read_action(answer: Any) -> Action:
     """Parse an action."""
     action = unpack_array(_object(answer, "an action").get("action"))
     if action.ndim != 1:
-        raise Garbled(f"the server answered an action of shape {action.shape}; wanted (a,)")
+        raise Garbled(f"the server answered an action of shape {action.shape}; the client expects (a,)")
     return Action(action, left=int(answer.get("left") or 0), **_common(answer, action))
 
 
@@ -146,6 +150,7 @@ def _common(answer: Mapping[str, Any], array: "np.ndarray") -> dict[str, Any]:
         "clamped": tuple(answer.get("clamped") or ()),
         "number": answer.get("number"),
         "timings_ms": dict(answer.get("timings_ms") or {}),
+        "warnings": tuple(map(str, answer.get("warnings") or ())),
     }
 
 

@@ -23,9 +23,10 @@ class Welcome:
         cameras: name to (height, width) that the policy was trained with.
         joint_ranges: name to (low, high); None where nobody knows.
         rate: of the session's control loop, per second.
-        silence_s: a client that sent nothing for so long counts as gone.
-        max_bytes: the largest message that is taken.
-        observation_steps: moments that the policy looks at together; the server keeps those before.
+        silence_s: seconds without a message after which the server treats the client as gone.
+        max_bytes: the largest message that the server accepts.
+        observation_steps: observations that the policy reads together; the server keeps the earlier ones.
+        instance: identifies the session; another one of the same id, created later, has another value.
     """
 
     session_id: str
@@ -38,6 +39,7 @@ class Welcome:
     max_bytes: int | None
     reads_prompt: bool
     observation_steps: int = 1
+    instance: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,18 @@ class Command:
 
 @dataclass(frozen=True)
 class Status:
-    """Message that the session's status changed, or why it holds; before the welcome, that its policy loads."""
+    """Message that the session's status, the reason of its hold, or its latch changed. Before the welcome: the
+    policy loads.
+
+    Attributes:
+        latch: reason of an emergency stop that waits for its reset; None when there is none.
+    """
 
     status: str
     reason: str | None = None
     hold: str | None = None
     hold_code: str | None = None
+    latch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ def _welcome(fields: dict[str, Any]) -> Welcome:
         max_bytes=fields.get("max_bytes"),
         reads_prompt=bool(fields.get("reads_prompt")),
         observation_steps=int(fields.get("observation_steps") or 1),
+        instance=fields.get("instance"),
     )
 
 
@@ -167,7 +176,7 @@ READERS = {
     "chunk": read_chunk,
     "action": read_action,
     "status": lambda fields: Status(
-        str(fields["status"]), fields.get("reason"), fields.get("hold"), fields.get("hold_code")
+        str(fields["status"]), fields.get("reason"), fields.get("hold"), fields.get("hold_code"), fields.get("latch")
     ),
     "stopped": lambda fields: Stopped(str(fields.get("reason") or "no reason given")),
     "pong": lambda fields: Pong(fields.get("number"), fields.get("time"), fields.get("server_time")),
@@ -208,7 +217,7 @@ class Stream:
     def act(self, images: Mapping[str, Image] | None = None, state: Any = None, **more: Any) -> Chunk | Action:
         """Send an observation and wait for its chunk (or, with ``want="action"``, the next action).
 
-        What else comes meanwhile is kept for ``messages``.
+        Other messages are kept for ``next``.
 
         Raises:
             Refused: the server cannot, or does not want to.
@@ -229,6 +238,13 @@ class Stream:
     def emergency_stop(self, reason: str) -> None:
         """Stop and latch the session."""
         self._send(encode_message("stop", {"reason": reason}))
+
+    def report_latch(self, reason: str | None) -> None:
+        """Report that this program holds its robot after an emergency stop and obeys no command; None: it obeys again.
+
+        The session shows it (``robot_latched``) and does not count the robot as moving until then.
+        """
+        self._send(encode_message("latch", {"reason": reason}))
 
     def ping(self, number: int = 0) -> None:
         """Send a ping, as a sign of life; a Pong answers."""
@@ -302,6 +318,10 @@ class AsyncStream:
     async def emergency_stop(self, reason: str) -> None:
         """Stop and latch the session."""
         await self._send(encode_message("stop", {"reason": reason}))
+
+    async def report_latch(self, reason: str | None) -> None:
+        """Report the latch of the robot's own program; see ``Stream.report_latch``."""
+        await self._send(encode_message("latch", {"reason": reason}))
 
     async def ping(self, number: int = 0) -> None:
         """Send a ping, as a sign of life; a Pong answers."""

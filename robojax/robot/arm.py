@@ -6,7 +6,7 @@ Three units: -100..100 of the calibrated range, 0..100 of it (grippers), or degr
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -203,13 +203,14 @@ SENSOR = describe_alarms(2)[0]
 
 
 class Figures(NamedTuple):
-    """Voltage and temperature of a servo, and their limits."""
+    """Voltage and temperature of a servo, their limits, and whether its torque is on."""
 
     volts: float
     lowest: float
     highest: float
     celsius: int
     hottest: int
+    is_held: bool
 
 
 class Arm:
@@ -238,11 +239,11 @@ class Arm:
             if model != registers.MODEL_NUMBER
         }
 
-    def find_miscalibrated_servos(self) -> dict[str, str]:
+    def find_miscalibrated_servos(self, joints: Iterable[str] = JOINTS) -> dict[str, str]:
         """Joints whose servo has another zero or range than the calibration file, with the difference."""
         wrong = {}
-        for name, servo in JOINTS.items():
-            joint = self._calibration[name]
+        for name in joints:
+            servo, joint = JOINTS[name], self._calibration[name]
             expected = (joint.homing_offset, joint.range_min, joint.range_max)
             actual = tuple(self._bus.read(servo, register) for register in CALIBRATED)
             if actual != expected:
@@ -262,6 +263,7 @@ class Arm:
             read(registers.MAX_VOLTAGE) / 10,
             read(registers.PRESENT_TEMPERATURE),
             read(registers.MAX_TEMPERATURE),
+            bool(read(registers.TORQUE_ENABLE)),
         )
 
     def read_status(self, joint: str) -> list[str]:

@@ -18,8 +18,24 @@ WIRE_NAMES = {
     "Wrist_Roll": "wrist_roll",
     "Jaw": "gripper",
 }
-# Joints that keep what they were told when the arm is held: a gripper that opened a little would drop what it has.
+# Joints that keep their target when the arm is held: a gripper that opened a little would drop its load.
 GRIPS = frozenset({"gripper"})
+
+
+@dataclass(frozen=True)
+class ArmLatch:
+    """Emergency stop that holds the arm until a reset.
+
+    Attributes:
+        number: counts the stops, so that the reset of one stop does not release a later one.
+        since: monotonic time of the stop.
+        is_final: whether no reset releases it: the arm is lost, or the program ends.
+    """
+
+    number: int
+    reason: str
+    since: float
+    is_final: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,9 +56,9 @@ class Follower:
 
     Attributes:
         hold: why the arm is held; None while it follows.
-        is_latched: after an emergency stop: it follows nothing any more, until the program is started anew.
-        commands: how many were taken.
-        refused: how many were not, because something of them made no sense.
+        latch: the emergency stop that holds the arm: it follows no command until ``reset``; None without one.
+        commands: number of accepted commands.
+        refused: number of refused commands, which name an unknown joint or a value that is not finite.
 
     Args:
         joints: of the arm, by LeRobot's names.
@@ -64,10 +80,16 @@ class Follower:
         self._sent: dict[str, float] = {}
         self._commanded_at: float | None = None
         self.hold: str | None = "no command has come yet"
-        self._is_held = True  # whether the servos were told to stay; at first they are, by whoever engaged them
-        self.is_latched = False
+        self._is_held = True  # Whether the hold was sent; `Arm.enable_torque` sends the first one.
+        self.latch: ArmLatch | None = None
+        self._stops = 0
         self.commands = 0
         self.refused = 0
+
+    @property
+    def is_latched(self) -> bool:
+        """Whether an emergency stop holds the arm."""
+        return self.latch is not None
 
     def command(self, values: Mapping[str, float], now: float) -> None:
         """Take a command: targets by joint name, for all joints or some."""
@@ -75,7 +97,7 @@ class Follower:
             return
         named = {normalize_joint_name(name): value for name, value in values.items()}
         if not named or len(named) != len(values) or not all(self._is_target(*target) for target in named.items()):
-            # Half of a command that makes no sense is no motion that anybody thought of.
+            # The usable half of a wrong command is not the motion that the policy wanted.
             self.refused += 1
             return
         # Rooms forward only what changed, so what is not named keeps its target.
@@ -83,14 +105,24 @@ class Follower:
         self._commanded_at = now
         self.commands += 1
 
-    def stop(self, reason: str, is_latched: bool = False) -> None:
-        """Hold from now on: until the next command, or for good."""
+    def stop(self, reason: str, is_latched: bool = False, now: float = 0.0, *, is_final: bool = False) -> None:
+        """Hold from now on: until the next command, (latched) until ``reset``, or (final) for good."""
         self._commanded_at = None
-        if self.hold is None or is_latched:
+        if self.hold is None or (is_latched and not self.is_latched):
             self._is_held = False
         if is_latched or not self.is_latched:
-            self.hold = reason  # a watchdog may have been quicker than whoever knows why
-        self.is_latched = self.is_latched or is_latched
+            self.hold = reason  # the command timeout may have held the arm before the reason was known
+        if is_latched:
+            self._stops += 1
+            is_final = is_final or (self.latch is not None and self.latch.is_final)
+            self.latch = ArmLatch(self._stops, reason, now, is_final)
+
+    def reset(self) -> None:
+        """Release the latch. Nothing moves until the next command, and targets from before the stop are forgotten."""
+        self.latch, self._commanded_at = None, None
+        # Rooms send only targets that changed: a target from before the stop must not return with them.
+        self._targets.clear()
+        self.hold = "the emergency stop was reset; no command has come since"
 
     def compute_goal(self, pose: Mapping[str, float], now: float) -> Goal:
         """Targets for the servos now, given the joints' positions."""
@@ -100,7 +132,7 @@ class Follower:
             if self._is_held:
                 return Goal(None)
             self._is_held = True
-            # Once only: told again and again where it hangs, an arm sinks.
+            # Only once: an arm that gets its measured pose as its goal again and again sinks.
             self._sent = {name: self._sent.get(name, at) if name in GRIPS else at for name, at in pose.items()}
             return Goal(dict(self._sent))
         self.hold, self._is_held = None, False
@@ -125,6 +157,8 @@ def normalize_joint_name(name: str) -> str:
 
 # Seconds that are left between two turns, so that commands that come in a heap do not fill the bus.
 BREATH = 0.004
+# Seconds since the last reading of the servos after which a latch is not released.
+MAX_POSE_AGE = 0.5
 
 
 class ArmThread:
@@ -161,10 +195,29 @@ class ArmThread:
         self._wake.set()
 
     def stop(self, reason: str, is_latched: bool = False) -> None:
-        """Hold at once: until the next command, or (an emergency stop) for good."""
+        """Hold at once: until the next command, or (an emergency stop) until ``reset``."""
         with self._lock:
-            self._follower.stop(reason, is_latched)
+            self._follower.stop(reason, is_latched, time.monotonic())
         self._wake.set()
+
+    def reset(self, number: int) -> str | None:
+        """Release the latch of the emergency stop with this number, unless a later one followed.
+
+        Returns:
+            Reason why the arm stays held; None when it obeys commands again.
+        """
+        with self._lock:
+            latch, newest = self._follower.latch, self._newest
+            if latch is None:
+                return None
+            if latch.is_final or self._over.is_set():
+                return f"{self.failure or latch.reason}"
+            if newest is None or time.monotonic() - newest[1] > max(MAX_POSE_AGE, 3 * self._period):
+                return "the servos cannot be read; look at the arm's power and cables"
+            if latch.number != number:
+                return latch.reason
+            self._follower.reset()
+            return None
 
     @property
     def pose(self) -> tuple[dict[str, float], float] | None:
@@ -177,9 +230,9 @@ class ArmThread:
         return self._follower.hold
 
     @property
-    def is_latched(self) -> bool:
-        """Whether an emergency stop holds the arm for good."""
-        return self._follower.is_latched
+    def latch(self) -> ArmLatch | None:
+        """The emergency stop that holds the arm until a reset, or None."""
+        return self._follower.latch
 
     @property
     def is_over(self) -> bool:
@@ -206,9 +259,9 @@ class ArmThread:
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
             with self._lock:
-                self._follower.stop("the program ends", is_latched=True)
+                self._follower.stop("the program ends", is_latched=True, is_final=True)
             while not self._run_cycle():
-                pass  # a reading that fails once must not be why the arm is not held; one that goes on failing raises
+                pass  # One failed reading must not prevent the hold; a series of them raises.
         except RobotError as error:
             left = self._hold_responding_servos()
             self.failure = ArmLost(f"{error}; {left}", error.then)
@@ -235,7 +288,7 @@ class ArmThread:
 
     def _hold_responding_servos(self) -> str:
         with self._lock:
-            self._follower.stop("the arm does not answer", is_latched=True)
+            self._follower.stop("the arm does not answer", is_latched=True, is_final=True)
         try:
             held = self._arm.hold_responding_servos()
         except (BusLost, OSError):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,10 @@ class CameraConfig:
     """Config of one camera, with LeRobot's fields.
 
     Attributes:
-        type: "opencv" for a device or a video file, "simulated" for drawn pictures.
-        index_or_path: number or path of the device, or the path of a video file, which is played again and again.
+        type: "opencv" for a device or a video file, "simulated" for the scene of the simulated arm (with a real arm: a
+            test picture).
+        index_or_path: number or path of the device, or the path of a video file, which is played in a loop; of a
+            simulated camera the scene's camera, by default the one of this camera's name.
         width, height: of the pictures that are sent, before they are turned; the device is asked for them.
         rotation: clockwise, one of 0, 90, 180, -90.
         fourcc: the device's pixel format, e.g. "MJPG"; its own when None.
@@ -68,30 +70,49 @@ class CameraConfig:
             raise ValueError("; ".join(wrong))
 
 
+class Source(NamedTuple):
+    """Source of a camera's pictures. One thread reads it and closes it.
+
+    Attributes:
+        read: waits for the next picture, uint8 (h, w, 3) RGB; None when there is none this time.
+    """
+
+    read: Callable[[], np.ndarray | None]
+    close: Callable[[], None]
+
+
+OpenSource = Callable[[str, CameraConfig], Source]
+
+
 class Camera:
     """An open camera, read by a thread until ``close``.
 
     Attributes:
-        pictures: how many came.
+        pictures: number of pictures so far.
     """
 
-    def __init__(self, name: str, config: CameraConfig):
-        """Opens it and waits for its first picture.
+    def __init__(self, name: str, config: CameraConfig, open_simulated: OpenSource | None = None):
+        """Open the camera and wait for its first picture.
+
+        Args:
+            open_simulated: opens the source of a camera of type "simulated"; None for a test picture.
 
         Raises:
-            RobotError: OpenCV is not installed, or the camera cannot be opened or gives nothing.
+            RobotError: OpenCV is not installed, or the camera cannot be opened or gives no picture.
         """
         self.name, self.config, self.pictures = name, config, 0
         self._newest: tuple[np.ndarray, float] | None = None
         self._why: str | None = None
         self._end, self._first = threading.Event(), threading.Event()
-        read, self._release = _open_source(name, config)
-        self._thread = threading.Thread(target=self._run, args=(read,), name=f"camera-{name}", daemon=True)
+        opener = (open_simulated or _open_test_picture) if config.type == "simulated" else _open_device
+        source = opener(name, config)
+        self._thread = threading.Thread(target=self._run, args=(source,), name=f"camera-{name}", daemon=True)
         self._thread.start()
         if not self._first.wait(FRAME_TIMEOUT + config.warmup_s) or self._why is not None:
             self.close()
             raise CameraLost(
-                f"camera {name!r} ({config.index_or_path}) gives no picture: {self._why or 'nothing came'}",
+                f"camera {name!r} ({config.index_or_path or config.type}) gives no picture: "
+                f"{self._why or 'nothing came'}",
                 "another program may have it; try a smaller size, fourcc MJPG, or another port",
             )
 
@@ -112,18 +133,15 @@ class Camera:
         return picture
 
     def close(self) -> None:
-        """End the thread and close the camera."""
+        """End the thread, which closes the device; a driver that does not return keeps its device."""
         self._end.set()
         self._thread.join(FRAME_TIMEOUT)
-        # A driver that does not come back keeps its device: releasing it under the thread would crash.
-        if not self._thread.is_alive():
-            self._release()
 
-    def _run(self, read: Callable[[], np.ndarray | None]) -> None:
+    def _run(self, source: Source) -> None:
         failed = 0
         try:
             while not self._end.is_set():
-                picture = read()
+                picture = source.read()
                 if picture is None:
                     failed += 1
                     if failed > 10:
@@ -136,15 +154,14 @@ class Camera:
                 self.pictures += 1
                 self._first.set()
         except Exception as error:
-            # Whatever a driver raises, the loop has to hear of it; here is nobody who would.
+            # A driver may raise anything, and `newest` must report it.
             self._why = f"{type(error).__name__}: {error}"
         finally:
             self._first.set()
+            source.close()
 
 
-def _open_source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarray | None], Callable[[], None]]:
-    if config.type == "simulated":
-        return _make_simulated_source(config), lambda: None
+def _open_device(name: str, config: CameraConfig) -> Source:
     try:
         import cv2
     except ImportError as error:
@@ -192,10 +209,10 @@ def _open_source(name: str, config: CameraConfig) -> tuple[Callable[[], np.ndarr
         picture = cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)
         return picture if turn is None else cv2.rotate(picture, turn)
 
-    return read, capture.release
+    return Source(read, capture.release)
 
 
-def _make_simulated_source(config: CameraConfig) -> Callable[[], np.ndarray]:
+def _open_test_picture(name: str, config: CameraConfig) -> Source:
     height, width = int(config.height or 0), int(config.width or 0)
     ground = np.zeros((height, width, 3), np.uint8)
     ground[..., 1] = np.linspace(0, 200, width, dtype=np.uint8)
@@ -211,4 +228,4 @@ def _make_simulated_source(config: CameraConfig) -> Callable[[], np.ndarray]:
         picture[: height // 4, left : left + 8] = 255
         return picture
 
-    return read
+    return Source(read, lambda: None)

@@ -1,61 +1,85 @@
-"""Checks of a robot's port, servos, cameras and server, in which nothing moves."""
+"""Checks of a robot's port, servos, cameras and server, in which nothing moves. No check hides another one."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
 
 from robojax.client import Client, ClientError
-from robojax.robot.arm import JOINTS, Arm
-from robojax.robot.cameras import Camera, CameraConfig
-from robojax.robot.config import RobotConfig, load_calibration, open_arm
-from robojax.robot.errors import BusLost, RobotError
-from robojax.robot.runner import RobotRunner, build_check, suggest_policy_fix
+from robojax.robot.arm import JOINTS, Arm, Calibration
+from robojax.robot.bus import PRESENT_POSITION, Bus
+from robojax.robot.cameras import Camera, CameraConfig, OpenSource
+from robojax.robot.config import RobotConfig, load_calibration, open_bus
+from robojax.robot.errors import RobotError
+from robojax.robot.fit import (
+    Finding,
+    PolicyFit,
+    compare_joints,
+    compare_rates,
+    compare_units,
+    read_policy_fit,
+    suggest_cameras,
+)
+from robojax.robot.runner import RobotRunner, build_check
 
-# Seconds that a camera's pictures are counted, and the share of its rate that is good enough.
+# Seconds in which a camera's pictures are counted, and the share of its rate that is enough.
 COUNTED, ENOUGH = 1.0, 0.8
 WARM = 10  # degrees Celsius below its limit
+READINGS = 20  # The median time of these readings of all servos gives the measured rate.
+COMPARED = ("joints", "units", "rate")
+UNREACHED = Finding("policy", "warn", "not checked: the server does not let this program ask", "repair the line above")
+Findings = Generator[Finding, None, Any]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check.
+def check_robot(runner: RobotRunner, problems: Mapping[str, RobotError] | None = None) -> Iterator[Finding]:
+    """Run all checks of a robot, one after the other.
 
-    Attributes:
-        level: ok, warn or fail.
-        fix: what to do; "" when nothing.
+    Args:
+        problems: flags that cannot be used, by the part of the robot that they concern (``read_robot_config``).
     """
-
-    name: str
-    level: str
-    found: str
-    fix: str = ""
-
-
-def check_robot(runner: RobotRunner) -> Iterator[Finding]:
-    """Run all checks of a robot, one after the other."""
-    config = runner.robot
-    yield from _run_check("calibration", lambda: _calibration(config))
-    try:
-        with open_arm(config) as arm:
-            yield Finding("port", "ok", config.port or "simulated")
-            yield from _servos(arm)
-    except RobotError as error:
-        yield Finding("port", "fail", str(error), error.then)
+    problems, config, simulation = problems or {}, runner.robot, runner.simulation
+    calibration = readings = None
+    for name, problem in problems.items():
+        if name != "units":  # The unit is compared with the policy below.
+            yield Finding(name, "fail", str(problem), problem.then)
+    if not problems.keys() & {"type", "id"}:
+        calibration = yield from _run_check("calibration", partial(_check_calibration, config))
+    if not problems.keys() & {"type", "port"}:
+        servos = None if simulation is None else simulation.servos
+        readings = yield from _run_check("port", partial(_check_port, config, servos, calibration))
+    open_simulated = None if simulation is None else simulation.open_camera
     for name, camera in config.cameras.items():
-        yield from _run_check(f"camera {name}", lambda name=name, camera=camera: _camera(name, camera))
-    if not config.cameras:
-        yield Finding("cameras", "warn", "none given", "most policies want some: --robot.cameras")
-    yield from _server(runner)
+        yield from _run_check(f"camera {name}", partial(_check_camera, name, camera, open_simulated))
+    if not config.cameras and "cameras" not in problems:
+        yield Finding("cameras", "warn", "none given", "most policies need some: --robot.cameras")
+    fit = yield from _check_server(runner)
+    unit = problems.get("units")
+    if fit is None:
+        for name in COMPARED:
+            if name == "units" and unit is not None:
+                yield Finding(name, "fail", str(unit), unit.then)
+            else:
+                yield Finding(name, "warn", "not compared: no policy was read", "see the line about the policy")
+        return
+    yield compare_joints(fit, runner.joint_names)
+    yield compare_units(fit, None if unit is not None else config.use_degrees, calibration)
+    cameras = {name: float(camera.fps or 0) for name, camera in config.cameras.items()}
+    yield compare_rates(fit, runner.rate, readings=readings, cameras=cameras, command_timeout=runner.command_timeout)
 
 
-def _run_check(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _run_check(name: str, check: Callable[[], Findings]) -> Findings:
+    """Run a check whose errors become its finding; returns what the check returns, or None."""
     try:
-        yield from check()
+        return (yield from check())
     except RobotError as error:
         yield Finding(name, "fail", str(error), error.then)
+    except (OSError, RuntimeError, ValueError) as error:
+        yield Finding(name, "fail", f"{type(error).__name__}: {error}", "report it, if it is not clear what to do")
 
 
-def _calibration(config: RobotConfig) -> Iterator[Finding]:
+def _check_calibration(config: RobotConfig) -> Generator[Finding, None, Calibration]:
     calibration = load_calibration(config)
     narrow = [name for name, joint in calibration.items() if joint.range_max - joint.range_min < 300]
     if narrow:
@@ -63,47 +87,60 @@ def _calibration(config: RobotConfig) -> Iterator[Finding]:
         yield Finding("calibration", "warn", text, "calibrate again and move every joint through its whole range")
     else:
         yield Finding("calibration", "ok", f"{config.id}: {len(calibration)} joints")
+    return calibration
 
 
-def _servos(arm: Arm) -> Iterator[Finding]:
-    missing = arm.find_missing_servos()
-    answering = [name for name in JOINTS if name not in missing]
-    for name, text in missing.items():
-        yield Finding(name, "fail", text, "look at the cable to it and from the servo before it, and at its id")
-    if not answering:
-        yield Finding(
-            "power", "fail", "no servo answers at all", "is the arm's power supply on? the USB cable gives none"
-        )
-        return
-    if missing:
-        return
-    wrong = arm.find_miscalibrated_servos()
-    held = arm.held
-    for name in answering:
-        try:
-            yield _servo(arm, name, wrong.get(name), name in held)
-        except BusLost as error:
-            yield Finding(name, "fail", str(error), error.then)
+def _check_port(config: RobotConfig, servos: Any, calibration: Calibration | None) -> Findings:
+    """Check the port and each servo; returns how often all servos can be read per second."""
+    with open_bus(config, servos) as bus:
+        yield Finding("port", "ok", config.port or "simulated")
+        arm = Arm(bus, calibration or {}, config.use_degrees)
+        missing = arm.find_missing_servos()
+        if len(missing) == len(JOINTS):
+            fix = "is the arm's power supply on? the USB cable gives none"
+            yield Finding("power", "fail", "no servo answers at all", fix)
+        for name in JOINTS:
+            if name in missing:
+                fix = "look at the cable to it and from the servo before it, and at its id"
+                yield Finding(name, "fail", missing[name], fix)
+            else:
+                yield from _run_check(name, partial(_check_servo, arm, name, calibration is not None))
+        return None if missing else (yield from _run_check("readings", partial(_measure_readings, bus)))
 
 
-def _servo(arm: Arm, name: str, wrong: str | None, is_held: bool) -> Finding:
+def _measure_readings(bus: Bus) -> Generator[Finding, None, float]:
+    seconds = []
+    for _ in range(READINGS):
+        began = perf_counter()
+        bus.read_all(list(JOINTS.values()), PRESENT_POSITION)
+        seconds.append(perf_counter() - began)
+    rate = 1 / median(seconds)
+    yield Finding("readings", "ok", f"all servos can be read {rate:.0f} times a second")
+    return rate
+
+
+def _check_servo(arm: Arm, name: str, is_calibrated: bool) -> Findings:
     figures, alarms = arm.read_figures(name), arm.read_status(name)
-    text = f"{figures.volts:.1f} V, {figures.celsius} °C, torque {'on' if is_held else 'off'}"
+    text = f"{figures.volts:.1f} V, {figures.celsius} °C, torque {'on' if figures.is_held else 'off'}"
+    wrong = arm.find_miscalibrated_servos([name]).get(name) if is_calibrated else None
     if alarms:
-        return Finding(name, "fail", f"{text}; {', '.join(alarms)}", "switch the arm's power off and on; let it cool")
-    if not figures.lowest <= figures.volts <= figures.highest:
+        fix = "switch the arm's power off and on; let it cool"
+        yield Finding(name, "fail", f"{text}; {', '.join(alarms)}", fix)
+    elif not figures.lowest <= figures.volts <= figures.highest:
         allowed = f"{figures.lowest:g} to {figures.highest:g} V"
-        return Finding(name, "fail", f"{text}; it wants {allowed}", "use the power supply that the servos are made for")
-    if wrong is not None:
-        then = "give the right --robot.id, or let lerobot-calibrate write the file to the servos"
-        return Finding(name, "fail", f"{text}; {wrong}", then)
-    if figures.celsius > figures.hottest - WARM:
-        return Finding(name, "warn", f"{text}; it switches itself off at {figures.hottest} °C", "let it cool")
-    return Finding(name, "ok", text)
+        fix = "use the power supply that the servos are made for"
+        yield Finding(name, "fail", f"{text}; it needs {allowed}", fix)
+    elif wrong is not None:
+        fix = "give the right --robot.id, or let lerobot-calibrate write the file to the servos"
+        yield Finding(name, "fail", f"{text}; {wrong}", fix)
+    elif figures.celsius > figures.hottest - WARM:
+        yield Finding(name, "warn", f"{text}; it switches itself off at {figures.hottest} °C", "let it cool")
+    else:
+        yield Finding(name, "ok", text)
 
 
-def _camera(name: str, config: CameraConfig) -> Iterator[Finding]:
-    camera = Camera(name, config)
+def _check_camera(name: str, config: CameraConfig, open_simulated: OpenSource | None) -> Findings:
+    camera = Camera(name, config, open_simulated)
     try:
         before, began = camera.pictures, time.monotonic()
         time.sleep(COUNTED)
@@ -114,26 +151,57 @@ def _camera(name: str, config: CameraConfig) -> Iterator[Finding]:
         camera.close()
     text = f"{picture.shape[1]}x{picture.shape[0]}, {rate:.0f} pictures a second"
     if rate < ENOUGH * float(config.fps or 0):
-        yield Finding(
-            f"camera {name}", "warn", f"{text}, wanted {config.fps:g}", "more light, fourcc: MJPG, or another USB port"
-        )
+        fix = "more light, fourcc: MJPG, or another USB port"
+        yield Finding(f"camera {name}", "warn", f"{text}, instead of {config.fps:g}", fix)
     elif picture.max() < 20:
         yield Finding(f"camera {name}", "warn", f"{text}, all dark", "is its lid on?")
     else:
         yield Finding(f"camera {name}", "ok", text)
 
 
-def _server(runner: RobotRunner) -> Iterator[Finding]:
+def _check_server(runner: RobotRunner) -> Generator[Finding, None, PolicyFit | None]:
+    """Check the server, the key and the policy; returns what the policy needs, or None."""
     try:
-        with Client(runner.server, key=runner.key) as client:
-            client.request("GET", "/health")
-            client.sessions()
-            yield Finding("server", "ok", client.url)
-            if runner.policy is not None:
-                request = build_check(runner, runner.robot.cameras)
-                fit = client.request("POST", "/policies/check", request, timeout=600)
-                text = "; ".join(fit["misfits"]) or f"{fit['policy_type']}, {fit['rate']:g} Hz"
-                fix = "" if fit["fits"] else suggest_policy_fix(runner, fit)
-                yield Finding("policy", "ok" if fit["fits"] else "fail", text, fix)
+        client = Client(runner.server, key=runner.key)
+        client.request("GET", "/health")
     except ClientError as error:
-        yield Finding("server", "fail", str(error), "start one with `robojax serve`; a key goes into ROBOJAX_KEY")
+        yield Finding("server", "fail", str(error), "start it with `robojax serve`, or give --server")
+        yield UNREACHED
+        return None
+    with client:
+        yield Finding("server", "ok", client.url)
+        try:
+            client.sessions()
+        except ClientError as error:
+            yield Finding("key", "fail", str(error), "put an operator's key into ROBOJAX_KEY")
+            yield UNREACHED
+            return None
+        if runner.policy is None and runner.session is None:
+            yield Finding("policy", "warn", "none given", "--policy.path=user/act_so101, or --session of one")
+            return None
+        try:
+            request, cameras = _build_policy_check(runner, client)
+            fit = read_policy_fit(client.request("POST", "/policies/check", request, timeout=600))
+        except ClientError as error:
+            yield Finding("policy", "fail", str(error), "robojax sessions lists sessions, robojax check reads a policy")
+            return None
+    lacking = sorted(set(cameras) - set(runner.robot.cameras))
+    if lacking:
+        text = f"session {runner.session} has the cameras {', '.join(cameras)}; {', '.join(lacking)} not given"
+        yield Finding("policy", "fail", text, "name them so in --robot.cameras")
+    elif not fit.fits:
+        yield Finding("policy", "fail", "; ".join(fit.misfits), suggest_cameras(fit))
+    else:
+        rate = "" if fit.rate is None else f", {fit.rate:g} Hz"
+        yield Finding("policy", "ok", f"{fit.policy_type}{rate}")
+    return fit
+
+
+def _build_policy_check(runner: RobotRunner, client: Client) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the body of POST /policies/check, and the cameras of the session that is joined."""
+    if runner.policy is not None:
+        return build_check(runner, runner.robot.cameras), ()
+    status = client.session(runner.session_id).status()
+    # Of the joined session only its policy is compared: the cameras have the session's names.
+    request = {"policy_path": status.policy_path, "revision": status.stats.get("policy_commit")}
+    return request, status.camera_names

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from robojax.robot.arm import JOINTS, Arm, Calibration, JointCalibration, find_calibration, read_calibration
-from robojax.robot.bus import INSTALL, Bus
+from robojax.robot.bus import HOMING_OFFSET, INSTALL, MAX_POSITION, MIN_POSITION, Bus
 from robojax.robot.cameras import CameraConfig
 from robojax.robot.errors import RobotError
+from robojax.robot.simulated_bus import Servo, SimulatedBus
 
+DEFAULT_ID = "my_arm"  # Only of the simulated arm: a real arm needs the id of its calibration file.
 TYPES = ("so101_follower", "so100_follower", "simulated")
 # In units of the arm (degrees, or percent of the range): what a quick motion needs, and less than a swing.
 MAX_RELATIVE_TARGET = 20.0
@@ -34,7 +36,7 @@ class RobotConfig:
 
     type: str
     port: str = ""
-    id: str = "arm"
+    id: str = DEFAULT_ID
     use_degrees: bool = False
     cameras: Mapping[str, CameraConfig] = field(default_factory=dict)
     calibration_dir: Path | None = None
@@ -47,7 +49,25 @@ class RobotConfig:
         return self.type == "simulated"
 
 
-def build_robot_config(
+def build_robot_config(**flags: str | None) -> RobotConfig:
+    """Build a robot's config from flags; they are those of ``read_robot_config``.
+
+    Raises:
+        RobotError: names every flag that is missing or wrong.
+    """
+    config, problems = read_robot_config(**flags)
+    if problems:
+        raise join_problems(problems)
+    return config
+
+
+def join_problems(problems: Mapping[str, RobotError]) -> RobotError:
+    """Join the problems of ``read_robot_config`` into one error that names all of them."""
+    errors = problems.values()
+    return RobotError("\n".join(map(str, errors)), "\n".join(error.then for error in errors))
+
+
+def read_robot_config(
     *,
     type: str | None,
     port: str | None = None,
@@ -57,45 +77,50 @@ def build_robot_config(
     max_relative_target: str | None = None,
     calibration_dir: str | None = None,
     disable_torque_on_disconnect: str | None = None,
-) -> RobotConfig:
-    """Build a robot's config from flags.
+) -> tuple[RobotConfig, dict[str, RobotError]]:
+    """Read a robot's config from flags.
 
-    Raises:
-        RobotError: they do not.
+    Returns:
+        The config, with defaults for flags that cannot be used; and the problems by the part of the robot that they
+        concern: type, port, id, units, cameras, max_relative_target, disable_torque_on_disconnect.
     """
-    wrong: list[tuple[str, str]] = []
+    problems: dict[str, RobotError] = {}
 
-    def tried(read: Any, text: str | None, default: Any) -> Any:
+    def tried(name: str, read: Any, text: str | None, default: Any) -> Any:
         try:
             return default if text is None else read(text)
         except RobotError as error:
-            wrong.append((str(error), error.then))
+            problems[name] = error
             return default
 
     if type not in TYPES:
-        wrong.append((f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}"))
+        problems["type"] = RobotError(f"--robot.type is {type!r}", f"give one of {', '.join(TYPES)}")
     is_real = type != "simulated"
     if is_real and not port:
-        wrong.append(("--robot.port is missing", "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"))
+        then = "e.g. --robot.port=/dev/ttyACM0; lerobot-find-port finds it"
+        problems["port"] = RobotError("--robot.port is missing", then)
     if is_real and not id:
-        wrong.append(("--robot.id is missing", "give the id that the arm was calibrated with"))
+        problems["id"] = RobotError("--robot.id is missing", "give the id that the arm was calibrated with")
     if is_real and use_degrees is None:
-        wrong.append(("the unit of the joints is not known", UNITS))
+        problems["units"] = RobotError("the unit of the joints is not known", UNITS)
     config = RobotConfig(
         type=type or "",
         port=port or "",
-        id=id or "arm",
-        use_degrees=tried(lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
-        cameras=tried(read_cameras, cameras, {}),
+        id=id or DEFAULT_ID,
+        use_degrees=tried("units", lambda text: _boolean("robot.use_degrees", text), use_degrees, False),
+        cameras=tried("cameras", read_cameras, cameras, {}),
         calibration_dir=None if calibration_dir is None else Path(calibration_dir).expanduser(),
-        max_relative_target=tried(read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET),
+        max_relative_target=tried(
+            "max_relative_target", read_max_relative_target, max_relative_target, MAX_RELATIVE_TARGET
+        ),
         disable_torque_on_disconnect=tried(
-            lambda text: _boolean("robot.disable_torque_on_disconnect", text), disable_torque_on_disconnect, False
+            "disable_torque_on_disconnect",
+            lambda text: _boolean("robot.disable_torque_on_disconnect", text),
+            disable_torque_on_disconnect,
+            False,
         ),
     )
-    if wrong:
-        raise RobotError("\n".join(text for text, _ in wrong), "\n".join(then for _, then in wrong))
-    return config
+    return config, problems
 
 
 def read_cameras(text: str) -> dict[str, CameraConfig]:
@@ -166,7 +191,7 @@ def _yaml(name: str, text: str, example: str) -> Any:
         raise RobotError(f"--{name} cannot be read: {first}", f"write it like {example}") from error
 
 
-# Of the simulated arm: its servos stand in the middle of two thirds of a turn.
+# Calibrated range of the simulated arm: two thirds of a turn.
 LOW, HIGH = 700, 3395
 
 
@@ -182,22 +207,33 @@ def load_calibration(config: RobotConfig) -> Calibration:
 
 
 @contextmanager
-def open_arm(config: RobotConfig) -> Iterator[Arm]:
-    """Open the arm, as a context manager; nothing is written to it by that.
+def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Bus]:
+    """Open the bus of the arm's servos, as a context manager.
+
+    Args:
+        servos: servos of a simulated arm by id; None for servos without physics.
 
     Raises:
-        RobotError: its calibration, its port or a package is not there.
+        RobotError: the port cannot be opened, or a package is missing.
+    """
+    if not config.is_simulated or config.port:
+        with Bus(config.port) as bus:
+            yield bus
+        return
+    servos = {servo: Servo() for servo in JOINTS.values()} if servos is None else servos
+    for servo in servos.values():
+        servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
+    with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
+        yield bus
+
+
+@contextmanager
+def open_arm(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> Iterator[Arm]:
+    """Open the arm, as a context manager; nothing is written to the servos by that. ``servos`` as in ``open_bus``.
+
+    Raises:
+        RobotError: the calibration, the port or a package is missing.
     """
     calibration = load_calibration(config)
-    if config.is_simulated and not config.port:
-        from robojax.robot.bus import HOMING_OFFSET, MAX_POSITION, MIN_POSITION
-        from robojax.robot.simulated_bus import Servo, SimulatedBus
-
-        servos = {servo: Servo() for servo in JOINTS.values()}
-        for servo in servos.values():
-            servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
-        with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
-            yield Arm(bus, calibration, config.use_degrees)
-        return
-    with Bus(config.port) as bus:
+    with open_bus(config, servos) as bus:
         yield Arm(bus, calibration, config.use_degrees)

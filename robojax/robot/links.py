@@ -25,10 +25,13 @@ from robojax.client.stream import AsyncStream, encode_message
 from robojax.robot.arm_thread import ArmThread
 from robojax.robot.errors import RobotError
 
-# Seconds before each further try to reach a server that is gone.
+# Seconds before each further attempt to reach a server that is gone.
 RETRY_WAITS = (0.2, 0.5, 1.0, 2.0)
+# Seconds in which the server learns of a local emergency stop by the program's own request; then the link reports it.
+STOP_REPORT_DELAY = 1.0
+LATCH_CHECK_INTERVAL = 0.05  # seconds
 ROBOT_TAKEN = 4409
-# Refusals that somebody may change while the arm is held: an interrupted session is restarted, a latch is taken off.
+# Refusals that a person may end while the arm is held: an interrupted session is restarted, a latch is reset.
 FOR_NOW = (409, 429, 503)
 Pictures = Callable[[], Mapping[str, np.ndarray]]
 OnEvent = Callable[[str], None]
@@ -47,7 +50,12 @@ class Link(Protocol):
 
 
 class StreamLink:
-    """Connection over the stream of a direct session."""
+    """Connection over the stream of a direct session.
+
+    The program and the server report their latches to each other. The program releases its latch only when the same
+    instance of the session first confirmed the emergency stop and then reports no latch, because a person reset it. A
+    stop that the server does not know, e.g. of a time without a link, becomes an emergency stop of the session.
+    """
 
     def __init__(
         self,
@@ -61,6 +69,7 @@ class StreamLink:
         self._session, self._arm_thread, self._pictures = session, arm_thread, pictures
         self._period, self._is_compressed, self._on_event = 1 / rate, is_compressed, on_event
         self._reported: set[str] = set()
+        self._confirmed: tuple[str | None, int] | None = None  # instance of the session, number of the stop
 
     async def run(self, linked: asyncio.Event) -> None:
         """See ``Link``."""
@@ -85,11 +94,48 @@ class StreamLink:
                 tries += 1
 
     async def _exchange(self, stream: AsyncStream, linked: asyncio.Event) -> None:
-        await run_until_first_ends(self._read(stream), self._send(stream, linked))
+        await run_until_first_ends(self._read(stream), self._send(stream, linked), self._report_stops(stream))
+
+    async def _report_latch(self, stream: AsyncStream, reported: int) -> int:
+        """Report the arm's latch when it changed; returns the number of the reported stop, 0 for none."""
+        latch = self._arm_thread.latch
+        number = 0 if latch is None else latch.number
+        if number != reported:
+            await stream.report_latch(None if latch is None else latch.reason)
+        return number
+
+    async def _report_stops(self, stream: AsyncStream) -> None:
+        """Make an emergency stop of the session out of each local stop that the server does not know."""
+        while True:
+            latch = self._arm_thread.latch
+            is_local = latch is not None and self._confirmed != (stream.welcome.instance, latch.number)
+            # With a lost arm the program ends and stops its session: there is nothing that a person could reset.
+            if latch is not None and is_local and not latch.is_final:
+                left = latch.since + STOP_REPORT_DELAY - time.monotonic()
+                if left <= 0:
+                    await stream.emergency_stop(latch.reason)
+                    left = STOP_REPORT_DELAY
+                await asyncio.sleep(left)
+            else:
+                await asyncio.sleep(LATCH_CHECK_INTERVAL)
+
+    def _take_latch(self, instance: str | None, reason: str | None) -> None:
+        """Follow the latch of the session: latch the arm with it, and release it after the session's reset."""
+        latch = self._arm_thread.latch
+        if reason is not None:
+            if latch is None:
+                self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
+                latch = self._arm_thread.latch
+            assert latch is not None, "it was latched just now"
+            self._confirmed = (instance, latch.number)
+        elif latch is not None and self._confirmed == (instance, latch.number):
+            self._confirmed = None
+            release_latch(self._arm_thread, latch.number, self._session.id, self._on_event)
 
     async def _send(self, stream: AsyncStream, linked: asyncio.Event) -> None:
-        number, sent_at, due = 0, 0.0, time.monotonic()
+        number, sent_at, due, reported = 0, 0.0, time.monotonic(), 0
         while True:
+            reported = await self._report_latch(stream, reported)
             newest = self._arm_thread.pose
             if newest is not None and newest[1] > sent_at:
                 pose, observed_at = newest
@@ -116,7 +162,9 @@ class StreamLink:
                     self._arm_thread.command(joints)
                 case Stopped(reason=reason):
                     self._arm_thread.stop(f"emergency stop: {reason}", is_latched=True)
-                case Status(status=status, hold=hold, reason=reason):
+                    self._take_latch(stream.welcome.instance, reason)
+                case Status(status=status, hold=hold, reason=reason, latch=latch):
+                    self._take_latch(stream.welcome.instance, latch)
                     why = hold or reason
                     self._on_event(f"session {self._session.id}: {status}" + (f" ({why})" if why else ""))
                 case Wrong(code=code, detail=detail):
@@ -128,6 +176,15 @@ class StreamLink:
         if code not in self._reported:
             self._reported.add(code)
             self._on_event(text)
+
+
+def release_latch(arm_thread: ArmThread, number: int, session_id: str, on_event: OnEvent) -> None:
+    """Release the arm's latch after the session's reset; an arm that cannot be released is stopped again."""
+    if (problem := arm_thread.reset(number)) is None:
+        on_event(f"the emergency stop was reset; robojax start {session_id} moves the arm again")
+    else:
+        on_event(f"the emergency stop was reset, but the arm stays held: {problem}")
+        arm_thread.stop(problem, is_latched=True)
 
 
 class RoomsLink:
@@ -144,6 +201,7 @@ class RoomsLink:
     ):
         self._session, self._transport = session, transport
         self._arm_thread, self._pictures, self._rate, self._on_event = arm_thread, pictures, rate, on_event
+        self._passed_stop = 0  # number of the newest stop that the rooms know
 
     async def run(self, linked: asyncio.Event) -> None:
         """See ``Link``. Lost rooms are joined again."""
@@ -153,13 +211,35 @@ class RoomsLink:
             robot = await self._session.robot(
                 self._transport,
                 on_command=lambda values, _: self._arm_thread.command(values),
-                on_emergency_stop=lambda stop: self._arm_thread.stop(f"emergency stop: {stop.reason}", is_latched=True),
+                on_emergency_stop=self._take_stop,
                 rate=self._rate,
             )
             async with robot as joined:
-                await run_until_first_ends(self._send(joined, linked), self._report_status(joined))
+                await run_until_first_ends(
+                    self._send(joined, linked), self._report_status(joined), self._sync_latch(joined)
+                )
         except ServiceError as error:
             raise RobotError(f"the rooms cannot be used: {error}", "robojax sessions shows what there is") from error
+
+    def _take_stop(self, stop: Any) -> None:
+        self._arm_thread.stop(f"emergency stop: {stop.reason}", is_latched=True)
+        if (latch := self._arm_thread.latch) is not None:
+            self._passed_stop = latch.number
+
+    async def _sync_latch(self, robot: Any) -> None:
+        """Send local stops to the rooms, and release the arm's latch when ``robot`` has released its own.
+
+        It does so when the session's server, which it polls, confirmed the stop and then reports no latch.
+        """
+        while True:
+            latch = self._arm_thread.latch
+            if latch is not None and latch.number != self._passed_stop:
+                self._passed_stop = latch.number
+                if robot.latch is None and not latch.is_final:
+                    robot.emergency_stop(latch.reason)
+            elif latch is not None and robot.latch is None and not latch.is_final:
+                release_latch(self._arm_thread, latch.number, self._session.id, self._on_event)
+            await asyncio.sleep(LATCH_CHECK_INTERVAL)
 
     async def _send(self, robot: Any, linked: asyncio.Event) -> None:
         sent_at, due = 0.0, time.monotonic()

@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,10 +17,12 @@ import numpy as np
 from robojax.client import AsyncClient, AsyncSession, ClientError, Refused
 from robojax.robot.arm import JOINTS
 from robojax.robot.arm_thread import ArmThread, Follower
-from robojax.robot.cameras import Camera
-from robojax.robot.config import RobotConfig, open_arm
+from robojax.robot.cameras import Camera, CameraConfig, Source
+from robojax.robot.config import RobotConfig, load_calibration, open_arm
 from robojax.robot.errors import RobotError
+from robojax.robot.fit import compare_joint_names, compare_policy, read_policy_fit, suggest_cameras
 from robojax.robot.links import Link, OnEvent, Pictures, RoomsLink, StreamLink, describe_status, run_until_first_ends
+from robojax.robot.simulated_bus import Servo
 
 
 @asynccontextmanager
@@ -64,6 +66,26 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ON_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
+class Simulation(Protocol):
+    """Simulated world in place of an arm and its surroundings.
+
+    The simulator is a package above this one, so the command passes it in.
+    """
+
+    @property
+    def servos(self) -> Mapping[int, Servo]:
+        """Servos of the arm by id."""
+        ...
+
+    def open_camera(self, name: str, config: CameraConfig) -> Source:
+        """Open the source of a simulated camera's pictures."""
+        ...
+
+    async def play(self, session: AsyncSession, arm_thread: ArmThread, on_event: OnEvent) -> None:
+        """Play episodes until cancelled."""
+        ...
+
+
 @dataclass(frozen=True)
 class RobotRunner:
     """Settings of a robot's run: robot, server, session, policy, rate.
@@ -73,14 +95,15 @@ class RobotRunner:
         session: id; the robot's when None.
         policy: a folder on the server's machine or a repo id, for a session that is made now and removed at the end;
             None for one that is there.
-        rename: cameras of the policy and what the robot calls them, where that differs; for a session that is made now.
-        joint_names: joints in the order of the policy's actions, for a checkpoint that does not name them.
+        joint_names: names of the policy's joints in the order of its actions, where its checkpoint has none.
+        rename: cameras of the policy and the robot's names for them, where they differ; for a session that is made now.
         transport: "direct", or the rooms' server; of a session that is there: where its rooms are. None: direct, or
             the rooms of the server itself.
         rate: observations (and looks at the arm) per second.
         command_timeout: seconds without a command after which the arm is held.
         is_started: whether the session is started, or waits for somebody to do so.
         is_compressed: whether pictures go as JPEG; None: unless the server is on this machine.
+        simulation: the world of a simulated arm; None for a real arm.
     """
 
     robot: RobotConfig
@@ -89,8 +112,8 @@ class RobotRunner:
     session: str | None = None
     policy: str | None = None
     revision: str | None = None
+    joint_names: tuple[str, ...] | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
-    joint_names: Sequence[str] | None = None
     task: str | None = None
     transport: str | None = None
     rate: float = 30.0
@@ -98,6 +121,7 @@ class RobotRunner:
     is_started: bool = True
     is_dry_run: bool = False
     is_compressed: bool | None = None
+    simulation: Simulation | None = None
 
     @property
     def session_id(self) -> str:
@@ -126,10 +150,11 @@ async def run(runner: RobotRunner, on_event: OnEvent) -> None:
     try:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(AsyncClient(runner.server, key=runner.key))
-            cameras = await asyncio.to_thread(_open_cameras, runner.robot)
+            cameras = await asyncio.to_thread(_open_cameras, runner)
             for camera in cameras.values():
                 stack.callback(camera.close)
-            arm = stack.enter_context(open_arm(runner.robot))
+            servos = None if runner.simulation is None else runner.simulation.servos
+            arm = stack.enter_context(open_arm(runner.robot, servos))
             session = await stack.enter_async_context(_session(client, runner, tuple(cameras), end_requested, on_event))
             if end_requested.is_set():
                 raise _Ended
@@ -169,7 +194,7 @@ async def _run_linked(
         now = time.monotonic()
         return {name: camera.newest(now) for name, camera in cameras.items()}
 
-    linked = asyncio.Event()
+    linked, simulation = asyncio.Event(), runner.simulation
     status = await session.status()
     link = _make_link(runner, client, session, status.rooms.joint_output != "", arm_thread, pictures, on_event)
     try:
@@ -177,9 +202,10 @@ async def _run_linked(
             await run_until_first_ends(
                 link.run(linked),
                 _start_session(runner, session, linked, on_event),
-                _wait_for_failure(arm_thread, on_event),
+                _wait_for_failure(arm_thread, session.id, on_event),
                 _keys(pressed, session, arm_thread, end_requested, on_event),
                 _wait_for_end(end_requested),
+                *([] if simulation is None else [simulation.play(session, arm_thread, on_event)]),
             )
     except (RobotError, ClientError) as error:
         return error
@@ -218,28 +244,36 @@ async def _session(
         status = await session.status()
         if missing := sorted(set(status.camera_names) - set(cameras)):
             raise RobotError(
-                f"session {session.id} wants cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
+                f"session {session.id} has cameras {', '.join(status.camera_names)}; {', '.join(missing)} not given",
                 "name them as the policy does in --robot.cameras",
             )
         if status.status == "interrupted":
             on_event(f"session {session.id} was interrupted; it is loaded again")
             await session.restart()
-        on_event(describe_status(await session.status()))
+        status = await session.status()
+        if unknown := compare_joint_names(tuple(status.stats.get("measured_joints") or JOINTS)):
+            raise RobotError(f"session {session.id}: {unknown}", "join a session of a policy for an arm like this one")
+        on_event(describe_status(status))
         yield session
         return
     request = build_check(runner, cameras)
-    fit = await _run_unless_ended(end_requested, client.request("POST", "/policies/check", request, timeout=600))
-    if not fit["fits"]:
-        raise RobotError(
-            f"the policy does not fit this robot: {'; '.join(fit['misfits'])}", suggest_policy_fix(runner, fit)
-        )
+    checking = client.request("POST", "/policies/check", request, timeout=600)
+    fit = read_policy_fit(await _run_unless_ended(end_requested, checking))
+    calibration = load_calibration(runner.robot)
+    for finding in compare_policy(fit, runner.joint_names, runner.robot.use_degrees, calibration):
+        if finding.level == "fail":
+            raise RobotError(f"the policy does not fit this robot: {finding.found}", finding.fix)
+        if finding.level == "warn":
+            on_event(f"{finding.name}: {finding.found}")
+    if not fit.fits:
+        raise RobotError(f"the policy does not fit this robot: {'; '.join(fit.misfits)}", suggest_cameras(fit))
     on_event(f"loading {runner.policy} ...")
     making = client.create(
         session.id,
         runner.policy,
         transport_server_url=runner.transport or "direct",
         camera_names=cameras,
-        policy_type=fit["policy_type"],
+        policy_type=fit.policy_type,
         revision=runner.revision,
         language_instruction=runner.task,
         dry_run=runner.is_dry_run,
@@ -254,26 +288,14 @@ async def _session(
 
 
 def build_check(runner: RobotRunner, cameras: Iterable[str]) -> dict[str, object]:
-    """Return the request that checks whether a policy fits these cameras and joints."""
+    """Body of POST /policies/check for this policy, these cameras and the joint names that the user gave."""
     request: dict[str, object] = {"policy_path": runner.policy, "revision": runner.revision}
-    request |= {"camera_names": list(cameras)} | ({"rename": dict(runner.rename)} if runner.rename else {})
-    return request | ({"joint_names": list(runner.joint_names)} if runner.joint_names else {})
-
-
-def suggest_policy_fix(runner: RobotRunner, fit: Mapping[str, Any]) -> str:
-    """Return what to do about a policy that does not fit, from the answer of POST /policies/check."""
-    fixes = []
-    if set(fit["camera_names"]) != set(runner.robot.cameras):
-        fixes.append(
-            f"its cameras are {', '.join(fit['camera_names']) or 'none'}: name them so in --robot.cameras, or give "
-            "--rename POLICYS_NAME=YOURS"
-        )
-    if fit["requirements"]["joint_names"] is None and runner.joint_names is None:
-        fixes.append(
-            "say in which order it was trained to move the joints; if in LeRobot's order of this arm: "
-            f"--policy.joint_names={','.join(JOINTS)}"
-        )
-    return "\n".join(fixes) or "choose a policy that fits; robojax check says what it needs"
+    request["camera_names"] = list(cameras)
+    if runner.rename:
+        request["rename"] = dict(runner.rename)
+    if runner.joint_names:
+        request["joint_names"] = list(runner.joint_names)
+    return request
 
 
 async def _remove_session(session: AsyncSession) -> None:
@@ -317,30 +339,28 @@ async def _start_session(runner: RobotRunner, session: AsyncSession, linked: asy
         try:
             await session.start()
         except Refused as error:
-            # It runs already: somebody else started it, which is what was wanted.
+            # It runs already, because another client started it.
             if not (await session.status()).is_moving:
                 raise error
         on_event("started: space is the emergency stop, q or Ctrl-C holds the arm and leaves")
     await asyncio.Event().wait()
 
 
-async def _wait_for_failure(arm_thread: ArmThread, on_event: OnEvent) -> None:
+async def _wait_for_failure(arm_thread: ArmThread, session_id: str, on_event: OnEvent) -> None:
     """Report holds until the arm's thread ends, which only a failure does."""
     last: str | None = "?"
     clamped: frozenset[str] = frozenset()
     while not arm_thread.is_over:
         if (hold := arm_thread.hold) != last:
             on_event("moving" if hold is None else f"held: {hold}")
-            if arm_thread.is_latched:
-                on_event(
-                    "it stays held; when it is safe, end this program, robojax reset the session, and start it again"
-                )
+            if hold is not None and arm_thread.latch is not None:
+                on_event(f"it stays held; when it is safe: robojax reset {session_id}, then robojax start {session_id}")
             last = hold
         figures = arm_thread.get_counters()["clamped"]
         assert isinstance(figures, dict)
         if new := frozenset(figures) - clamped:
             on_event(
-                f"targets of {', '.join(sorted(new))} were too far away (max_relative_target); it goes there slowly"
+                f"targets of {', '.join(sorted(new))} are too far away (max_relative_target); the arm moves slowly"
             )
             clamped |= new
         await asyncio.sleep(POLL_PERIOD)
@@ -369,11 +389,12 @@ async def _wait_for_end(end_requested: asyncio.Event) -> None:
     await end_requested.wait()
 
 
-def _open_cameras(config: RobotConfig) -> dict[str, Camera]:
+def _open_cameras(runner: RobotRunner) -> dict[str, Camera]:
+    open_simulated = None if runner.simulation is None else runner.simulation.open_camera
     cameras: dict[str, Camera] = {}
     try:
-        for name, camera_config in config.cameras.items():
-            cameras[name] = Camera(name, camera_config)
+        for name, config in runner.robot.cameras.items():
+            cameras[name] = Camera(name, config, open_simulated)
     except RobotError:
         for camera in cameras.values():
             camera.close()

@@ -17,6 +17,7 @@ from robojax.robot.bus import RESOLUTION, Register
 PING, READ, WRITE, SYNC_READ, SYNC_WRITE = 0x01, 0x02, 0x03, 0x82, 0x83
 EVERYBODY = 0xFE
 SPEED = 3000.0  # steps a second without load: what an STS3215 does at 7.4 V is about this
+MAX_WRITTEN = 20_000  # goals that a servo remembers: an arm may run for days
 # Position limits of a servo and its homing offset, as a calibration leaves them.
 FIRST = {
     bus.FIRMWARE_MAJOR: 3,
@@ -41,12 +42,15 @@ FIRST = {
 class Servo:
     """Simulated servo: its memory, and a shaft that moves to its goal while torque is on.
 
+    Args:
+        speed: steps per second of the shaft; None for a shaft that only ``set_position`` turns, e.g. a physics engine.
+
     Attributes:
         status: its status byte.
-        written: every goal that it was given while torque was on, with its time.
+        written: the newest goals that it received while torque was on, each with its time.
     """
 
-    def __init__(self, position: int = RESOLUTION // 2, speed: float = SPEED):
+    def __init__(self, position: int = RESOLUTION // 2, speed: float | None = SPEED):
         self.memory = bytearray(128)
         self.status = 0
         self.written: list[tuple[float, int]] = []
@@ -76,6 +80,8 @@ class Servo:
         goal = bus.GOAL_POSITION
         if address <= goal.address < address + len(data) and self[bus.TORQUE_ENABLE]:
             self.written.append((now, self[goal]))
+            if len(self.written) > MAX_WRITTEN:
+                del self.written[: MAX_WRITTEN // 2]
 
     def set_position(self, position: float) -> None:
         """Turn the shaft to a position, as by hand."""
@@ -84,7 +90,7 @@ class Servo:
 
     def _move(self, now: float) -> None:
         seconds, self._at = (now - self._at if self._at else 0.0), now
-        if self[bus.TORQUE_ENABLE]:
+        if self[bus.TORQUE_ENABLE] and self._speed is not None:
             low, high = self[bus.MIN_POSITION], self[bus.MAX_POSITION]
             way = min(max(self[bus.GOAL_POSITION], low), high) - self._position
             step = self._speed * seconds

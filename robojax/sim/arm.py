@@ -211,7 +211,6 @@ class Arm:
         self.wrong: str | None = None
         self.model = build_model(task.cubes)
         self.data = mujoco.MjData(self.model)
-        self._steps = round(1 / RATE / self.model.opt.timestep)
         joints = [self.model.joint(f"{ARM}/{joint}") for joint in JOINTS]
         self.addresses = np.array([joint.qposadr[0] for joint in joints])
         self._cubes = {cube.name: self.model.joint(get_body_name(cube)).qposadr[0] for cube in task.cubes}
@@ -229,10 +228,10 @@ class Arm:
             self.data.qpos[address : address + 7] = pose
         mujoco.mj_forward(self.model, self.data)
 
-    def step(self, target: np.ndarray) -> None:
-        """Advance by one tick (40 ms) towards `target`, six wire values."""
+    def step(self, target: np.ndarray, seconds: float = 1 / RATE) -> None:
+        """Advance by some seconds, one tick by default, towards `target`, six wire values."""
         self.data.ctrl[:] = np.clip(to_radians(target), LOW, HIGH)
-        mujoco.mj_step(self.model, self.data, self._steps)
+        mujoco.mj_step(self.model, self.data, round(seconds / self.model.opt.timestep))
         others = (name for name in self._cubes if name != self.target_cube.name and self._is_up(name))
         self.wrong = self.wrong or next(others, None)
 
@@ -266,7 +265,7 @@ class Arm:
         """
         renderer = self._renderers.get((height, width))
         if renderer is None:
-            renderer = self._renderers[height, width] = _renderer(self.model, height, width)
+            renderer = self._renderers[height, width] = open_renderer(self.model, height, width)
         renderer.update_scene(self.data, camera)
         return renderer.render()
 
@@ -276,7 +275,12 @@ class Arm:
         self._renderers.clear()
 
 
-def _renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer:
+def open_renderer(model: mujoco.MjModel, height: int, width: int) -> mujoco.Renderer:
+    """Open a renderer; only the thread that opened it may use and close it.
+
+    Raises:
+        RuntimeError: nothing on this machine can render without a screen; the text says what to install.
+    """
     try:
         return mujoco.Renderer(model, height, width)
     except (ImportError, RuntimeError, AttributeError, mujoco.FatalError) as error:

@@ -19,12 +19,14 @@ from service.inference.engine import FrameSizes, LoadedPolicy
 from service.inference.loaded_policy import INSTRUCTION_UNREAD
 from service.logging import sanitize_text
 from service.stage import Move
-from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent
+from service.transport.link import EmergencyStop, JointValue, Link, LinkEvent, RobotLatch
 
 # Rounds of the event loop from a readable socket to the session that receives what came: reading, waking, parsing.
 _INPUT_ROUNDS = 8
 # Seconds from a tick's moment to its decision after which that is worth nothing: it takes less than a millisecond.
 _MAX_DECISION_TIME = 0.1
+# Code of an obstacle: the robot's own program obeys no command after an emergency stop.
+ROBOT_LATCHED = "robot_latched"
 
 
 class RobotIO:
@@ -43,6 +45,7 @@ class RobotIO:
         broken: fails when the link raises, which ends the session.
         observers: of frames, chunks and ticks.
         is_held: whether a hold reached the link since the robot was halted.
+        robot_latch: reason of the emergency stop that the robot's own program still holds, or None.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RobotIO:
         if is_dry:
             controller.watchdog.joints = None  # no command moves the robot
         self.is_held = False
+        self.robot_latch: str | None = None
         self.commands_sent = self.commands_refused = self.commands_withheld = 0
         self._last_command: tuple[JointValue, ...] = ()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,11 +136,19 @@ class RobotIO:
             self.apply(self.controller.take_bad_input(unusable, observed_at))
 
     def on_event(self, event: LinkEvent) -> None:
-        """Take a change of the link, an emergency stop, or that something came that nobody can use."""
+        """Take an event of the link: a change, an emergency stop, unusable input, or the robot's own latch."""
         if isinstance(event, EmergencyStop):
             self.emergency_stop()
             reason = f"{sanitize_text(event.reason) or 'no reason given'} (from {sanitize_text(event.source)})"
             self.apply(TickResult(events=(ControlEvent(Move.EMERGENCY_STOP, reason),)))
+            return
+        if isinstance(event, RobotLatch):
+            self.robot_latch = event.reason
+            if event.reason is None:
+                self.controller.clear(ROBOT_LATCHED)
+            else:
+                text = f"the robot's own program holds it after an emergency stop ({event.reason})"
+                self.controller.obstruct(ROBOT_LATCHED, text)
             return
         room = getattr(event, "room", None)
         carries_joints = self._link is None or room == self._link.rooms.joint_input

@@ -98,6 +98,7 @@ def _stop_stats(session: SessionView, robot_io: RobotIO | None, now: float) -> d
         "emergency_stop": latch,
         # What stopped by itself has its code first; a person's words have none.
         "stop_code": None if latch is None else found[1] if found else "asked",
+        "robot_latched": robot_io.robot_latch if robot_io else None,
         "dry_run": session.new.dry_run,
         "commands_withheld": robot_io.commands_withheld if robot_io else 0,
         "shadow": robot_io.runner.shadow.get_stats() if robot_io and robot_io.runner.shadow else None,

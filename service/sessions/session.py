@@ -134,7 +134,7 @@ class Session(BaseSession):
         return self._observers.attach(observer)
 
     def _view(self) -> SessionView:
-        extra: dict[str, object] = dict(self._admission)
+        extra: dict[str, object] = {"stops": self.stops, **self._admission}
         for get_stats in self.stats_sources:
             extra |= get_stats()
         return SessionView(

@@ -7,7 +7,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from service.sessions.request import DIRECT
-from service.transport.link import CreatedRooms, Inbox, JointValue, Link, LinkDown, LinkUp, RobotLeft, Rooms, Transport
+from service.transport.link import (
+    CreatedRooms,
+    Inbox,
+    JointValue,
+    Link,
+    LinkDown,
+    LinkUp,
+    RobotLatch,
+    RobotLeft,
+    Rooms,
+    Transport,
+)
 
 # Name of the link in messages about its loss.
 STREAM_ROOM = "stream"
@@ -19,6 +30,11 @@ class Driver(Protocol):
     @property
     def last_message_at(self) -> float:
         """Monotonic time of the client's newest message."""
+        ...
+
+    @property
+    def robot_latch(self) -> str | None:
+        """Reason of the emergency stop that the client's program holds; None while it obeys commands."""
         ...
 
     def send_command(self, joints: Sequence[JointValue]) -> bool:
@@ -36,7 +52,7 @@ class DirectLink:
     Attributes:
         inbox: where what they show goes.
         driver: who is commanded, or None.
-        listeners: all who are told what happens, the driver among them.
+        listeners: all clients that receive events of the session, including the driver.
         pending_acts: acts that are not answered yet.
         answered_acts: those that were answered.
         published_at: monotonic time at which somebody who acts last showed what it saw to whoever looks on.
@@ -60,7 +76,7 @@ class DirectLink:
         return is_taken
 
     def latch(self, reason: str | None) -> None:
-        """Do nothing: clients are told of stops as of all that happens to the session."""
+        """Do nothing: the streams report the latch with the session's status."""
 
     def health(self) -> Mapping[str, object]:
         """Return plain counters."""
@@ -74,7 +90,7 @@ class DirectLink:
         }
 
     def take_control(self, driver: Driver, silence_timeout: float) -> bool:
-        """Let a client be commanded; False while another one is, and sends messages.
+        """Give a client control of the robot; False while another client has control and sends messages.
 
         Args:
             silence: seconds without a message after which the client in control counts as gone.
@@ -87,8 +103,14 @@ class DirectLink:
             self.release_control(self.driver, "it was silent, and another client came")
         self.driver = driver
         self._connected += 1
+        self.report_latch(driver)  # before the link is up: the session must not show a latched robot as running
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
+
+    def report_latch(self, driver: Driver) -> None:
+        """Report the latch of the client in control to the session; the latch of any other client is ignored."""
+        if self.driver is driver:
+            self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
     def release_control(self, driver: Driver, reason: str) -> None:
         """Take control from a client that is gone; nothing changes for one without control."""
@@ -96,6 +118,7 @@ class DirectLink:
             self.driver = None
             self.inbox.on_event(LinkDown(STREAM_ROOM, reason))
             self.inbox.on_event(RobotLeft(STREAM_ROOM, is_replaced=True))
+            self.inbox.on_event(RobotLatch(STREAM_ROOM, None))  # the next client reports its own
 
 
 class DirectTransport:

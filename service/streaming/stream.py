@@ -34,7 +34,8 @@ class Stream:
     """Stream of one client.
 
     Attributes:
-        last_message_at: when its newest message came.
+        last_message_at: monotonic time of the client's newest message.
+        robot_latch: reason of the emergency stop that the client's program holds; None while it obeys commands.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Stream:
     ):
         """``stop`` makes an emergency stop of the session, and is awaited."""
         self.last_message_at = time.monotonic()
+        self.robot_latch: str | None = None
         self._socket = socket
         self._inference = inference
         self._caller = caller
@@ -106,6 +108,8 @@ class Stream:
         if self._link is None:
             link = self._inference.get_link()[0]
             about = dict(self._inference.describe())
+            # A client that connects again compares it: a session that was created again knows nothing of earlier stops.
+            about["instance"] = f"{self._inference.session.created_at:.6f}"
             self._link = link
             link.listeners.add(self)
             self._send("welcome", **about, silence_s=self._silence_timeout, max_bytes=self._max_bytes)
@@ -148,8 +152,19 @@ class Stream:
         elif kind == "act":
             self._join()
             await self._begin_act(message)
+        elif kind == "latch":
+            self._take_latch(message)
         else:
-            raise InvalidRequest("kind: wanted observation, act, stop or ping", ("body", "kind"))
+            raise InvalidRequest("kind: wanted observation, act, latch, stop or ping", ("body", "kind"))
+
+    def _take_latch(self, message: Mapping[str, Any]) -> None:
+        """Take the client's report whether its own program holds the robot after an emergency stop."""
+        reason = message.get("reason")
+        if reason is not None and not isinstance(reason, str):
+            raise InvalidRequest("reason: wanted a text, or null for no latch", ("body", "reason"))
+        self.robot_latch = None if reason is None else sanitize_text(reason) or "no reason given"
+        if self._link is not None:  # Otherwise it is reported when this client takes control.
+            self._link.report_latch(self)
 
     async def _take_observation(self, link: DirectLink, message: Mapping[str, Any], number: int | None) -> None:
         now = time.monotonic()
@@ -267,6 +282,7 @@ class Stream:
             self._socket.close(1001, "the session is over")
         elif about.get("emergency_stop"):
             self._send("stopped", reason=about.get("reason"))
+            self._sent_status = ()  # a reset may follow before the next check, and the client must learn of it
 
     async def _watch_session(self) -> None:
         key_checked_at = -math.inf
@@ -303,11 +319,18 @@ class Stream:
         status, reason = str(session.stage), session.reason
         if reason is None and session.stage is Stage.INITIALIZING:
             reason = session.progress.stage
-        code = hold.code if hold else None
-        # The text of a hold counts seconds: only another code is sent again.
-        if (status, reason, code) != self._sent_status:
-            self._sent_status = (status, reason, code)
-            self._send("status", status=status, reason=reason, hold=hold.text if hold else None, hold_code=code)
+        # The text of a hold counts seconds, so only a change of its code is a change.
+        shown = (status, reason, hold.code if hold else None, session.latch)
+        if shown != self._sent_status:
+            self._sent_status = shown
+            self._send(
+                "status",
+                status=status,
+                reason=reason,
+                hold=hold.text if hold else None,
+                hold_code=shown[2],
+                latch=shown[3],
+            )
 
     def _send_error(self, error: ServiceError, number: int | None) -> None:
         self._send("error", code=error.code, detail=str(error), number=number)

@@ -99,7 +99,19 @@ class RobotLeft:
     is_replaced: bool = False
 
 
-LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput | RobotLeft
+@dataclass(frozen=True)
+class RobotLatch:
+    """Report of the robot's own program: whether it holds the robot after an emergency stop and obeys no command.
+
+    Attributes:
+        reason: reason of the emergency stop; None while the program obeys commands.
+    """
+
+    room: str
+    reason: str | None
+
+
+LinkEvent = EmergencyStop | LinkDown | LinkUp | BadInput | RobotLeft | RobotLatch
 
 
 class Link(Protocol):

@@ -18,6 +18,9 @@ async def test_what_a_policy_needs_is_told_before_anything_is_loaded(server):
     assert told["camera_sizes"] == {"front": [96, 96]}
     assert told["joint_names"] == ["Rotation", "Pitch", "Elbow", "Wrist_Pitch", "Wrist_Roll", "Jaw"]
     assert told["requirements"]["chunk"] == 20
+    # The range of the actions in training, of which a robot's program learns the unit.
+    low, high = told["requirements"]["action_range"]
+    assert (len(low), high[3], round(low[2], 1)) == (6, 100.0, -76.8)
     assert server.load.loads == []
 
 

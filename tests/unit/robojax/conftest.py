@@ -1,6 +1,7 @@
 """Cameras that are as quick as they say, however busy the machine is."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ def even_cameras(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EvenTime()
 
     class Counted(Camera):
-        def __init__(self, name: str, config: CameraConfig):
-            super().__init__(name, config)
+        def __init__(self, name: str, config: CameraConfig, *more: Any):
+            super().__init__(name, config, *more)
             clock.camera = self
 
     monkeypatch.setattr(checks, "time", clock)

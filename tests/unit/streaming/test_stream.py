@@ -64,6 +64,46 @@ async def test_the_control_loop_drives_whoever_is_connected(server):
     assert status["stats"]["watch"]["links_lost"] == {"stream": "the client on the stream is gone"}
 
 
+async def test_a_robot_that_is_latched_by_itself_is_shown_as_held(server):
+    def stats(answer):
+        return [answer[1]["stats"][name] for name in ("robot_latched", "hold_code")]
+
+    async def until_status(**expected):
+        while (told := await client.hear("status")) | expected != told:
+            pass
+
+    async with server.stream() as socket, server.stream() as other:
+        client = Client(socket)
+        assert (await client.hear("status"))["latch"] is None
+        await client.say("latch", reason="key at the robot")
+        await client.say("observation", **server.seen())
+        await server.call("POST", "/sessions/arm/start")
+        await until_status(status="running", hold_code="robot_latched", latch=None)
+        assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
+        # Another client's report is not about this robot.
+        await Client(other).say("latch", reason=None)
+        await Client(other).say("ping", number=1)
+        await Client(other).hear("pong")
+        assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
+        await client.say("latch", reason=7)
+        assert "reason" in (await client.hear("error"))["detail"]
+        await client.say("latch", reason=None)
+        await client.say("observation", **server.seen())
+        await client.hear("command")
+        assert stats(await server.call("GET", "/sessions/arm")) == [None, None]
+        await server.call("POST", "/sessions/arm/emergency_stop", json={"reason": "enough"})
+        await server.call("POST", "/debug/sessions/arm/reset")
+        await client.hear("stopped")
+        await until_status(status="stopped", latch=None)
+        await client.say("latch", reason="again")
+        await client.say("ping", number=2)
+        await client.hear("pong")
+    # With the client its report is gone.
+    async with server.stream() as socket:
+        await Client(socket).hear("welcome")
+        assert stats(await server.call("GET", "/sessions/arm"))[0] is None
+
+
 async def test_without_a_client_a_started_session_waits_for_one(server):
     assert (await server.call("POST", "/sessions/arm/start"))[1]["status"] == "reconnecting"
     async with server.stream() as socket:

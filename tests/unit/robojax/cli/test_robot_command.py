@@ -1,6 +1,7 @@
 """``robojax robot`` from the command line: what it says, and with which exit code."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -26,8 +27,31 @@ def test_a_check_says_what_is_wrong_as_json_and_ends_with_one() -> None:
     assert done.exit_code == 1, done.stderr
     levels = {each["name"]: each["level"] for each in json.loads(done.stdout)}
     assert levels.pop("server") == "fail"
+    assert {levels.pop(name) for name in ("policy", "joints", "units", "rate")} == {"warn"}
     assert set(levels.values()) == {"ok"}
-    assert {"port", "gripper", "camera front"} <= set(levels)
+    assert {"port", "gripper", "readings", "camera front"} <= set(levels)
+
+
+@pytest.mark.usefixtures("even_cameras")
+def test_a_check_shows_every_line_although_flags_are_missing() -> None:
+    done = robojax("--check", "--json", "--robot.type=so101_follower", "--server=http://127.0.0.1:9", CAMERA)
+    assert done.exit_code == 1, done.stderr
+    found = {each["name"]: each for each in json.loads(done.stdout)}
+    levels = {name: each["level"] for name, each in found.items()}
+    assert levels == dict.fromkeys(("port", "id", "server", "units"), "fail") | {"camera front": "ok"} | dict.fromkeys(
+        ("policy", "joints", "rate"), "warn"
+    )
+    assert all(each["fix"] for name, each in found.items() if levels[name] != "ok")
+
+
+def test_a_simulated_arm_without_its_simulator_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mujoco", "robojax.sim.servos", "robojax.sim.arm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "mujoco", None)
+    done = robojax(*SIMULATED, "--policy.path=x")
+    assert done.exit_code == 2, done.stderr
+    assert "mujoco is not installed" in done.stderr
+    assert "pip install -e '.[sim]'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
     np.testing.assert_allclose(first.action, chunk.actions[0], atol=1e-5)
     assert first.left == 19
     await session.patch(overlap="latest_only")
+    assert (chunk.warnings, first.warnings) == ((), ())
+    odd = [150.0, *POSE[1:]]  # in another unit, perhaps: the range ends at 100
+    (warning,) = (await session.act(PICTURES, odd, reset=True)).warnings
+    assert "Rotation" in warning
+    assert (await session.next_action(PICTURES, odd, reset=True)).warnings == (warning,)
 
     with pytest.raises(Refused) as refused:
         await session.act({"side": PICTURES["front"]}, POSE)
@@ -104,7 +109,8 @@ async def test_a_program_with_an_event_loop_does_everything(client: AsyncClient,
 
     async with session.stream() as stream:
         chunk = await stream.act(PICTURES, POSE, number=8)
-        assert chunk.number == 8
+        assert (chunk.number, chunk.warnings) == (8, ())
+        assert (await stream.act(PICTURES, odd)).warnings == (warning,)
         await session.emergency_stop("enough")
         async with asyncio.timeout(30):
             while not isinstance(stopped := await stream.next(), Stopped):

@@ -1,10 +1,11 @@
 """The arm: nothing jumps or falls when it is engaged, and what does not fit is refused."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 
-from robojax.robot import bus
+from robojax.robot import arm_thread, bus
 from robojax.robot.arm import JOINTS, Arm
 from robojax.robot.arm_thread import ArmThread, Follower
 from robojax.robot.errors import BusLost, RobotError
@@ -131,3 +132,36 @@ def test_a_reading_that_fails_at_the_end_is_no_reason_not_to_hold(arm: Arm, serv
     while shoulder[bus.GOAL_POSITION] == 3395 and time.monotonic() < deadline:
         time.sleep(0.005)  # no servo confirms a target, and these have a thread of their own
     assert shoulder[bus.GOAL_POSITION] < 3395
+
+
+def test_a_reset_releases_no_arm_that_cannot_be_read(arm: Arm, servos: SimulatedBus, monkeypatch) -> None:
+    monkeypatch.setattr(arm_thread, "MAX_POSE_AGE", 0.2)
+    arm.enable_torque()
+    read, is_failing = arm.read_pose, False
+    monkeypatch.setattr(arm, "read_pose", lambda: None if is_failing else read())
+    with ArmThread(arm, Follower(JOINTS, command_timeout=5.0), rate=50.0) as body:
+        until(lambda: body.pose is not None)
+        body.stop("emergency stop", is_latched=True)
+        is_failing = True
+        time.sleep(0.4)
+        assert "cannot be read" in str(body.reset(1))
+        assert body.latch is not None
+        is_failing = False
+        until(lambda: body.reset(1) is None)
+        assert body.latch is None
+        # The reset of one stop does not release a later one.
+        body.stop("emergency stop", is_latched=True)
+        body.stop("another one", is_latched=True)
+        assert body.reset(2) == "another one"
+        servos.line.silent.add(3)
+        until(lambda: body.is_over)
+        assert body.latch is not None
+        assert "servo 3" in str(body.reset(body.latch.number))
+        assert body.latch is not None
+
+
+def until(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -66,6 +66,25 @@ def test_an_emergency_stop_is_followed_by_nothing_any_more() -> None:
     assert (each.hold, each.is_latched, each.commands) == ("emergency stop", True, 1)
 
 
+def test_a_reset_releases_the_latch_and_forgets_older_targets() -> None:
+    each = follower()
+    each.command({"Rotation": 90.0, "Elbow": 80.0}, 1.0)
+    each.stop("emergency stop", is_latched=True, now=1.1)
+    assert each.compute_goal(POSE, 1.1).targets == POSE
+    each.stop("emergency stop again", is_latched=True, now=1.2)
+    assert each.latch is not None
+    assert (each.latch.number, each.latch.reason) == (2, "emergency stop again")
+    assert each.compute_goal(dict.fromkeys(JOINTS, 8.0), 1.3).targets is None  # it is held already
+    each.reset()
+    assert each.latch is None
+    assert each.compute_goal(POSE, 1.4).targets is None  # nothing moves by a reset
+    each.command({"Rotation": 20.0}, 1.5)
+    assert each.compute_goal(POSE, 1.5).targets == {"shoulder_pan": 20.0}
+    each.stop("the arm does not answer", is_latched=True, is_final=True)
+    each.stop("emergency stop", is_latched=True)
+    assert each.latch.is_final
+
+
 def test_why_it_is_held_is_what_was_learnt_last_and_is_no_reason_to_tell_the_servos_again() -> None:
     each = follower()
     each.command({"Rotation": 90.0}, 1.0)

@@ -3,16 +3,20 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from robojax.client import AsyncClient
+import robojax
+from robojax.client import AsyncClient, Refused
 from robojax.robot import bus, runner
 from robojax.robot.arm import JOINTS
 from robojax.robot.cameras import CameraConfig
@@ -23,6 +27,7 @@ from robojax.robot.runner import RobotRunner, run
 from robojax.robot.simulated_bus import SimulatedBus
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.faults import processes
+from tests.faults.proxy import FaultProxy, fault_proxy
 from tests.faults.script import Script
 from tests.testing.rig import REAL, started
 from tests.unit.robojax.robot.conftest import CALIBRATION
@@ -152,6 +157,145 @@ async def test_a_policy_without_joint_names_needs_them_from_the_person(
         await asyncio.wait_for(robot, 60)
 
 
+class Rig:
+    """The robot's program in session "arm" of a real server, with a person at its keys and another one at a client."""
+
+    def __init__(self, servos: SimulatedBus, client: AsyncClient, url: str):
+        self.servos, self.client, self.url = servos, client, url
+        self.session = client.session("arm")
+        self.keys: asyncio.Queue[str] = asyncio.Queue()
+        self.told: list[str] = []
+
+    async def create(self, transport: str) -> None:
+        url = self.client.url if transport == "rooms" else transport
+        await self.client.create("arm", "policies/act", camera_names=("front",), rate=50.0, transport_server_url=url)
+
+    @asynccontextmanager
+    async def running(self, config: RobotConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+        @asynccontextmanager
+        async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
+            yield self.keys
+
+        monkeypatch.setattr(runner, "keys", keys)
+        program = RobotRunner(config, self.url, session="arm", rate=50.0, command_timeout=PATIENCE)
+        robot = asyncio.create_task(run(program, self.told.append))
+        try:
+            yield
+        finally:
+            self.keys.put_nowait("q")
+            await asyncio.wait_for(robot, 60)
+
+    async def until_moving(self) -> None:
+        count = self.goals
+        await until(lambda: self.goals > count + 10, f"moving; {self.told}")
+
+    @property
+    def goals(self) -> int:
+        return len(self.servos.servo(1).written)
+
+    async def until_latched(self, is_latched: bool) -> None:
+        async def agree() -> bool:
+            stats = (await self.session.status()).stats
+            return (stats["robot_latched"] is not None, stats["emergency_stop"] is not None) == (is_latched,) * 2
+
+        deadline = time.monotonic() + 60
+        while not await agree():
+            assert time.monotonic() < deadline, self.told
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def rig(servos: SimulatedBus, tmp_path: Path) -> AsyncIterator[tuple[Rig, FaultProxy]]:
+    settings: dict[str, Any] = {"state": str(tmp_path / "state"), "policy_owners": ("policies",)}
+    async with (
+        started(transport=REAL, **settings) as server,
+        fault_proxy(server.url) as wire,
+        AsyncClient(server.url) as client,
+    ):
+        yield Rig(servos, client, wire.url), wire
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("by", ["server", "key"])
+@pytest.mark.parametrize("transport", ["direct", "rooms"])
+async def test_a_reset_of_the_session_releases_the_robots_latch(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, by: str
+) -> None:
+    async with rig(servos, tmp_path) as (it, _):
+        await it.create(transport)
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            if by == "key":
+                it.keys.put_nowait(" ")
+            else:
+                await it.session.emergency_stop("a person")
+            if transport == "direct":
+                await it.until_latched(True)
+            await until(lambda: any("robojax reset arm" in line for line in it.told), f"latched; {it.told}")
+            status = await it.session.status()
+            assert status.status == "stopped"
+            assert status.stats["emergency_stop"] == {"key": "key at the robot", "server": "a person"}[by]
+            with pytest.raises(Refused, match="emergency stop is latched"):
+                await it.session.start()
+
+            await it.session.reset()
+            await until(lambda: any("robojax start arm moves" in line for line in it.told), f"released; {it.told}")
+            count = it.goals
+            await asyncio.sleep(0.3)
+            assert it.goals == count  # a reset moves nothing
+            await it.session.start()
+            await it.until_moving()
+            assert (await it.session.status()).stats["hold_code"] is None
+
+
+@pytest.mark.timeout(300)
+async def test_a_stop_while_the_link_is_down_reaches_the_session_when_it_is_back(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(servos, tmp_path) as (it, wire):
+        await it.create("direct")
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            wire.is_refusing = True
+            wire.cut()
+            await until(lambda: any("server is gone" in line for line in it.told), f"link down; {it.told}")
+            it.keys.put_nowait(" ")
+            await until(lambda: any("could not be reached" in line for line in it.told), f"local stop; {it.told}")
+            assert (await it.session.status()).stats["emergency_stop"] is None
+            wire.heal()
+            await it.until_latched(True)
+            assert (await it.session.status()).stats["emergency_stop"] == "emergency stop by key"
+            # A lost link releases nothing.
+            wire.cut()
+            await until(lambda: it.told[-1].startswith("session arm: stopped"), f"link back; {it.told}")
+            await it.until_latched(True)
+
+            await it.session.reset()
+            await it.until_latched(False)
+            await it.session.start()
+            await it.until_moving()
+
+
+@pytest.mark.timeout(300)
+async def test_a_stop_of_the_session_while_the_link_is_down_reaches_the_robot(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(servos, tmp_path) as (it, wire):
+        await it.create("direct")
+        async with it.running(config, monkeypatch):
+            await it.until_moving()
+            wire.is_refusing = True
+            wire.cut()
+            await until(lambda: any("server is gone" in line for line in it.told), f"link down; {it.told}")
+            await it.session.emergency_stop("a person")
+            wire.heal()
+            await it.until_latched(True)
+            await it.session.reset()
+            await it.until_latched(False)
+            await it.session.start()
+            await it.until_moving()
+
+
 async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_servo(
     config: RobotConfig, servos: SimulatedBus
 ) -> None:
@@ -170,6 +314,35 @@ async def test_a_program_that_is_ended_while_it_waits_for_the_server_touches_no_
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(robot, 60)
     assert told == ["ended; the arm got no command"]
+    assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
+
+
+@pytest.mark.parametrize(
+    ("width", "highest", "said"), [(14, 50.0, "moves 14 joints"), (6, 120.0, "--robot.use_degrees=true")]
+)
+async def test_a_policy_of_another_arm_is_refused_before_a_servo_is_touched(
+    config: RobotConfig, servos: SimulatedBus, tmp_path: Path, width: int, highest: float, said: str
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(Path(robojax.__file__).parent / "sim" / "policy", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    for side, feature in (("input_features", "observation.state"), ("output_features", "action")):
+        settings[side][feature]["shape"] = [width]
+    (folder / "config.json").write_text(json.dumps(settings))
+    joints = [f"joint_{number}" for number in range(width)] if width != 6 else list(JOINTS)
+    (folder / "robojax.json").write_text(json.dumps({"rate": 25.0, "joint_names": joints}))
+    statistics = folder / "policy_postprocessor_step_0_unnormalizer_processor.safetensors"
+    tensors = load_file(statistics)
+    tensors["action.max"][0] = highest
+    save_file(tensors, statistics)
+    async with started(transport=REAL, state=str(tmp_path / "state"), policy_roots=(str(tmp_path),)) as server:
+        program = RobotRunner(config, server.url, policy=str(folder))
+        with pytest.raises(RobotError) as refused:
+            await run(program, lambda text: None)
+        found = await asyncio.to_thread(lambda: {each.name: each for each in check_robot(program)})
+    assert said in f"{refused.value} {refused.value.then}"
+    finding = found["joints" if width != 6 else "units"]
+    assert (finding.level, said in finding.found + finding.fix) == ("fail", True)
     assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
 
@@ -193,14 +366,20 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
         "wrist_flex": "fail",
         "wrist_roll": "fail",
         "gripper": "warn",
+        "readings": "ok",
         "camera front": "ok",
         "server": "fail",
-    }
+    } | dict.fromkeys(("policy", "joints", "units", "rate"), "warn")
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "it is too hot" in found["wrist_roll"][1]
     assert before[1] == bytes(servos.servo(1).memory)
 
+    # Servos that are missing, and a calibration that is, hide nothing of the others.
     servos.line.silent |= {3, 4}
+    (tmp_path / "mine.json").unlink()
     found = look()
     assert (found["elbow_flex"][0], found["wrist_flex"][0]) == ("fail", "fail")
+    assert (found["calibration"][0], found["port"][0], found["shoulder_pan"][0]) == ("fail", "ok", "ok")
+    assert "3.0 V" in found["shoulder_lift"][1]
+    assert "camera front" in found
     assert all(servos.servo(servo).written == [] for servo in JOINTS.values())

@@ -1,0 +1,237 @@
+"""Comparison of a policy with an arm: joints, units and rate. Nothing here touches the arm or the server."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from robojax.robot.arm import GRIPPER, JOINTS, Calibration, Unit, from_steps
+from robojax.robot.arm_thread import normalize_joint_name
+
+# Largest value of a joint in -100..100 of its range; rounding takes recorded values a little beyond.
+PERCENT_LIMIT = 101.0
+SATURATED = 99.5  # a joint that stops here was cut at 100, which only a share of the range is
+RADIANS_LIMIT = 3.3  # no joint turns farther in radians
+RANGE_TOLERANCE = 1.1  # share of the calibrated range that the demonstrations may reach
+SLACK = 0.95  # share of a rate that counts as this rate
+STATISTICS = "look at min and max in the dataset's meta/stats.json: a joint beyond 100 or -100 means degrees"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        level: ok, warn or fail.
+        fix: what to do; "" when nothing.
+    """
+
+    name: str
+    level: str
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class PolicyFit:
+    """Answer of POST /policies/check: what a policy needs, and whether the server would take it.
+
+    Attributes:
+        joint_names: names of the actions in order, by the server or else by the checkpoint; None when neither has them.
+        is_named: whether the checkpoint names its joints.
+        action_range: lowest and highest values of the actions in training, in the order of the actions; None where the
+            checkpoint has no such statistics.
+        trained_rate: actions per second that the checkpoint says; None when it does not.
+        rate: actions per second of a session.
+    """
+
+    fits: bool
+    misfits: tuple[str, ...]
+    policy_type: str
+    camera_names: tuple[str, ...]
+    width: int
+    controls_joints: bool
+    joint_names: tuple[str, ...] | None
+    is_named: bool
+    action_range: tuple[Sequence[float], Sequence[float]] | None
+    trained_rate: float | None
+    rate: float | None
+
+
+def read_policy_fit(answer: Mapping[str, Any]) -> PolicyFit:
+    """Parse the answer of POST /policies/check."""
+    needs = answer["requirements"]
+    names, own = answer.get("joint_names"), needs.get("joint_names")
+    ranges = needs.get("action_range")
+    return PolicyFit(
+        fits=answer["fits"],
+        misfits=tuple(answer["misfits"]),
+        policy_type=answer["policy_type"],
+        camera_names=tuple(answer["camera_names"]),
+        width=needs["action"],
+        controls_joints=needs.get("controls_joints", True),
+        joint_names=tuple(names or own) if names or own else None,
+        is_named=bool(own),
+        action_range=None if ranges is None else (ranges[0], ranges[1]),
+        trained_rate=needs.get("rate"),
+        rate=answer.get("rate") or needs.get("rate"),
+    )
+
+
+def suggest_cameras(fit: PolicyFit) -> str:
+    """Return what to do about a policy that the server does not take."""
+    return (
+        f"its cameras are {', '.join(fit.camera_names) or 'none'}: name them so in --robot.cameras, or give "
+        "--rename POLICYS_NAME=YOURS"
+        if any("camera" in text for text in fit.misfits)
+        else "robojax check POLICY says what it needs"
+    )
+
+
+def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
+    """Compare the joints that the policy's actions are for with the arm's.
+
+    Args:
+        given: names by ``--policy.joint_names``.
+    """
+    arm, names = ", ".join(JOINTS), fit.joint_names or given
+    give = f"give their names in the order of the dataset's action: --policy.joint_names={','.join(JOINTS)}"
+    other = "use a policy that was trained on an arm like this one"
+    if not fit.controls_joints:
+        return Finding("joints", "fail", "the policy's actions are not targets of joints", other)
+    if fit.width != len(JOINTS):
+        named = f" ({', '.join(names)})" if names else ""
+        text = f"the policy moves {fit.width} joints{named}, this arm has {len(JOINTS)}: {arm}"
+        return Finding("joints", "fail", text, other)
+    refused = [text for text in fit.misfits if "joint" in text]
+    if names is None and refused:
+        return Finding("joints", "fail", f"the checkpoint does not name its joints: {'; '.join(refused)}", give)
+    if names is None:
+        return Finding("joints", "warn", "the checkpoint does not name its joints", give)
+    if unknown := compare_joint_names(names):
+        return Finding("joints", "fail", unknown, other if fit.is_named else give)
+    order = ", ".join(map(normalize_joint_name, names))
+    if not fit.is_named and given is None:
+        text = f"the checkpoint does not name its joints; the server takes them in the order {order}"
+        return Finding("joints", "warn", text, f"if that is not the order of the dataset, {give}")
+    return Finding("joints", "ok", order)
+
+
+def compare_joint_names(names: Sequence[str]) -> str | None:
+    """Return how names of a policy's joints differ from the arm's; None when they are the same in any order."""
+    found = [normalize_joint_name(name) for name in names]
+    if sorted(found) == sorted(JOINTS):
+        return None
+    return f"the policy moves {', '.join(names)}; this arm has {', '.join(JOINTS)}"
+
+
+def compare_units(fit: PolicyFit, use_degrees: bool | None, calibration: Calibration | None) -> Finding:
+    """Compare the unit of the arm with the values that the policy was trained on.
+
+    Args:
+        use_degrees: None when the user did not say.
+        calibration: of the arm; None when it could not be read.
+    """
+    trained = _trained_ranges(fit)
+    if trained is None:
+        text = "the checkpoint has no ranges of its joints, so their unit cannot be compared"
+        if use_degrees is None:
+            return Finding("units", "fail", f"--robot.use_degrees is missing; {text}", STATISTICS)
+        return Finding("units", "warn", f"{_describe(use_degrees)}; {text}", STATISTICS)
+    farthest = {name: max(ends, key=abs) for name, ends in trained.items()}
+    name = max((name for name in farthest if name != GRIPPER), key=lambda name: abs(farthest[name]))
+    reach = f"{name} reaches {farthest[name]:.4g} in training"
+    if all(abs(value) <= RADIANS_LIMIT for value in farthest.values()):
+        text = f"no joint goes beyond {RADIANS_LIMIT:g} in training ({reach}): these are radians"
+        return Finding("units", "fail", text, "use a policy that was trained in degrees or in -100..100 of the range")
+    is_degrees = abs(farthest[name]) > PERCENT_LIMIT
+    if use_degrees is None:
+        advice = f"give --robot.use_degrees={'true' if is_degrees else 'true or false'}, as the demonstrations were "
+        return Finding("units", "fail", f"--robot.use_degrees is missing; {reach}", f"{advice}recorded. {STATISTICS}")
+    if is_degrees and not use_degrees:
+        text = f"{reach}, which is not -100..100 of its range but degrees"
+        return Finding("units", "fail", text, "give --robot.use_degrees=true")
+    if use_degrees and is_degrees:
+        text = f"degrees; {reach}, and the server cuts targets at 100 and -100"
+        return Finding("units", "warn", text, "the policy moves this arm only within 100 degrees of the middle")
+    if use_degrees and abs(farthest[name]) >= SATURATED:
+        text = f"degrees; but {reach}, where -100..100 of a range ends"
+        return Finding("units", "warn", text, f"{STATISTICS}; else give --robot.use_degrees=false")
+    if use_degrees and (beyond := _find_beyond_range(trained, calibration)):
+        text = f"degrees; in training {beyond} of this arm's calibration"
+        return Finding("units", "warn", text, "the demonstrations' arm was calibrated otherwise; use its calibration")
+    return Finding("units", "ok", f"{_describe(use_degrees)}; {reach}")
+
+
+def compare_rates(
+    fit: PolicyFit,
+    fps: float,
+    *,
+    readings: float | None,
+    cameras: Mapping[str, float],
+    command_timeout: float,
+) -> Finding:
+    """Compare the rate of the policy's actions with how often the arm is observed and how long it waits for a command.
+
+    Args:
+        fps: observations per second, ``--fps``.
+        readings: measured readings of all servos per second; None when they could not be read.
+        cameras: camera name to its pictures per second.
+        command_timeout: seconds without a command after which the arm is held.
+    """
+    rate = fit.rate
+    measured = "" if readings is None else f", the servos can be read {readings:.0f} times"
+    if rate is None:
+        return Finding("rate", "warn", "the policy's rate is not known: it does not fit", "see the lines above")
+    text = f"the policy acts {rate:g} times a second, the arm is observed {fps:g} times (--fps){measured}"
+    slow = [f"{name} ({pictures:g})" for name, pictures in cameras.items() if pictures < SLACK * rate]
+    if readings is not None and readings < SLACK * rate:
+        return Finding("rate", "fail", text, "look at the USB port and its latency timer, or use a slower policy")
+    if fps < SLACK * rate:
+        return Finding("rate", "fail", text, f"give --fps={rate:g}")
+    if command_timeout < 2 / rate:
+        text = f"the policy acts {rate:g} times a second; {command_timeout * 1e3:g} ms without a command hold the arm"
+        return Finding("rate", "fail", text, f"give --watchdog-ms={2e3 / rate:.0f} or more")
+    if readings is not None and readings < SLACK * fps:
+        return Finding("rate", "warn", text, f"give --fps={rate:g}")
+    if slow:
+        text = f"the policy acts {rate:g} times a second; cameras are slower: {', '.join(slow)}"
+        return Finding("rate", "warn", text, "give the fps that the demonstrations were recorded with")
+    if fit.trained_rate is None:
+        text = f"{text}; the checkpoint does not say its rate"
+        fix = f"if the dataset's fps is not {rate:g}, write {{\"rate\": FPS}} into the policy's robojax.json"
+        return Finding("rate", "warn", text, fix)
+    return Finding("rate", "ok", text)
+
+
+def compare_policy(
+    fit: PolicyFit, given: Sequence[str] | None, use_degrees: bool | None, calibration: Calibration | None
+) -> Iterator[Finding]:
+    """Compare what would move the arm wrongly: joints and units."""
+    yield compare_joints(fit, given)
+    yield compare_units(fit, use_degrees, calibration)
+
+
+def _trained_ranges(fit: PolicyFit) -> dict[str, tuple[float, float]] | None:
+    """Joint of the arm to its lowest and highest value in training; None where they are not known."""
+    if fit.action_range is None or fit.width != len(JOINTS):
+        return None
+    names = [normalize_joint_name(name) for name in fit.joint_names or JOINTS]
+    if sorted(names) != sorted(JOINTS):
+        return None
+    return dict(zip(names, zip(*fit.action_range, strict=True), strict=True))
+
+
+def _find_beyond_range(trained: Mapping[str, tuple[float, float]], calibration: Calibration | None) -> str:
+    """Text about the first joint that goes beyond its calibrated range, in degrees; "" when there is none."""
+    for name, ends in trained.items():
+        if name == GRIPPER or calibration is None:
+            continue
+        end = from_steps(calibration[name].range_max, calibration[name], Unit.DEGREES)
+        reached = max(ends, key=abs)
+        if abs(reached) > RANGE_TOLERANCE * end:
+            return f"{name} reaches {reached:.4g}, beyond the {end:.4g} degrees"
+    return ""
+
+
+def _describe(use_degrees: bool) -> str:
+    return "degrees" if use_degrees else "-100..100 of the range"
