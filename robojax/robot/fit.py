@@ -102,18 +102,12 @@ def compare_joints(fit: PolicyFit, given: Sequence[str] | None) -> Finding:
         named = f" ({', '.join(names)})" if names else ""
         text = f"the policy moves {fit.width} joints{named}, this arm has {len(JOINTS)}: {arm}"
         return Finding("joints", "fail", text, other)
-    refused = [text for text in fit.misfits if "joint" in text]
-    if names is None and refused:
-        return Finding("joints", "fail", f"the checkpoint does not name its joints: {'; '.join(refused)}", give)
     if names is None:
-        return Finding("joints", "warn", "the checkpoint does not name its joints", give)
+        refused = [text for text in fit.misfits if "joint" in text]
+        return Finding("joints", "fail", "; ".join(refused) or "the checkpoint does not name its joints", give)
     if unknown := compare_joint_names(names):
         return Finding("joints", "fail", unknown, other if fit.is_named else give)
-    order = ", ".join(map(normalize_joint_name, names))
-    if not fit.is_named and given is None:
-        text = f"the checkpoint does not name its joints; the server takes them in the order {order}"
-        return Finding("joints", "warn", text, f"if that is not the order of the dataset, {give}")
-    return Finding("joints", "ok", order)
+    return Finding("joints", "ok", ", ".join(map(normalize_joint_name, names)))
 
 
 def compare_joint_names(names: Sequence[str]) -> str | None:

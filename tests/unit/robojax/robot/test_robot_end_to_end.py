@@ -145,7 +145,7 @@ async def test_a_policy_without_joint_names_needs_them_from_the_person(
             await run(program, told.append)
         assert error.value.then.endswith(f"--policy.joint_names={','.join(JOINTS)}")
         found = await asyncio.to_thread(lambda: list(check_robot(program)))
-        assert [(each.level, each.fix) for each in found if each.name == "policy"] == [("fail", error.value.then)]
+        assert [(each.level, each.fix) for each in found if each.name == "joints"] == [("fail", error.value.then)]
         assert load.loads == []
         assert all(servos.servo(servo)[bus.TORQUE_ENABLE] == 0 for servo in JOINTS.values())
 
