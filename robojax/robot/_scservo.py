@@ -15,11 +15,15 @@ WAIT = 0.002
 class SerialPort(PortHandler):
     """scservo_sdk's ``PortHandler``, blocking with timeouts instead of spinning.
 
-    A servo is silent for as long as reads waited for it in vain: while this process stands still nobody reads, and what
-    came meanwhile lies there. Nor does it count when somebody sets the wall clock, which the package goes by.
+    Only the time that reads wait counts towards a timeout: an answer that arrived while this process was suspended is
+    still in the buffer, and a change of the wall clock, which the package uses, has no effect.
+
+    Attributes:
+        packet_timeout: milliseconds that an answer may take beyond its bytes; None for ``PACKET_TIMEOUT``.
     """
 
-    _left = 0.0  # milliseconds of reads that may still wait in vain
+    packet_timeout: float | None = None
+    _left = 0.0  # milliseconds that reads may still wait
 
     def setupPort(self, cflag_baud: int) -> bool:
         """Open the port."""
@@ -43,7 +47,8 @@ class SerialPort(PortHandler):
 
     def setPacketTimeout(self, packet_length: int) -> None:
         """Set the deadline of an answer of this many bytes."""
-        self._left = self.tx_time_per_byte * (packet_length + 3) + PACKET_TIMEOUT
+        timeout = PACKET_TIMEOUT if self.packet_timeout is None else self.packet_timeout
+        self._left = self.tx_time_per_byte * (packet_length + 3) + timeout
 
     def isPacketTimeout(self) -> bool:
         """Whether the deadline of the answer has passed."""

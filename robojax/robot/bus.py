@@ -103,8 +103,11 @@ class Bus:
         BusLost: the port is gone, or a servo did not answer.
     """
 
-    def __init__(self, port: str):
-        """Opens the port.
+    def __init__(self, port: str, packet_timeout: float | None = None):
+        """Open the port.
+
+        Args:
+            packet_timeout: milliseconds that a servo's answer may take; None for the time that real servos need.
 
         Raises:
             RobotError: the package is not installed, or the port cannot be opened.
@@ -122,6 +125,7 @@ class Bus:
         self._write = scservo_sdk.GroupSyncWrite
         self._packets = scservo_sdk.PacketHandler(0)
         self._handler: Any = SerialPort(port)
+        self._handler.packet_timeout = packet_timeout
         try:
             self._handler.openPort()
         except (serial.SerialException, OSError, ValueError) as error:

@@ -193,6 +193,8 @@ def _yaml(name: str, text: str, example: str) -> Any:
 
 # Calibrated range of the simulated arm: two thirds of a turn.
 LOW, HIGH = 700, 3395
+# Milliseconds. Simulated servos are a thread of this machine, which may be too busy to answer as fast as real servos.
+SIMULATED_PACKET_TIMEOUT = 1000.0
 
 
 def load_calibration(config: RobotConfig) -> Calibration:
@@ -223,7 +225,7 @@ def open_bus(config: RobotConfig, servos: Mapping[int, Servo] | None = None) -> 
     servos = {servo: Servo() for servo in JOINTS.values()} if servos is None else servos
     for servo in servos.values():
         servo[HOMING_OFFSET], servo[MIN_POSITION], servo[MAX_POSITION] = 0, LOW, HIGH
-    with SimulatedBus(servos) as simulated, Bus(simulated.port) as bus:
+    with SimulatedBus(servos) as simulated, Bus(simulated.port, SIMULATED_PACKET_TIMEOUT) as bus:
         yield bus
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import robojax.sim  # noqa: F401 - it chooses how MuJoCo renders, before MuJoCo is imported
 from robojax.client import AsyncClient
-from robojax.robot import _scservo, bus
+from robojax.robot import bus
 from robojax.robot.arm import JOINTS, Arm, Unit, from_steps, to_steps
 from robojax.robot.arm_thread import Follower, normalize_joint_name
 from robojax.robot.cameras import Camera, CameraConfig
@@ -74,8 +74,7 @@ def test_the_demos_cube_is_lifted_through_the_bus(arm: Arm, servos: SimulatedBus
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> ServoArm:
-    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 1000.0)
+def scene() -> ServoArm:
     return ServoArm(RobotConfig("simulated", cameras={"front": FRONT}))
 
 
