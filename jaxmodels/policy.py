@@ -129,7 +129,6 @@ def build_requirements(description: lerobot_folder.Description) -> Requirements:
         controls_joints=config.controls_joints,
         is_positional=getattr(config, "openpi", None) is not None,
         metadata=config.client_metadata,
-        prompt_reads_state=config.prompt_length is not None and config.prompt_reads_state,
     )
 
 
@@ -139,6 +138,8 @@ Value = TypeVar("Value")
 # Texts, and batches of them, that are kept; those that were longest unused go first. A long CLIP text is 0.2 MB.
 MAX_CACHED_TEXTS = 64
 MAX_CACHED_BATCHES = 32
+# A prompt that has room for fewer tokens of an instruction is cut as LeRobot cuts it.
+MIN_TASK_TOKENS = 8
 
 
 def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
@@ -242,8 +243,10 @@ class Prompts:
             contains it.
         state: normalization of the state.
         tokenizer: content of the policy's ``tokenizer.json``.
-        prompt_cut: one of `PROMPT_CUTS`, for instructions that do not choose one themselves. Only prompts that contain
-            the state can be cut in two ways.
+        prompt_cut: one of `PROMPT_CUTS`, for instructions that do not choose one themselves.
+
+    Attributes:
+        cuts: see `Requirements.prompt_cuts`.
     """
 
     def __init__(self, config: Any, state: Affine | None, tokenizer: bytes, prompt_cut: str = CUT_TASK):
@@ -255,6 +258,13 @@ class Prompts:
         self._short: OrderedDict[str, str] = OrderedDict()
         self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._lock = threading.Lock()
+        self.cuts = self._list_cuts()
+
+    def _list_cuts(self) -> tuple[str, ...]:
+        if self._state is None:
+            return ()
+        _, _, length = self._tokenizer(self._config.format_prompt("", np.zeros(self._config.state.shape, np.float32)))
+        return PROMPT_CUTS if length + MIN_TASK_TOKENS <= self._config.prompt_length else (CUT_AS_LEROBOT,)
 
     def __call__(
         self, texts: Sequence[str], state: np.ndarray | None, cuts: Sequence[str | None] | None = None
@@ -270,7 +280,7 @@ class Prompts:
             tokens (b, n) and their mask.
 
         Raises:
-            ObservationError: the states leave no room for an instruction.
+            ObservationError: not even the beginning of an instruction fits.
         """
         states: list[Any] = [None] * len(texts)
         if self._state is not None and state is not None:
@@ -285,7 +295,7 @@ class Prompts:
         """Count the tokens of an instruction's prompt that are left out, for a normalised state of `width` zeros.
 
         Raises:
-            ObservationError: the state leaves no room for an instruction.
+            ObservationError: not even the beginning of the instruction fits.
         """
         state = None if self._state is None else np.zeros(width or 0, np.float32)
         return self._tokenize(text, state, cut or self._prompt_cut)[2]
@@ -300,7 +310,7 @@ class Prompts:
             if key not in self._prompts:
                 ids, mask, length = self._tokenizer(prompt)
                 kept = min(length, len(ids))
-                if kept < length and self._state is not None and cut == CUT_TASK:
+                if kept < length and cut == CUT_TASK and cut in self.cuts:
                     ids, mask, kept = self._tokenizer(self._config.format_prompt(self._shorten(text, state), state))
                 _put_newest(self._prompts, key, (ids, mask, length - kept), MAX_CACHED_TEXTS)
             ids, mask, left_out = self._prompts[key]
@@ -311,12 +321,12 @@ class Prompts:
             return ids, mask, left_out
 
     def _log_cut(self, left_out: int, length: int, cut: str) -> None:
-        if self._state is None:
+        if not self.cuts:
             logger.warning(
                 "an instruction has %d tokens and the policy reads %d; its end is cut off", length + left_out, length
             )
         else:
-            logger.warning("%s", describe_cut(left_out, reads_state=True, prompt_cut=cut))
+            logger.warning("%s", describe_cut(left_out, cuts=self.cuts, prompt_cut=cut))
 
     def _shorten(self, text: str, state: Any) -> str:
         """Return the beginning of an instruction that fits into the prompt together with a state.
@@ -340,12 +350,7 @@ class Prompts:
             count = bisect_left(ends, True, key=lambda end: not self._fits(text[:end], state))
             if count and text[: ends[count - 1]].strip():
                 return text[: ends[count - 1]]
-        _, _, length = self._tokenizer(self._config.format_prompt("", state))
-        raise ObservationError(
-            f"the prompt has room for {self._config.prompt_length} tokens, and the state takes {length} with the words "
-            f"around it: no room is left for {TASK}. With {PROMPT_CUT} {CUT_AS_LEROBOT!r} the end of the state is cut "
-            "off, as LeRobot does"
-        )
+        raise ObservationError(f"{TASK} {text[:40]!r} does not fit into the prompt with the state; use other words")
 
     def _fits(self, text: str, state: Any) -> bool:
         ids, _, length = self._tokenizer(self._config.format_prompt(text, state))
@@ -418,6 +423,7 @@ class Policy:
             needs,
             action_range=outputs.get_range(config.action),
             state_statistics=None if state is None else inputs.get_statistics(state),
+            prompt_cuts=() if self._prompts is None else self._prompts.cuts,
         )
         self._reader = observations.Reader(checkpoint)
         self._timings: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """Features, observations and requirements of policies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -110,7 +110,8 @@ class Requirements:
         state_statistics: statistics of ``observation.state`` in the training data, as far as the checkpoint has them:
             ``mean``, ``std``, ``min``, ``max``, ``q01``, ``q99``, one number per joint each, in the robot's units. None
             without a pair of them. Policies may differ in it, too.
-        prompt_reads_state: whether the policy reads the state in its prompt, behind the instruction, as pi0.5 does.
+        prompt_cuts: those of `PROMPT_CUTS` that a loaded policy can apply to an instruction that is too long. None for
+            a prompt without the state; only LeRobot's where the state leaves no room for an instruction.
     """
 
     policy_type: str
@@ -131,7 +132,7 @@ class Requirements:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     action_range: tuple[tuple[float, ...], tuple[float, ...]] | None = field(default=None, compare=False)
     state_statistics: Mapping[str, tuple[float, ...]] | None = field(default=None, compare=False)
-    prompt_reads_state: bool = False
+    prompt_cuts: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.state not in (None, self.action):
@@ -147,27 +148,29 @@ class StageTime:
     count: int
 
 
-def describe_cut(tokens: int, *, reads_state: bool, prompt_cut: str) -> str | None:
+def describe_cut(tokens: int, *, cuts: Sequence[str], prompt_cut: str) -> str | None:
     """Return the warning about an instruction that is too long for a policy's prompt; None when it fits.
 
     Args:
         tokens: how many tokens of the prompt the policy does not read.
-        reads_state: `Requirements.prompt_reads_state`.
-        prompt_cut: one of `PROMPT_CUTS`.
+        cuts: `Requirements.prompt_cuts`.
+        prompt_cut: the chosen one of `PROMPT_CUTS`.
     """
     if tokens <= 0:
         return None
-    if not reads_state:
+    if not cuts:
         return f"the instruction is too long for the policy: the last {tokens} tokens are cut off; shorten it"
+    lost = f"the last {tokens} tokens of the prompt are cut off, and with them joints that the policy does not see"
+    if CUT_TASK not in cuts:
+        return f"the joints leave no room for an instruction in the policy's prompt: {lost}, as in LeRobot"
     if prompt_cut == CUT_TASK:
         return (
             f"the instruction is too long for the policy: its last {tokens} tokens are left out, so that the prompt "
             "has room for the joints; shorten it"
         )
     return (
-        f"the instruction is too long for the policy: the last {tokens} tokens of the prompt are cut off, and with "
-        f"them joints that the policy does not see (prompt_cut is {CUT_AS_LEROBOT!r}); shorten it, or set prompt_cut "
-        f"to {CUT_TASK!r}"
+        f"the instruction is too long for the policy: {lost} (prompt_cut is {prompt_cut!r}); shorten it, or set "
+        f"prompt_cut to {CUT_TASK!r}"
     )
 
 

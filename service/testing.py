@@ -278,7 +278,7 @@ class ScriptedPolicy:
         wanted = {f"observation.images.{camera}" for camera in self.requirements.cameras}
         wanted |= {"observation.state"} if self.requirements.state is not None else set()
         wanted |= {TASK} if self.requirements.language else set()
-        wanted |= {PROMPT_CUT} & set(observation) if self.requirements.prompt_reads_state else set()
+        wanted |= {PROMPT_CUT} & set(observation) if self.requirements.prompt_cuts else set()
         if self.requirements.takes_prefix and PREFIX_ACTIONS in observation:
             wanted |= {PREFIX_ACTIONS, PREFIX_DELAY, PREFIX_LENGTH}
         if wanted != set(observation):

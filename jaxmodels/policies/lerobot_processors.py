@@ -370,9 +370,10 @@ def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is
         return f"{where}: has two steps {kind}; wanted one"
     if is_late and name == "rename_observations_processor":
         return f"{where}: step {name} comes after {kind}; wanted it before"
+    known = ", ".join((kind, "rename_observations_processor", *MOVING, *sorted(OF_TYPES)))
     return (
-        f"{where}: step {shorten_value(name)} is not known here, and without it the numbers may be wrong; known steps "
-        f"are {', '.join((kind, 'rename_observations_processor', *MOVING, *sorted(OF_TYPES)))}"
+        f"{where}: step {name!r} with {sorted(step.get('config', {}))} is not known here, and without it the numbers "
+        f"may be wrong; known steps are {known}"
     )
 
 

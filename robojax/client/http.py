@@ -153,6 +153,8 @@ SESSION_FIELDS = (
     "degrade",
     "record",
     "rename",
+    "prompt_cut",
+    "accept_units",
 )
 
 

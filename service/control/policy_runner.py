@@ -145,8 +145,8 @@ class PolicyRunner:
 
     def describe_cut(self) -> str | None:
         """Return the warning about an instruction that is too long for the policy's prompt; None when it fits."""
-        reads_state = self.loaded.requirements.prompt_reads_state
-        return describe_cut(self.tokens_cut, reads_state=reads_state, prompt_cut=self.prompt_cut)
+        cuts = self.loaded.requirements.prompt_cuts
+        return describe_cut(self.tokens_cut, cuts=cuts, prompt_cut=self.prompt_cut)
 
     # Other policies.
 

@@ -339,7 +339,7 @@ def unread_features(requirements: Requirements) -> frozenset[str]:
     is_unread = {
         STATE: requirements.state is None,
         TASK: not requirements.language,
-        PROMPT_CUT: not requirements.prompt_reads_state,
+        PROMPT_CUT: not requirements.prompt_cuts,
     }
     return frozenset(name for name, unread in is_unread.items() if unread)
 

@@ -291,7 +291,7 @@ def move_joints(policy: jaxmodels.Policy, seen: dict[str, Any], noise: np.ndarra
 def test_a_long_task_is_shortened_and_the_joints_stay(policies, golden_folder, caplog) -> None:
     policy, (seen, noise) = policies(PI05), recorded(golden_folder(PI05))
     members = len(seen["observation.state"])
-    assert policy.requirements.prompt_reads_state
+    assert policy.requirements.prompt_cuts == ("task", "lerobot")
     assert move_joints(policy, seen, noise, task=[LONG] * members) > 0.1
     assert move_joints(policy, seen, noise, task=[LONG] * members, prompt_cut=["lerobot"] * members) == 0
     texts = [record.getMessage() for record in caplog.records]
@@ -315,7 +315,7 @@ def test_a_task_that_fits_is_the_same_for_both_cuts(policies, golden_folder, cap
 def test_prompts_of_the_task_alone_are_cut_at_the_end(policies, golden_folder) -> None:
     policy, (seen, noise) = policies(SMOLVLA), recorded(golden_folder(SMOLVLA))
     seen = {**seen, "task": [LONG] * len(seen["observation.state"])}
-    assert not policy.requirements.prompt_reads_state
+    assert policy.requirements.prompt_cuts == ()
     assert policy.prepare_task(LONG) == policy.prepare_task(LONG, "lerobot") > 0
     cut = policy.act({**seen, "prompt_cut": ["lerobot"] * len(seen["observation.state"])}, noise=noise)
     np.testing.assert_array_equal(policy.act(seen, noise=noise), cut)
@@ -361,13 +361,15 @@ def test_a_shortened_task_ends_with_a_word(policies, text: str, whole: bool) -> 
     np.testing.assert_array_equal(prompts._tokenize(text, state, "task")[0], used[0])
 
 
-def test_a_state_that_fills_the_prompt_is_refused(policies, golden_folder) -> None:
+def test_a_state_that_fills_the_prompt_is_cut_and_said(policies, caplog) -> None:
     checkpoint = policies(PI05).checkpoint
     config = replace(checkpoint.config, tokenizer_max_length=24)
-    prompts = Prompts(config, Affine(*np.zeros((3, 6), np.float32)), checkpoint.tokenizer)
-    with pytest.raises(ObservationError, match=r"room for 24 tokens, and the state takes .*no room is left for task"):
-        prompts.count_cut("pick", 6)
-    assert prompts.count_cut("pick", 6, "lerobot") > 0
+    prompts = Prompts(config, Affine(np.zeros(6), np.ones(6), np.zeros(6)), checkpoint.tokenizer)
+    assert prompts.cuts == ("lerobot",)
+    assert prompts.count_cut("pick", 6) == prompts.count_cut("pick", 6, "lerobot") > 0
+    prompts(["pick"], np.zeros((1, 6), np.float32))
+    assert "the joints leave no room for an instruction" in caplog.text
+    assert "joints that the policy does not see, as in LeRobot" in caplog.text
 
 
 @pytest.mark.parametrize("name", [SMOLVLA, PI05, RELATIVE])

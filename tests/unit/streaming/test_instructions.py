@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from jaxmodels.types import PROMPT_CUTS
 from robojax.cli import sessions
 from robojax.client import AsyncClient
 from service.streaming import codec
@@ -50,7 +51,7 @@ async def stats_of(server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cut", CUTS)
 async def test_a_long_instruction_is_reported_in_answers_and_the_status(serve, cut: str):
-    policy = ScriptedPolicy(replace(READS, prompt_reads_state=True))
+    policy = ScriptedPolicy(replace(READS, prompt_cuts=PROMPT_CUTS))
     async with serve(policy=policy) as server:
         await server.create(language_instruction=LONG, **({} if cut == "task" else {"prompt_cut": cut}))
         assert CUTS[cut] in (await stats_of(server))["warnings"]["instruction_cut"]

@@ -31,7 +31,6 @@ def answer(names: Any = WIRE, **more: Any) -> dict[str, Any]:
         (answer(None, width=7), None, "fail", "moves 7 joints"),
         (answer(ALOHA[:6]), None, "fail", "the policy moves left_0"),
         (answer(controls_joints=False), None, "fail", "not targets of joints"),
-        (answer(None) | {"joint_names": WIRE}, None, "warn", "does not name its joints"),
         (answer(None, fits=False, misfits=["joint_names is missing"]), None, "fail", "joint_names is missing"),
         (answer(None), list(JOINTS), "ok", "shoulder_pan"),
         (answer(None), ALOHA[:6], "fail", "the policy moves left_0"),
