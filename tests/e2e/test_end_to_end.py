@@ -164,7 +164,7 @@ class Rig:
 
 @pytest.fixture
 async def rig(policy: Path, pauses: Pauses) -> AsyncIterator[Rig]:
-    app = create_app(Settings())
+    app = create_app(Settings.from_values(frozen="warn"))  # its robot stays at one pose, whatever is commanded
     async with (
         serve_app(app, listen("127.0.0.1", 0)) as url,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http,

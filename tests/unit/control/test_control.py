@@ -27,7 +27,6 @@ from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}
-# The world's joints stay where they are, whatever is commanded.
 SAFETY = SafetySettings(frozen="warn")
 PACE = ControlConfig(rate=20, action_rate=20, action_steps=20, chunk=20, width=6, safety=SAFETY)
 
@@ -61,7 +60,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.buffer = ObservationBuffer(["front"], JointTable(SO100))
-        self.control = Controller(self.buffer, self.pace)
+        # The world's joints stay where they are, whatever is commanded.
+        safety = self.pace.safety.model_copy(update={"frozen": "warn"})
+        self.control = Controller(self.buffer, replace(self.pace, safety=safety))
         self.buffer.put_joints(POSE, self.now)
 
     def do(self, step: TickResult) -> None:

@@ -178,9 +178,9 @@ async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
         await rig.sessions.start("s")
         await until(lambda: len(rig.link.sent) > len(held))
         await until(lambda: rig.stats["hold_code"] == "joints_frozen")
-        held = len(rig.link.sent)
+        count = len(rig.link.sent)
         rig.pose = POSE | {"Elbow": 20.0}
-        await until(lambda: len(rig.link.sent) > held + 5)
+        await until(lambda: len(rig.link.sent) > count + 5)
         assert session.stage is Stage.RUNNING
 
 
@@ -198,15 +198,14 @@ async def test_joints_without_reason_to_move_or_that_move_do_not_freeze(rigged, 
 
 STATISTICS = {"min": (-40.0,) * 6, "max": (40.0,) * 6}
 # Joints whose range is unknown.
-LEARNED = replace(
-    SO100_REQUIREMENTS, joint_names=tuple(f"joint_{number}" for number in range(6)), state_statistics=STATISTICS
-)
+LEARNED_NAMES = tuple(f"joint_{number}" for number in range(6))
+LEARNED = replace(SO100_REQUIREMENTS, joint_names=LEARNED_NAMES, state_statistics=STATISTICS)
 
 
 async def test_a_robot_in_servo_ticks_gets_no_command_until_its_unit_is_the_policys(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         rig.policy = ScriptedPolicy(LEARNED)
-        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
         session = await rig.sessions.create(rig.new)
         rig.robot()
         await until(lambda: "joints_units" in rig.stats["warnings"])
@@ -217,9 +216,9 @@ async def test_a_robot_in_servo_ticks_gets_no_command_until_its_unit_is_the_poli
         text = rig.stats["hold"]
         assert "joint 'joint_0' is at 2048, the checkpoint's statistics are min -40, max 40" in text
         assert rig.stats["watch"]["units"] == "checked"
-        rig.pose = dict.fromkeys(LEARNED.joint_names, 10.0)
+        rig.pose = dict.fromkeys(LEARNED_NAMES, 10.0)
         await until(lambda: len(rig.link.sent) > 5)
-        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
         await until(lambda: rig.stats["hold_code"] == "joints_units")
         await rig.sessions.emergency_stop("a hand", "s")
         values = [value for one in rig.link.sent for value in one.values.values()]
@@ -231,7 +230,7 @@ async def test_a_robot_in_servo_ticks_gets_no_command_until_its_unit_is_the_poli
 async def test_a_session_that_accepts_its_units_moves(rigged, is_patched: bool) -> None:
     async with rigged(**LENIENT) as rig:
         rig.policy = ScriptedPolicy(LEARNED)
-        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
         session = await rig.sessions.create(replace(rig.new, accept_units=not is_patched))
         rig.robot()
         await rig.sessions.start("s")
@@ -247,7 +246,7 @@ async def test_a_session_that_accepts_its_units_moves(rigged, is_patched: bool) 
 async def test_another_policy_brings_its_own_statistics(rigged) -> None:
     async with rigged(**LENIENT) as rig:
         rig.policy = ScriptedPolicy(replace(LEARNED, state_statistics=None))
-        rig.pose = dict.fromkeys(LEARNED.joint_names, 2048.0)
+        rig.pose = dict.fromkeys(LEARNED_NAMES, 2048.0)
         session = await rig.running()
         assert rig.stats["watch"]["units"].startswith("not checked: the checkpoint has no statistics")
         rig.policies["policy"] = ScriptedPolicy(LEARNED, commit="next")

@@ -184,6 +184,8 @@ def test_a_checkpoint_of_openpi_acts_as_openpis_transforms_say(name: str, tmp_pa
     policy, said = jaxmodels.load_policy(tmp_path), CONFIGS[name]
     config: Any = policy.checkpoint.config
     needs = policy.requirements
+    # Statistics of ALOHA's joints are those of mapped joints, which no robot reports.
+    assert (needs.state_statistics is None) is ("aloha" in name)
     assert (needs.policy_type, needs.state, needs.action, needs.chunk) == (said.model, width, actions, 4)
     assert needs.controls_joints == ("libero" not in name)
     random = np.random.default_rng(3)

@@ -463,7 +463,9 @@ async def test_no_client_gets_actions_for_a_state_in_another_unit(serve):
 
 
 async def test_a_client_whose_units_are_accepted_gets_actions(serve):
-    async with serve(policy=ScriptedPolicy(LEARNED)) as server:
+    # Joints without a range, in which the guard would refuse ticks.
+    names = tuple(f"joint_{number}" for number in range(6))
+    async with serve(policy=ScriptedPolicy(replace(LEARNED, joint_names=names))) as server:
         await server.create(accept_units=True)
         assert (await server.act(server.seen(state=TICKS)))[0] == 200
         status, answer = await server.call("PATCH", "/sessions/arm", json={"accept_units": False})

@@ -32,6 +32,8 @@ def test_check_tells_what_a_policy_needs_and_whether_it_fits(robojax, tmp_path):
     assert (jaw["low"], jaw["high"], jaw["step"], jaw["origin"]) == (0, 100, 8, "so101.toml, joint table")
     assert found["unmatched"] == ["sholder_pan"], "a name that is spelled wrongly limits nothing, and is told"
     assert found["requirements"]["action_range"][1][5] == pytest.approx(63.6, abs=0.1)
+    statistics = found["requirements"]["state_statistics"]
+    assert (statistics["mean"][3], statistics["std"][3]) == pytest.approx((78.1, 11.7), abs=0.1)
 
 
 def test_check_says_that_sessions_need_joint_names(call, tmp_path):
