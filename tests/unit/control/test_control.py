@@ -180,7 +180,9 @@ REST = {
 @pytest.mark.parametrize("latency", [0.01, 0.7])
 @pytest.mark.parametrize("on_hold", ["hold", "ramp"])
 def test_the_first_command_after_a_rest_is_action_0(rest: str, latency: float, on_hold: Any) -> None:
-    pace = replace(PACE, safety=SafetySettings(on_hold=on_hold), control=ControlSettings(failures_allowed=9))
+    pace = replace(
+        PACE, safety=SafetySettings(on_hold=on_hold, frozen="warn"), control=ControlSettings(failures_allowed=9)
+    )
     world = World(latency=latency, pace=pace).begin().run(2.0)
     assert len(world.sent) > 20
     REST[rest](world)

@@ -355,7 +355,6 @@ def test_normalisation_in_both_places_is_refused(folder: Path) -> None:
         lerobot_folder.read_checkpoint(folder)
 
 
-<<<<<<< HEAD
 FAMILIES = {
     "act_one_camera": ("observation.state", "observation.images.front"),
     "act_state_only": ("observation.state",),
@@ -567,7 +566,8 @@ def test_a_step_without_features_takes_the_robots_statistics(source: str, folder
         np.testing.assert_array_equal(before, after)
     lerobot_folder.write_checkpoint(folder.with_name("saved"), actual)
     assert lerobot_folder.read_checkpoint(folder.with_name("saved")).normalization.inputs.get_mode(state) == "MEAN_STD"
-=======
+
+
 @pytest.mark.parametrize("mode", ["IDENTITY", "QUANTILES"])
 def test_statistics_of_a_feature_are_given_whatever_the_mode(mode: str) -> None:
     normalizer = Normalizer((VECTOR,), (("STATE", mode),), {VECTOR.name: STATISTICS | {"count": vector(7)}})
@@ -592,4 +592,3 @@ def test_statistics_of_another_shape_or_not_finite_are_left_out(changes, names) 
     assert {len(values) for values in found.values()} == {3}
     assert Normalizer((VECTOR,), ()).get_statistics(VECTOR) is None
     assert Normalizer((VECTOR,), (), {VECTOR.name: {"std": vector(1, 1, 1)}}).get_statistics(VECTOR) is None
->>>>>>> w/units
