@@ -55,7 +55,7 @@ def _save(path: Path, title: str, unit: str, rows: int, draw: Callable[[Any], No
     try:
         import matplotlib
     except ImportError:
-        print("no picture: pip install 'robojax[recording]' brings matplotlib")
+        print("no picture: pip install -e '.[recording]' brings matplotlib")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_cluster.json")
     options = parser.parse_args()
     if find_spec("ray") is None:
-        parser.error("Ray is not installed: pip install 'robojax[ray]'")
+        parser.error("Ray is not installed: pip install -e '.[ray]'")
     quiet = quietness()
     figures: dict[str, Any] = {}
     if options.only in (None, "scaling"):

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "ray_latency.json")
     options = parser.parse_args()
     if find_spec("ray") is None:
-        parser.error("Ray is not installed: pip install 'robojax[ray]'")
+        parser.error("Ray is not installed: pip install -e '.[ray]'")
     quiet = quietness()
     found = asyncio.run(measure(options))
     question = (__doc__ or "").splitlines()[0]

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--output", "--out", type=Path, default=RESULTS / "ray_serve.json")
     options = parser.parse_args()
     if find_spec("ray") is None:
-        parser.error("Ray is not installed: pip install 'robojax[ray]'")
+        parser.error("Ray is not installed: pip install -e '.[ray]'")
     if missing := [name for name in ("fastapi", "starlette", "uvicorn") if find_spec(name) is None]:
         parser.error(f"Ray Serve cannot run without {', '.join(missing)}: pip install 'ray[serve]=={version('ray')}'")
     quiet = quietness()

@@ -8,7 +8,7 @@ rounds, so that whatever else the machine does meets all alike. float32 on two t
 ratio of two sides is the median over the rounds of the ratio of their medians in a round. Ten-step cases are Euler's
 method: torch in a Python loop, ours as one program over what `prepare` makes once (which is measured, too).
 
-Wants torch and diffusers: pip install robojax[parity] (for a GPU, a torch built for it).
+Wants torch and diffusers: pip install -e '.[parity]' (for a GPU, a torch built for it).
 
 Last result: benchmarks/results/transformer2d_latency.json
 """
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--output", "--out", type=Path, default=RESULTS / "transformer2d_latency.json")
     options = parser.parse_args()
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("diffusers") is None:
-        raise SystemExit("this compares with diffusers in torch; install both: pip install robojax[parity]")
+        raise SystemExit("this compares with diffusers in torch; install both: pip install -e '.[parity]'")
     device, dtype = options.device, options.dtype or DTYPES[options.device]
     names = [name for name in CASES[device] if any(part in name for part in options.case or [""])]
     if not names:

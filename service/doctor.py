@@ -101,13 +101,13 @@ def _devices() -> Iterator[Finding]:
     # In a process of its own: a broken driver can take the process down that asks it.
     error, output = _run(_DEVICES, {})
     if error is not None:
-        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU: robojax[cuda]")
+        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU: pip install -e '.[cuda]'")
         return
     devices: list[str] = json.loads(output.splitlines()[-1])
     found = ", ".join(devices)
     has_only_cpu = all(device.startswith("cpu") for device in devices)
     if has_only_cpu and (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
-        yield Finding("JAX devices", "warn", found, "there is an NVIDIA GPU; pip install 'robojax[cuda]' to use it")
+        yield Finding("JAX devices", "warn", found, "there is an NVIDIA GPU; pip install -e '.[cuda]' to use it")
     else:
         yield Finding("JAX devices", "ok", found)
 
@@ -117,7 +117,7 @@ def _rendering() -> Iterator[Finding]:
     try:
         found = f"MuJoCo {version('mujoco')}"
     except PackageNotFoundError:
-        yield Finding(name, "warn", "MuJoCo is not installed", "only the demo needs it: pip install 'robojax[sim]'")
+        yield Finding(name, "warn", "MuJoCo is not installed", "only the demo needs it: pip install -e '.[sim]'")
         return
     errors = {backend: _run(_RENDER, {"MUJOCO_GL": backend})[0] for backend in ("egl", "osmesa")}
     works = [backend for backend, error in errors.items() if error is None]
@@ -216,7 +216,7 @@ def _recording(recording: RecordingSettings, state: str | None) -> Iterator[Find
     missing = [name for name in ("mcap", "pyarrow") if find_spec(name) is None]
     folder = Path(recording.recordings).expanduser() if recording.recordings else state_folder(state)
     if missing:
-        fix = "only recordings need it: pip install 'robojax[recording]'"
+        fix = "only recordings need it: pip install -e '.[recording]'"
         yield Finding("recording", "warn", f"missing: {', '.join(missing)}", fix)
     elif folder is None:
         yield Finding("recording", "warn", "there is no folder for recordings", "give --recordings or --state")
@@ -225,7 +225,7 @@ def _recording(recording: RecordingSettings, state: str | None) -> Iterator[Find
 
 
 def _robot_packages() -> Iterator[Finding]:
-    name, fix = "robot packages (for robojax robot)", "only robojax robot needs them: pip install 'robojax[robot]'"
+    name, fix = "robot packages (for robojax robot)", "only robojax robot needs them: pip install -e '.[robot]'"
     missing = [module for module in _ROBOT_MODULES if find_spec(module) is None]
     # In a process of its own: a library that a package needs may be missing, too.
     error = None if missing else _run(f"import {', '.join(_ROBOT_MODULES)}", {})[0]

@@ -124,7 +124,7 @@ class ClusterEngine:
         except ModuleNotFoundError as error:
             raise SettingsError(
                 f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); "
-                "pip install 'robojax[ray]'"
+                "pip install -e '.[ray]'"
             ) from error
         self._app = app
         self._bootstrap = ClusterBootstrap(settings.policies, settings.cluster)
@@ -181,7 +181,7 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
     if settings.cluster.engine != "here":
         return ClusterEngine(app)
     if options is not None and find_spec("ray") is None:
-        raise SettingsError(f"hosts_count: {options.count} needs Ray (it is not installed); pip install 'robojax[ray]'")
+        raise SettingsError(f"hosts_count: {options.count} needs Ray (it is not installed); pip install -e '.[ray]'")
     hosts = (
         None
         if options is None

@@ -34,7 +34,7 @@ class SharedDatabase:
             from service.api.redirects import Redirects
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"database: PostgreSQL needs {error.name}, which is not installed; pip install 'robojax[postgres]'"
+                f"database: PostgreSQL needs {error.name}, which is not installed; pip install -e '.[postgres]'"
             ) from error
         self._redirects = Redirects(Origins(app.ctx.settings.server.origins))
         self._redirects.install(app)

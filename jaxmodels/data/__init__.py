@@ -42,5 +42,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("av", "pyarrow"):
             raise
-        text = f"datasets need the package {error.name}: pip install 'robojax[training]'"
+        text = f"datasets need the package {error.name}: pip install -e '.[training]'"
         raise ModuleNotFoundError(text, name=error.name) from error

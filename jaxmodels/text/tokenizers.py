@@ -96,7 +96,7 @@ def _reader(file: bytes, vocabulary: int, what: str) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{what} reads {FILE} with the package tokenizers, which is not installed; pip install 'robojax[language]'"
+            f"{what} reads {FILE} with the package tokenizers, which is not installed; pip install -e '.[language]'"
         ) from error
     try:
         reader = Tokenizer.from_str(file.decode())

@@ -95,7 +95,7 @@ def _writer() -> Any:
         from tensorboardX import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "TensorBoard's events need the package tensorboardX: pip install 'robojax[training]', or leave "
+            "TensorBoard's events need the package tensorboardX: pip install -e '.[training]', or leave "
             "--tensorboard away"
         ) from error
     return SummaryWriter

@@ -218,7 +218,7 @@ def _open_simulation(config: "RobotConfig") -> "AbstractContextManager[Simulatio
     except ModuleNotFoundError as error:
         raise RobotError(
             f"{error.name} is not installed, which simulates the arm",
-            "pip install -e '.[sim]' in a checkout, else pip install 'robojax[sim]'",
+            "pip install -e '.[sim]'",
         ) from error
     return ServoArm(config)
 

@@ -331,7 +331,7 @@ def follow(
     try:
         from service.distributed.follow import follow_server
     except ModuleNotFoundError as error:
-        fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install 'robojax[ray]'")
+        fail(Code.USAGE, "this host cannot follow", f"{error.name} is not installed", "pip install -e '.[ray]'")
     typer.echo(f"Waiting for the server at {front}.")
     try:
         why = follow_server(host.strip("[]"), port, secret, wait, typer.echo)

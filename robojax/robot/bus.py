@@ -93,7 +93,7 @@ def describe_alarms(status: int) -> list[str]:
 
 
 BAUD = 1_000_000
-INSTALL = "pip install 'robojax[robot]'"
+INSTALL = "pip install -e '.[robot]'"
 
 
 class Bus:

@@ -166,7 +166,7 @@ class Watchdog:
         fingerprint = zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)
         still = self._stills.get(camera)
         if still is not None and still.fingerprint == fingerprint:
-            is_equal = True
+            is_equal, still.seen_at = True, now
             if now - still.compared_at >= self._safety.frozen_after:
                 # Some points are equal; every so many seconds all of them are compared.
                 still.compared_at, is_equal = now, np.array_equal(image, still.image)
@@ -174,7 +174,7 @@ class Watchdog:
                 if now - still.since >= self._safety.frozen_after:
                     self.frozen.add(camera)
                 return
-        self._stills[camera] = _FrozenFrame(image, fingerprint, now, now)
+        self._stills[camera] = _FrozenFrame(image, fingerprint, now, now, now)
         self.frozen.discard(camera)
 
     def get_warnings(self, now: float) -> dict[str, str]:
@@ -185,9 +185,13 @@ class Watchdog:
         return found
 
     def _describe_frozen_cameras(self, now: float) -> dict[str, str]:
-        if not self.frozen:
+        # A camera that sends nothing is not frozen but absent: its newest frame is too old.
+        oldest = now - max(self._frame_age, self._safety.frozen_after)
+        frozen = [(camera, self._stills[camera]) for camera in sorted(self.frozen)]
+        frozen = [(camera, still) for camera, still in frozen if still.seen_at >= oldest]
+        if not frozen:
             return {}
-        names = ", ".join(f"{camera!r} for {now - self._stills[camera].since:.1f} s" for camera in sorted(self.frozen))
+        names = ", ".join(f"{camera!r} for {now - still.since:.1f} s" for camera, still in frozen)
         return {
             CAMERA_FROZEN: f"camera {names}: the same picture. Check the camera and the program that sends it; for a "
             "simulator whose pictures have no noise, start the server with --frozen warn"
@@ -301,6 +305,7 @@ class _FrozenFrame:
     fingerprint: int
     since: float
     compared_at: float
+    seen_at: float
 
 
 class JointFault(NamedTuple):

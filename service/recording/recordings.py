@@ -29,7 +29,7 @@ from service.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'robojax[recording]'"
+INSTALL = "pip install -e '.[recording]'"
 Notify = Callable[[str, dict[str, object]], None]
 CanSee = Callable[[str | None], bool]
 DISK_STUCK = "the disk does not take what was recorded before; look at it, or restart the server"

@@ -279,7 +279,7 @@ def save_plot(path: Path, report: ReplayReport, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-INSTALL = "pip install 'robojax[rerun]'"
+INSTALL = "pip install -e '.[rerun]'"
 
 
 class RerunViewer:

@@ -379,5 +379,8 @@ def test_a_frozen_camera_is_a_warning_with_its_code() -> None:
     text = dog.get_warnings(2.5)["camera_frozen"]
     assert text.startswith("camera 'front' for 2.5 s: the same picture. ")
     assert "--frozen warn" in text
-    dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 2.6)
-    assert dog.get_warnings(2.7) == {}
+    assert dog.get_warnings(4.1) == {}, "a camera that sends nothing is absent, not frozen"
+    dog.note_frame("front", np.zeros((4, 4, 3), np.uint8), 4.2)
+    assert list(dog.get_warnings(4.3)) == ["camera_frozen"]
+    dog.note_frame("front", np.ones((4, 4, 3), np.uint8), 4.4)
+    assert dog.get_warnings(4.5) == {}

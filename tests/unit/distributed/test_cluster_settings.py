@@ -49,9 +49,9 @@ def test_resources_are_read_from_a_flag() -> None:
         (
             "asyncpg",
             {"database": "postgresql://db/robojax"},
-            r"database: PostgreSQL needs asyncpg.*pip install 'robojax\[postgres\]'",
+            r"database: PostgreSQL needs asyncpg.*pip install -e '\.\[postgres\]'",
         ),
-        ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install 'robojax\[ray\]'"),
+        ("ray", {"engine": "ray-local"}, r"engine: ray-local needs Ray .*pip install -e '\.\[ray\]'"),
     ],
 )
 def test_without_its_driver_it_is_said_how_to_get_it(

@@ -164,4 +164,4 @@ def test_importing_the_package_imports_neither_jax_nor_pyarrow_nor_a_codec():
 def test_without_pyarrow_it_is_said_what_to_install():
     code = "import sys; sys.modules['pyarrow'] = None; from jaxmodels.data import open_dataset"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "pyarrow: pip install 'robojax[training]'" in run.stderr
+    assert "pyarrow: pip install -e '.[training]'" in run.stderr

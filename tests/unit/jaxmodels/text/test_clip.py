@@ -114,7 +114,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'robojax\[language\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[language\]'"):
         tokenizer(TextConfig.clip(), FILE)
 
 

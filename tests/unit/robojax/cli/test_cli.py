@@ -102,7 +102,7 @@ def test_a_command_without_its_extra_ends_with_2_and_says_what_to_install(enviro
     command = [sys.executable, "-c", WITHOUT, missing, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert f"robojax[{extra}]" in done.stderr
+    assert f"pip install -e '.[{extra}]'" in done.stderr
     assert missing in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -65,7 +65,7 @@ def test_the_robot_packages_are_imported(monkeypatch):
     monkeypatch.setattr(doctor, "_ROBOT_MODULES", ("json", "no_such_module"))
     finding = found(name, port=0)
     assert (finding.level, finding.found) == ("warn", "missing: no_such_module")
-    assert "pip install 'robojax[robot]'" in finding.fix
+    assert "pip install -e '.[robot]'" in finding.fix
 
 
 def test_serial_ports_are_listed_with_the_group_that_may_use_them(monkeypatch, tmp_path):
