@@ -101,7 +101,7 @@ def _devices() -> Iterator[Finding]:
     # In a process of its own: a broken driver can take the process down that asks it.
     error, output = _run(_DEVICES, {})
     if error is not None:
-        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU: pip install -e '.[cuda]'")
+        yield Finding("JAX devices", "fail", error, "pip install --force-reinstall jax; on a GPU the extra cuda")
         return
     devices: list[str] = json.loads(output.splitlines()[-1])
     found = ", ".join(devices)

@@ -123,8 +123,7 @@ class ClusterEngine:
             from service.distributed.cluster import ClusterBootstrap
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); "
-                "pip install -e '.[ray]'"
+                f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
             ) from error
         self._app = app
         self._bootstrap = ClusterBootstrap(settings.policies, settings.cluster)

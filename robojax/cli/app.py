@@ -191,7 +191,7 @@ def main() -> None:
                 Code.USAGE,
                 f"robojax {called} needs more than is installed",
                 f"{missing} is not there",
-                f"pip install -e '.[{EXTRAS[called]'}]'",
+                f"pip install -e '.[{EXTRAS[called]}]'",
             )
         except typer.Exit as ended:
             sys.exit(ended.exit_code)
