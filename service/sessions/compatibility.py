@@ -37,16 +37,13 @@ def configure_control(
         raise PolicyError(f"policy {new.policy_path!r} does not fit the request: " + "; ".join(mismatches))
     if (text := check_instruction(requirements, new.language_instruction)) is not None:
         raise InvalidRequest(text, ("body", "language_instruction"))
-    requested = new.joint_names
-    if requested is None and not requirements.controls_joints and requirements.joint_names is None:
-        # Six of these are no SO-100.
-        requested = tuple(f"joint_{number + 1}" for number in range(requirements.action))
     table = create_joint_table(
         requirements.action,
         checkpoint=requirements.joint_names,
-        requested=requested,
+        requested=new.joint_names,
         ranges=settings.control.joint_ranges,
-        is_positional=_is_positional(requirements, new),
+        # A client without rooms takes such actions by position; in rooms, joints are looked up by name.
+        is_positional=new.is_direct and (requirements.is_positional or not requirements.controls_joints),
     )
     rate = min(new.rate or requirements.rate or settings.control.rate, settings.control.max_rate)
     action_rate = requirements.rate or rate
@@ -64,15 +61,6 @@ def configure_control(
         safety=settings.safety,
     )
     return table, config
-
-
-def _is_positional(requirements: Requirements, new: NewSession) -> bool:
-    """Return whether the client of a session without rooms takes actions by position, because they are no joints'.
-
-    Rooms, and clients of a policy whose state is that of its joints, look joints up by their names.
-    """
-    is_other_width = requirements.state not in (None, requirements.action)
-    return new.is_direct and (requirements.is_positional or not requirements.controls_joints or is_other_width)
 
 
 def _choose_overlap(requirements: Requirements, new: NewSession, action_rate: float) -> Aggregation:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 
@@ -71,6 +72,9 @@ async def test_a_camera_with_any_name_is_renamed(server, tmp_path, camera):
     for file in ("config.json", "policy_preprocessor.json"):
         text = (folder / file).read_text()
         (folder / file).write_text(text.replace("images.front", f"images.{camera}"))
+    (statistics,) = folder.glob("policy_preprocessor*.safetensors")
+    tensors = {name.replace("images.front", f"images.{camera}"): x for name, x in load_file(statistics).items()}
+    save_file(tensors, statistics)
     policy = {"policy_path": str(folder)}
     _, told = await server.call("POST", "/policies/check", json=policy)
     assert (told["fits"], told["camera_names"]) == (False, [camera])

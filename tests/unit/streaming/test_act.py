@@ -129,13 +129,13 @@ async def test_a_policy_with_a_wider_state_is_served_without_rooms(serve, action
         status, told = await server.act(server.seen(state=state))
         assert (status, told["actions"].shape, told["clamped"]) == (200, (5, action), [])
         np.testing.assert_allclose(told["actions"][0], state[:action] + 0.1, atol=1e-5)
-        assert told["joint_names"] == [f"joint_{number + 1}" for number in range(action)]
+        assert told["joint_names"] == [f"action_{number + 1}" for number in range(action)]
         named = {f"state_{number + 1}": float(value) for number, value in enumerate(state)}
         status, told = await server.act(server.seen(state=named, want="action", reset=True))
         np.testing.assert_allclose(told["action"], state[:action] + 0.1, atol=1e-5)
         assert "wanted 8 numbers" in str(await server.act(server.seen(state=state[:action])))
         async with server.stream() as socket:
-            assert codec.unpack(await socket.recv())["joint_names"] == [f"joint_{n + 1}" for n in range(action)]
+            assert codec.unpack(await socket.recv())["joint_names"] == [f"action_{n + 1}" for n in range(action)]
             await socket.send(codec.pack(server.seen(kind="act", state=state)))
             answer = codec.unpack(await socket.recv())
             while answer["kind"] != "chunk":
@@ -252,7 +252,7 @@ async def test_a_policy_gets_joints_outside_their_range_as_measured(serve):
                 await socket.recv()
         assert states == 4 * [pose]
         told = (await server.act(server.seen(state=[-121.0, *pose[1:]])))[1]
-        assert told["warnings"] == ["far outside of its range: Rotation; is it told in another unit?"]
+        assert told["warnings"] == ["joint Rotation is far outside of its range; does the robot use another unit?"]
 
 
 async def test_a_chunk_that_cannot_be_done_is_never_told(server):
