@@ -91,7 +91,9 @@ def script_of(page: Path) -> str:
             parts.append(f"cat > {file} <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
         elif language == "python":
             parts.append(f"cat > block{number}.py <<'END_OF_BLOCK'\n{text}END_OF_BLOCK")
-            parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
+            # A reader pastes the first example more than once.
+            for _ in range(2 if page.name == "README.md" else 1):
+                parts.append(f"echo block{number}.py >&${{PYTHON[1]}}; read -r answer <&${{PYTHON[0]}}")
         else:
             assert language == "bash", f"block {number} of {page.name} cannot run: its language is {language!r}"
             parts.append(text)
