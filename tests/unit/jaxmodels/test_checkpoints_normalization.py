@@ -124,8 +124,9 @@ def test_statistics_that_make_no_sense_are_refused(folder: Path, statistic: str,
     stats = load_file(folder / STATS)
     stats[statistic] = value
     save_file(stats, folder / STATS)
-    with pytest.raises(CheckpointError, match=rf"observation\.state.*{words}"):
-        lerobot_folder.read_checkpoint(folder)
+    for read in (lerobot_folder.read_checkpoint, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match=rf"observation\.state.*{words}"):
+            read(folder)
 
 
 @pytest.mark.parametrize(("mode", "low", "high"), [("MIN_MAX", "min", "max"), ("QUANTILES", "q01", "q99")])
