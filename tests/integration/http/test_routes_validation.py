@@ -170,7 +170,10 @@ async def test_an_unknown_field_without_a_near_name_is_refused_with_all_names(se
     assert (len(entries), entries[-1]["type"]) == (65, "too_many_errors")
 
 
-@pytest.mark.parametrize(("body", "found"), [("[]", "a list"), ('"x"', "a string"), ("null", "null"), ("1", "a number")])
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [("[]", "a list"), ('"x"', "a string"), ("null", "null"), ("true", "a boolean"), ("1", "a number")],
+)
 async def test_a_body_that_is_no_object_is_refused_with_its_type(server, body, found):
     status, told = await server.call("POST", "/sessions", data=body, headers={"content-type": "application/json"})
     [entry] = told["detail"]
