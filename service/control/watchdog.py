@@ -407,8 +407,11 @@ class JointMotion:
         is_arm_still = still[arm].all() and asked[arm].any() and shown[arm].any()
         still = np.where(arm, is_arm_still, still & asked & shown)
         if units is not None and still.any() and (index := units.find_small_joint(pose, still)) is not None:
+            # Joints in the right unit go on to their last command; only the joints at fault can end the hold.
+            at_fault = arm if arm[index] else np.arange(len(pose)) == index
             index = worst if arm[index] else index
-            self._tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
+            tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
+            self._tolerance = np.where(at_fault, tolerance, math.inf)
             text = units.describe_spread(index, float(self._spread[index]), float(commanded[index]))
             return JointFault(JOINTS_UNITS, text)
         is_still = (self._moved_at <= now - frozen_after).all() and (self._spread <= NOISE * self._spans).all()
