@@ -104,6 +104,8 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path) -> No
     port, webhooks = free_port(), free_port()
     script = script_of(page)
     script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script).replace("7860", str(webhooks))
+    # Exit code 1 says that this machine is too slow or lacks a package. Any other code of these commands is a fault.
+    script = re.sub(r"^(robojax (?:check|doctor)\b[^#\n]*)", r"\1 || [ $? = 1 ] ", script, flags=re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROBOJAX_", "HF_"))}
     environment |= QUICK | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),
