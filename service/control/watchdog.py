@@ -166,7 +166,7 @@ class Watchdog:
         fingerprint = zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)
         still = self._stills.get(camera)
         if still is not None and still.fingerprint == fingerprint:
-            is_equal, still.seen_at = True, now
+            is_equal, still.newest_at = True, now
             if now - still.compared_at >= self._safety.frozen_after:
                 # Some points are equal; every so many seconds all of them are compared.
                 still.compared_at, is_equal = now, np.array_equal(image, still.image)
@@ -188,7 +188,7 @@ class Watchdog:
         # A camera that sends nothing is not frozen but absent: its newest frame is too old.
         oldest = now - max(self._frame_age, self._safety.frozen_after)
         frozen = [(camera, self._stills[camera]) for camera in sorted(self.frozen)]
-        frozen = [(camera, still) for camera, still in frozen if still.seen_at >= oldest]
+        frozen = [(camera, still) for camera, still in frozen if still.newest_at >= oldest]
         if not frozen:
             return {}
         names = ", ".join(f"{camera!r} for {now - still.since:.1f} s" for camera, still in frozen)
@@ -305,7 +305,7 @@ class _FrozenFrame:
     fingerprint: int
     since: float
     compared_at: float
-    seen_at: float
+    newest_at: float
 
 
 class JointFault(NamedTuple):
