@@ -148,6 +148,14 @@ class Normalizer:
         if mode == IDENTITY:
             return Affine(np.zeros(width, np.float32), np.ones(width, np.float32), np.zeros(width, np.float32))
         low, high = (self._get_statistic(feature, name) for name in STATISTICS[mode])
+        if mode != "MEAN_STD" and (is_reversed := low > high).any():
+            # Such a range would turn the direction of the joint round.
+            low_name, high_name = STATISTICS[mode]
+            number = int(np.argmax(is_reversed))
+            raise CheckpointError(
+                f"normalisation of {feature.name!r}: {low_name} of number {number} is {low[number]:g}, above its "
+                f"{high_name} {high[number]:g}; write the statistics of the dataset the policy was trained on"
+            )
         epsilon = np.float32(self.epsilon)
         if mode == "MEAN_STD":
             return Affine(low, high if inverse else high + epsilon, np.zeros(width, np.float32))

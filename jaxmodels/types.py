@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxmodels.errors import ConfigError
-from jaxmodels.ranges import WIDTH, Range, is_number, shorten_value
+from jaxmodels.ranges import WIDTH, Range, check_unknown_fields, is_number, shorten_value
 
 # What an observation may hold besides features, for policies that continue a plan (`Requirements.takes_prefix`): the
 # rest of the plan that is being executed, un-normalised and aligned with the observation (b, t, a); how many of its
@@ -310,8 +310,12 @@ def parse_features(where: str, value: Any) -> tuple[Feature, ...]:
 
 
 def parse_feature(where: str, name: str, entry: Any) -> Feature:
-    if not isinstance(entry, Mapping) or not {"type", "shape"} <= set(entry) <= {"type", "shape", "names"}:
-        raise ConfigError(f"{where}: wanted an object with type and shape (and perhaps names)")
+    if not isinstance(entry, Mapping) or not {"type", "shape"} <= set(entry):
+        raise ConfigError(
+            f"{where} is {shorten_value(entry)}; wanted an object with type and shape (and perhaps names)"
+        )
+    unknown = {field: value for field, value in entry.items() if field not in ("type", "shape", "names")}
+    check_unknown_fields(where, unknown, "a feature has type, shape and names")
     shape = entry["shape"]
     if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
         raise ConfigError(f"{where}: shape is {shorten_value(shape)}; wanted a list of integers")

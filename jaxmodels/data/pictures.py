@@ -1,6 +1,7 @@
 """Decoder of PNG and JPEG files to RGB, which refuses what cannot be a colour picture."""
 
 import io
+import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,6 +17,15 @@ _ALPHA_MODES = ("LA", "PA", "RGBA")
 _MAX_EXIF = 1 << 16  # bytes; a JPEG cannot have more
 _MODE_NAMES = {"CMYK": "a CMYK picture"}
 _ACCEPTED = "wanted 8-bit RGB or gray, PNG or JPEG"
+# First bytes of a file -> how errors call a file that cannot be opened.
+_SIGNATURES = (
+    (re.compile(rb"\x89PNG"), "a damaged or incomplete PNG file"),
+    (re.compile(rb"\xff\xd8"), "a damaged or incomplete JPEG file"),
+    (re.compile(rb"GIF8"), "a GIF file"),
+    (re.compile(rb"BM"), "a BMP file"),
+    (re.compile(rb"II\*\0|MM\0\*"), "a TIFF file"),
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), "a WebP file"),
+)
 # EXIF orientation -> how viewers turn the picture.
 _TURNS: Mapping[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,8 +48,8 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         check_size: called with height and width, as stored, before anything is decoded; may raise.
 
     Raises:
-        PictureError: 16-bit gray, which is usually depth, transparent pixels, or other colours than RGB and gray.
-        Exception: any error of Pillow for a malformed file.
+        PictureError: another format, a damaged file, 16-bit gray, which is usually depth, transparent pixels, or other
+            colours than RGB and gray.
 
     Example:
         >>> file = io.BytesIO()
@@ -47,7 +57,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         >>> decode_picture(file.getvalue(), lambda height, width: None).shape
         (2, 3, 3)
     """
-    with Image.open(io.BytesIO(file), formats=_FORMATS) as opened:
+    with _open(file) as opened:
         check_size(opened.height, opened.width)
         # Pillow converts 16-bit gray by clipping at 255, and with an alpha channel by taking the upper bits.
         if opened.mode.startswith("I") or "LA;16B" in (tile.args for tile in opened.tile):
@@ -57,7 +67,10 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
             )
         if opened.mode not in (*_OPAQUE_MODES, *_ALPHA_MODES):
             raise PictureError(f"{_MODE_NAMES.get(opened.mode, f'a picture of mode {opened.mode}')}; {_ACCEPTED}")
-        opened.load()  # a PNG may have its EXIF data behind the pixels
+        try:
+            opened.load()  # a PNG may have its EXIF data behind the pixels
+        except Exception as error:  # Pillow may raise anything for a damaged file.
+            raise PictureError(f"a damaged or incomplete {opened.format} file; {_ACCEPTED}") from error
         picture = opened
         if opened.mode in _ALPHA_MODES or "transparency" in opened.info:
             picture = opened.convert("RGBA")
@@ -67,6 +80,24 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         if turn is not None:
             picture = picture.transpose(turn)
         return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+
+
+def _open(file: bytes | memoryview) -> Image.Image:
+    """Open a PNG or JPEG file without decoding it.
+
+    Raises:
+        PictureError: another format, or a damaged header. Names the format that the first bytes show.
+    """
+    try:
+        return Image.open(io.BytesIO(file), formats=_FORMATS)
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"a picture of too many pixels; {_ACCEPTED}") from error
+    except Exception as error:  # Pillow may raise anything for a damaged file.
+        start = bytes(file[:12])
+        found = next((kind for pattern, kind in _SIGNATURES if pattern.match(start)), None)
+        if found is None:
+            found = "neither a PNG nor a JPEG file" if start else "an empty file"
+        raise PictureError(f"{found}; {_ACCEPTED}") from error
 
 
 def _find_turn(picture: Image.Image) -> Image.Transpose | None:

@@ -251,10 +251,6 @@ def decode_still(data: bytes | None, size: tuple[int, int], where: str) -> np.nd
         picture = decode_picture(data or b"", check_size)
     except PictureError as error:
         raise DatasetError(f"{where} is {error}") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        if isinstance(error, DatasetError):
-            raise
-        raise DatasetError(f"{where} cannot be decoded as PNG or JPEG ({type(error).__name__})") from error
     if picture.shape[:2] != size:
         raise DatasetError(f"{where} is {picture.shape[0]}x{picture.shape[1]}; wanted {size[0]}x{size[1]}")
     return picture

@@ -15,17 +15,28 @@ from typing import Any
 import numpy as np
 
 from jaxmodels.checkpoints.files import (
+    LFS_POINTER,
     NEVER_USED,
+    SHARD,
     WEIGHTS,
     Stored,
+    check_lfs_pointer,
     find_floats,
     find_policy_weights,
     has_policy_weights,
     read_json,
 )
-from jaxmodels.checkpoints.folder import NORM_STATS, TOKENIZER_BYTES, Folder, PolicyFolder, is_state_file, list_names
+from jaxmodels.checkpoints.folder import (
+    NORM_STATS,
+    TOKENIZER_BYTES,
+    Folder,
+    PolicyFolder,
+    is_state_file,
+    list_names,
+    open_source,
+)
 from jaxmodels.errors import CheckpointError, JaxModelsError
-from jaxmodels.normalization import Normalization
+from jaxmodels.normalization import Normalization, check_normalization
 from jaxmodels.policies import ARCHITECTURE_FILES, VLM_NAME, lerobot_processors, openpi_configs, policy_types
 from jaxmodels.policies.lerobot_processors import POST, PRE, read_processors
 from jaxmodels.ranges import shorten_value
@@ -131,11 +142,13 @@ def describe_folder(folder: Folder) -> dict[str, Any]:
     ``action_range`` is None where no file but the weights has such statistics.
 
     Raises:
-        CheckpointError: a file is missing or malformed.
+        CheckpointError: a file is missing or malformed, or statistics cannot be used.
     """
     small, action_range = read_description(folder), None
-    if (folder / f"{POST}.json").exists():
-        outputs = read_processors(folder).outputs
+    if any((folder / name).exists() for name in PROCESSORS):
+        normalization = read_processors(folder)
+        check_normalization(normalization, (), ())
+        outputs = normalization.outputs
         smallest = outputs.stats.get("action", {}).get("min", np.zeros(0))
         if 0 < smallest.size <= MAX_ACTION_WIDTH:
             action_range = outputs.get_range(Feature("action", "ACTION", (smallest.size,)))
@@ -179,11 +192,15 @@ def _read_image_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def check_weights(folder: Folder, *, has_orbax: bool) -> None:
-    """Refuse a folder that has no file of weights.
+    """Refuse a folder that has no file of weights, or a pointer of Git LFS in place of one.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: names the file.
     """
+    for name in list_names(folder):
+        if (name == WEIGHTS or SHARD.fullmatch(name)) and (folder / name).exists():
+            with open_source(folder / name) as file:
+                check_lfs_pointer(name, file.read(0, len(LFS_POINTER)))
     if not has_policy_weights(folder) and not has_orbax:
         raise CheckpointError(describe_missing_weights(folder))
 

@@ -42,6 +42,8 @@ ONLY_BEFORE = frozenset({RELATIVE})
 ONLY_AFTER = frozenset({"pi05_prepare_state_tokenizer_processor_step", ABSOLUTE})
 OF_TYPES = ONLY_BEFORE | ONLY_AFTER | {TOKENIZE, "smolvla_new_line_processor", "pi0_new_line_processor"}
 _NORMALIZE = frozenset({"eps", "features", "norm_map", "normalize_observation_keys"})
+FILE_FIELDS = frozenset({"name", "steps"})
+ENTRY_FIELDS = frozenset({"registry_name", "class", "config", "state_file"})
 # Fields of each step's config (lerobot/processor, 0.6.1); a step that is not listed has none.
 STEP_FIELDS: Mapping[str, Set[str]] = {
     "normalizer_processor": _NORMALIZE,
@@ -333,9 +335,11 @@ def _dump_step(step: ProcessorStep) -> dict[str, Any]:
 
 def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, str], list[ProcessorStep]]:
     where = f"{name}.json"
-    steps = read_json(folder / where).get("steps")
+    values = read_json(folder / where)
+    steps = values.get("steps")
     if not isinstance(steps, list):
         raise CheckpointError(f"{where}: has no list of steps")
+    _check_fields(where, values, FILE_FIELDS)
     normalizers: list[Normalizer] = []
     renames: dict[str, str] = {}
     others: list[ProcessorStep] = []
@@ -343,6 +347,7 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
         if not isinstance(step, Mapping) or not isinstance(step.get("config", {}), Mapping):
             raise CheckpointError(f"{where}: a step is no object with a name and a config")
         step_kind, config = step.get("registry_name"), step.get("config", {})
+        _check_fields(f"{where}: step {step_kind}", step, ENTRY_FIELDS)
         if step_kind == kind and not normalizers:
             normalizers.append(_read_step(folder, where, step, config))
         elif step_kind == "rename_observations_processor" and not normalizers:
@@ -357,7 +362,7 @@ def _read(folder: Folder, name: str, kind: str) -> tuple[Normalizer, dict[str, s
                 "wanted null or 'float32'. The type that a policy computes in is the dtype that it is loaded with: set "
                 "float_dtype to null"
             )
-        _check_step_fields(where, step_kind, config)
+        _check_fields(f"{where}: {step_kind}", config, STEP_FIELDS.get(str(step_kind), frozenset()))
     if not normalizers:
         raise CheckpointError(f"{where}: has no step {kind}")
     return normalizers[0], renames, others
@@ -377,15 +382,15 @@ def _describe_unknown_step(where: str, step: Mapping[str, Any], kind: str, *, is
     )
 
 
-def _check_step_fields(where: str, name: Any, config: Mapping[str, Any]) -> None:
-    """Log unknown fields of a step's config that are off, and refuse unknown fields that are on.
+def _check_fields(what: str, values: Mapping[str, Any], known: Set[str]) -> None:
+    """Log unknown fields that are off, and refuse unknown fields that are on.
 
     Raises:
         CheckpointError: with the name and value of each field that is on.
     """
-    unknown = {field: value for field, value in config.items() if field not in STEP_FIELDS.get(name, ())}
+    unknown = {field: value for field, value in values.items() if field not in known}
     try:
-        check_unknown_fields(f"{where}: {name}", unknown, "this reads the fields of LeRobot 0.6.1")
+        check_unknown_fields(what, unknown, "this reads the fields of LeRobot 0.6.1")
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
 

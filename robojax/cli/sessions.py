@@ -135,7 +135,7 @@ def base_url(server: str | None) -> str:
     try:
         return server_url(server)
     except Unusable as error:
-        then = f"give --server http://127.0.0.1:8001, or set {SERVER_VARIABLE}"
+        then = f"give the URL that the server printed as --server, or in {SERVER_VARIABLE}"
         fail(Code.USAGE, "the server's address cannot be used", str(error), then)
 
 

@@ -285,7 +285,8 @@ def demo(
         typer.echo("ended; server and arm are stopped")
         return
     except (DemoFailed, ChildDied) as error:
-        typer.echo(f"the demo stopped: {error}\nrobojax doctor says what this machine lacks", err=True)
+        advice = f"robojax check {chosen_policy} looks at the policy, robojax doctor says what this machine lacks"
+        typer.echo(f"the demo stopped: {error}\n{advice}", err=True)
         raise typer.Exit(4) from error
     if lifted < required:
         typer.echo(f"fewer than the {required} cubes wanted", err=True)

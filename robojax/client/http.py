@@ -44,7 +44,9 @@ def server_url(url: str | None) -> str:
     except ValueError as error:
         raise Unusable(f"{url!r} is not a URL ({error}); try {USUAL}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unusable(f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {USUAL}")
+        # urlsplit takes the host of "gpu-box:8001" for a scheme.
+        meant = USUAL if "://" in url else f"http://{url}"
+        raise Unusable(f"{url!r} is not the URL of a server: it must begin with http:// or https://; try {meant}")
     if port == 0:
         raise Unusable(f"{url!r} has port 0, which means any free port; use the address that the server printed")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:

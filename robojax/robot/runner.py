@@ -27,9 +27,13 @@ from robojax.robot.simulated_bus import Servo
 
 @asynccontextmanager
 async def keys() -> AsyncIterator["asyncio.Queue[str]"]:
-    """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit."""
+    """Context with a queue of pressed keys; Ctrl-C keeps its meaning, and the terminal is restored on exit.
+
+    The queue stays empty without a terminal, and in a job that a shell runs in the background (``&``): the system stops
+    such a job, and with it the program that holds the arm, when it changes or reads the terminal.
+    """
     pressed: asyncio.Queue[str] = asyncio.Queue()
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
         yield pressed
         return
     import termios

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from robojax.client.http import build_refusal
 from robojax.sim.arm import CAMERA
 from robojax.sim.tasks import PICK, Outcome, Score, Task
 from service.processes import Child, ChildDied, child
@@ -133,7 +134,8 @@ class Demo:
         timeout = aiohttp.ClientTimeout(total=LOADING)
         async with self._http.post(f"{self.url}{path}", json=body, timeout=timeout) as answer:
             if answer.status != 200:
-                raise DemoFailed(f"the server refused the {what} with {answer.status}: {await answer.text()}")
+                refusal = build_refusal(answer.status, answer.headers, await answer.read())
+                raise DemoFailed(f"the server refused the {what} with {answer.status}: {refusal.text}")
             return await answer.json()
 
     async def views(

@@ -166,7 +166,7 @@ class Watchdog:
         fingerprint = zlib.crc32(points.tobytes(), hash(image.shape) & 0xFFFFFFFF)
         still = self._stills.get(camera)
         if still is not None and still.fingerprint == fingerprint:
-            is_equal, still.seen_at = True, now
+            is_equal, still.newest_at = True, now
             if now - still.compared_at >= self._safety.frozen_after:
                 # Some points are equal; every so many seconds all of them are compared.
                 still.compared_at, is_equal = now, np.array_equal(image, still.image)
@@ -188,7 +188,7 @@ class Watchdog:
         # A camera that sends nothing is not frozen but absent: its newest frame is too old.
         oldest = now - max(self._frame_age, self._safety.frozen_after)
         frozen = [(camera, self._stills[camera]) for camera in sorted(self.frozen)]
-        frozen = [(camera, still) for camera, still in frozen if still.seen_at >= oldest]
+        frozen = [(camera, still) for camera, still in frozen if still.newest_at >= oldest]
         if not frozen:
             return {}
         names = ", ".join(f"{camera!r} for {now - still.since:.1f} s" for camera, still in frozen)
@@ -305,7 +305,7 @@ class _FrozenFrame:
     fingerprint: int
     since: float
     compared_at: float
-    seen_at: float
+    newest_at: float
 
 
 class JointFault(NamedTuple):
@@ -407,8 +407,11 @@ class JointMotion:
         is_arm_still = still[arm].all() and asked[arm].any() and shown[arm].any()
         still = np.where(arm, is_arm_still, still & asked & shown)
         if units is not None and still.any() and (index := units.find_small_joint(pose, still)) is not None:
+            # Joints in the right unit go on to their last command; only the joints at fault can end the hold.
+            at_fault = arm if arm[index] else np.arange(len(pose)) == index
             index = worst if arm[index] else index
-            self._tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
+            tolerance = np.maximum(NOISE * self._spans, FOLLOWED * commanded)
+            self._tolerance = np.where(at_fault, tolerance, math.inf)
             text = units.describe_spread(index, float(self._spread[index]), float(commanded[index]))
             return JointFault(JOINTS_UNITS, text)
         is_still = (self._moved_at <= now - frozen_after).all() and (self._spread <= NOISE * self._spans).all()

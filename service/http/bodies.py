@@ -36,6 +36,7 @@ _MAX_NAMES = 256
 _MAX_ERRORS = 64
 # Characters of one value that an error repeats, of a whole error, and of a name that is compared with known names.
 _MAX_VALUE, _MAX_TEXT, _MAX_NAME = 200, 8192, 40
+_JSON_TYPES = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 _SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 
 
@@ -113,9 +114,10 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
     shown = redact_secrets(repr(_shorten(name)))
     if not known:
         return f"unknown field {shown}; this request takes no fields"
-    near = get_close_matches(name[:_MAX_NAME], known, 1)
-    hint = f"did you mean {near[0]!r}? Correct it or leave it out" if near else f"this request takes {', '.join(known)}"
-    return f"unknown field {shown}; {hint}"
+    near = get_close_matches(name[:_MAX_NAME].lower().replace("-", "_"), known, 1)
+    if near:
+        return f"unknown field {shown}; did you mean {near[0]!r}? Correct it or leave it out"
+    return f"unknown field {shown}; the known fields are: {', '.join(known)}"
 
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -124,6 +126,8 @@ def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[st
     message, value = entry["msg"], entry.get("input")
     if entry["type"] == "extra_forbidden":
         message = describe_unknown_field(str(entry["loc"][-1]), model.model_fields)
+    elif entry["type"] == "model_type":
+        message = f"Body should be a JSON object, got {_JSON_TYPES.get(type(value), 'a number')}"
     elif (value is None or isinstance(value, str | int | float)) and not _SECRET_NAME.search(str(entry["loc"][:1])):
         shown = repr(_shorten(value)) if isinstance(value, str) else _shorten(json.dumps(value))
         message = f"{message}, got {redact_secrets(shown)}"

@@ -49,8 +49,6 @@ class EncodedImage:
             return decode_picture(self._data, _check_size)
         except PictureError as error:
             raise RecordingError(f"a frame is {error}") from error
-        except (OSError, ValueError) as error:
-            raise RecordingError(f"a frame cannot be decoded ({type(error).__name__})") from error
 
 
 def _check_size(height: int, width: int) -> None:

@@ -82,7 +82,9 @@ def decode_base64(camera: str, text: str) -> bytes:
             raise ValueError("it goes on after its end")
         return b"".join(base64.b64decode(part, validate=True) for part in parts)
     except (binascii.Error, ValueError):
-        raise InvalidRequest(f"camera {camera!r}: no base64", ("body", "images", camera)) from None
+        raise InvalidRequest(
+            f"camera {camera!r}: the text is not base64 of a JPEG or PNG file", ("body", "images", camera)
+        ) from None
 
 
 def _check_parts(file: bytes | memoryview) -> None:
@@ -92,7 +94,7 @@ def _check_parts(file: bytes | memoryview) -> None:
     may have a million, is a walk over the whole picture.
 
     Raises:
-        ValueError: it is not.
+        PictureError: it has more, or a JPEG ends too early.
     """
     view = memoryview(file)
     if view[:2] == b"\xff\xd8":
@@ -107,18 +109,18 @@ def _walk_jpeg(view: memoryview) -> None:
         while view[at : at + 2] == b"\xff\xff" and at < 2 * _MAX_PARTS:
             at += 1  # padding
         if len(view) < at + 4 or view[at] != 0xFF:
-            raise ValueError("no marker where one should be")
+            raise PictureError("a damaged or incomplete JPEG file; send the whole file")
         if view[at + 1] == 0xDA:
             break
         at += 2 + _SHORT.unpack_from(view, at + 2)[0]
     else:
-        raise ValueError("too many parts")
+        raise PictureError(f"a JPEG file of more than {_MAX_PARTS} parts; save it as a camera does")
     # There is no scan before the first one; from there on, FF DA is always a marker, never picture data.
     scans = 0
     for start in range(at, len(view), _BASE64_PIECE):
         scans += bytes(view[start : start + _BASE64_PIECE + 1]).count(b"\xff\xda")
         if scans > _MAX_PARTS:
-            raise ValueError("too many scans")
+            raise PictureError(f"a JPEG file of more than {_MAX_PARTS} scans; save it as a camera does")
 
 
 def _walk_png(view: memoryview) -> None:
@@ -128,7 +130,7 @@ def _walk_png(view: memoryview) -> None:
         at += 12 + size
         parts, data = parts + (kind != b"IDAT"), data + 1
         if parts > _MAX_PARTS or data > _MAX_PARTS + len(view) // _MIN_CHUNK:
-            raise ValueError("too many parts")
+            raise PictureError("a PNG file of too many parts; save it as a camera does")
         if kind == b"IEND":
             break
 

@@ -34,7 +34,7 @@ async def test_what_cannot_be_says_where_and_what_can(server: Server) -> None:
         ({"action_steps": 0}, "action_steps", "greater than or equal to 1"),
         ({"ask_ahead": "soon"}, "ask_ahead", "valid number"),
         ({"overlap": "average", "temporal_ensemble_coeff": 0.5}, "temporal_ensemble_coeff", "has no coefficient"),
-        ({"rate": 30}, "rate", "unknown field 'rate'; this request takes overlap, temporal_ensemble_coeff"),
+        ({"rate": 30}, "rate", "unknown field 'rate'; the known fields are: overlap, temporal_ensemble_coeff"),
         ({"overlapp": "average"}, "overlapp", "did you mean 'overlap'?"),
         ({}, None, "At least one of"),
     ):

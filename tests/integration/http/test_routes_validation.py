@@ -148,6 +148,8 @@ async def test_a_field_that_does_not_fit_is_told_by_its_place(server, field, val
         ("dryrun", "dry_run"),
         ("max_relative_traget", "max_relative_target"),
         ("maxRelativeTarget", "max_relative_target"),
+        ("DRY_RUN", "dry_run"),
+        ("Max-Relative-Target", "max_relative_target"),
         ("camera_name", "camera_names"),
         ("joint_name", "joint_names"),
     ],
@@ -161,11 +163,21 @@ async def test_an_unknown_field_is_refused_with_the_nearest_name(server, field, 
 
 async def test_an_unknown_field_without_a_near_name_is_refused_with_all_names(server):
     [entry] = await refused_body(server, someday="maybe")
-    assert "this request takes session_id, policy_path" in entry["msg"]
+    assert "the known fields are: session_id, policy_path" in entry["msg"]
     [entry] = await refused_body(server, **{"x" * 5000: 1})
     assert len(str(entry)) < 1500
     entries = await refused_body(server, **{f"dry_run{number}": 0 for number in range(200)})
     assert (len(entries), entries[-1]["type"]) == (65, "too_many_errors")
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [("[]", "a list"), ('"x"', "a string"), ("null", "null"), ("true", "a boolean"), ("1", "a number")],
+)
+async def test_a_body_that_is_no_object_is_refused_with_its_type(server, body, found):
+    status, told = await server.call("POST", "/sessions", data=body, headers={"content-type": "application/json"})
+    [entry] = told["detail"]
+    assert (status, entry["loc"], entry["msg"]) == (422, ["body"], f"Body should be a JSON object, got {found}")
 
 
 @pytest.mark.parametrize(

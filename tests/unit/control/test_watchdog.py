@@ -344,6 +344,25 @@ def test_a_spread_too_small_for_the_commands_holds_as_another_unit(commanded, me
     assert robot.run(robot.now + 0.2).holds == {}, "a session that accepts it later goes on"
 
 
+@pytest.mark.parametrize(
+    ("commanded", "measured", "joint", "right_joint"),
+    [(both, share_of_jaw, 5, 1), (swing, radians, 1, 5)],
+    ids=["gripper in 0..1", "arm in radians"],
+)
+def test_only_joints_in_another_unit_end_its_hold(commanded, measured, joint: int, right_joint: int) -> None:
+    robot = Follower(commanded, measured, statistics=PERCENT)
+    assert list(robot.run(5.0).holds) == ["joints_units"]
+    rest = measured(robot.now)
+    # The other joints still move to their last command when the hold begins.
+    robot.measured = lambda now: rest + 10.0 * (np.arange(6) == right_joint)
+    for _ in range(50):
+        robot.now += 0.2
+        assert list(robot.run(robot.now + 1, is_moving=False).holds) == ["joints_units"]
+    robot.measured = lambda now: rest + 10.0 * (np.arange(6) == joint)
+    robot.now += 0.2
+    assert robot.run(robot.now + 0.2, is_moving=False).holds == {}
+
+
 def test_a_robot_near_zero_in_its_own_unit_moves_on() -> None:
     near = lambda now: swing(now) - POSE  # noqa: E731
     assert Follower(near, near, statistics=PERCENT).run(60.0) == WatchdogReport()

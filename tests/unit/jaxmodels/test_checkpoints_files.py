@@ -607,6 +607,9 @@ def test_pointers_of_git_lfs_are_named(policy: Path, name: str) -> None:
     (policy / name).write_text(LFS)
     with pytest.raises(CheckpointError, match=f"^{name}: a pointer of Git LFS .*git lfs pull"):
         jaxmodels.load_policy(policy)
+    if name != "tokenizer.json":  # This policy needs none.
+        with pytest.raises(CheckpointError, match=f"{name}: a pointer of Git LFS"):
+            jaxmodels.read_requirements(policy)
 
 
 def test_a_file_in_place_of_a_folder_is_refused(policy: Path) -> None:

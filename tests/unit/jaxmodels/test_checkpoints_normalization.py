@@ -124,7 +124,20 @@ def test_statistics_that_make_no_sense_are_refused(folder: Path, statistic: str,
     stats = load_file(folder / STATS)
     stats[statistic] = value
     save_file(stats, folder / STATS)
-    with pytest.raises(CheckpointError, match=rf"observation\.state.*{words}"):
+    for read in (lerobot_folder.read_checkpoint, jaxmodels.read_requirements):
+        with pytest.raises(CheckpointError, match=rf"observation\.state.*{words}"):
+            read(folder)
+
+
+@pytest.mark.parametrize(("mode", "low", "high"), [("MIN_MAX", "min", "max"), ("QUANTILES", "q01", "q99")])
+def test_reversed_ranges_are_refused(folder: Path, mode: str, low: str, high: str) -> None:
+    edit_step(folder / PRE, 3, norm_map={"STATE": mode})
+    stats = load_file(folder / STATS)
+    stats[f"observation.state.{low}"] = vector(-1, -1, 40, -1, -1, 2)
+    stats[f"observation.state.{high}"] = vector(1, 1, -40, 1, 1, 2)
+    save_file(stats, folder / STATS)
+    words = rf"observation\.state.*{low} of number 2 is 40, above its {high} -40"
+    with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)
 
 
@@ -139,7 +152,13 @@ def test_a_statistic_that_the_mode_needs_must_be_there(folder: Path) -> None:
     [
         (PRE, 3, {"norm_map": {"STATE": "GUESS"}}, "norm_map"),
         (PRE, 3, {"eps": -1}, "eps is -1"),
-        (PRE, 3, {"features": {"a": 3}}, "type and shape"),
+        (PRE, 3, {"features": {"a": 3}}, "features.a is 3; wanted an object with type and shape"),
+        (
+            PRE,
+            3,
+            {"features": {"a": {"type": "STATE", "shape": [6], "clip": 5}}},
+            "features.a: unknown fields clip = 5; a feature has type, shape and names",
+        ),
         (PRE, 3, {"normalize_observation_keys": "all"}, "normalize_observation_keys"),
         (PRE, 0, {"rename_map": {"a": 3}}, "rename_map"),
         (PRE, 0, {"rename_map": {"a": "c", "b": "c"}}, "one name twice: 'a' and 'b' are both 'c'"),
@@ -155,6 +174,33 @@ def test_a_malformed_step_is_refused(folder: Path, name: str, place: int, change
     edit_step(folder / name, place, **changes)
     with pytest.raises(CheckpointError, match=words):
         lerobot_folder.read_checkpoint(folder)
+
+
+def edit_depths(folder: Path, value: object) -> dict[str, dict]:
+    """Return contents of a processor file with an unknown field at each depth but in the config of a step."""
+    found = {}
+    for depth in ("file", "step", "feature"):
+        values = found[depth] = json.loads((folder / PRE).read_text())
+        step = values["steps"][3]
+        {"file": values, "step": step, "feature": step["config"]["features"]["observation.state"]}[depth]["new"] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("depth", "words"), [("file", PRE), ("step", "step normalizer_processor"), ("feature", "state")]
+)
+def test_unknown_fields_that_are_on_are_refused_at_every_depth(folder: Path, depth: str, words: str) -> None:
+    (folder / PRE).write_text(json.dumps(edit_depths(folder, True)[depth]))
+    with pytest.raises(CheckpointError, match=f"{words}: unknown fields new = True"):
+        lerobot_folder.read_checkpoint(folder)
+
+
+def test_unknown_fields_that_are_off_load_at_every_depth(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for depth, values in edit_depths(folder, None).items():
+        caplog.clear()
+        (folder / PRE).write_text(json.dumps(values))
+        lerobot_folder.read_checkpoint(folder)
+        assert "ignoring unknown fields that are off: 'new'" in caplog.text, depth
 
 
 def test_unknown_fields_of_steps_load_when_they_are_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,7 +64,7 @@ def test_everything_wrong_with_a_description_is_said_at_once(copy):
     entries["observation.images.c"] = {"shape": [4, 4, 3]}
     del entries["action"]
     rewrite(folder / "meta/info.json", fps=0, total_frames="many", features=entries)
-    refused(folder, "fps is 0", "total_frames is many", "'observation.images.b': shape is [4, 4]", "'dtype'")
+    refused(folder, "fps is 0", "total_frames is 'many'", "'observation.images.b': shape is [4, 4]", "'dtype'")
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb"])
@@ -375,10 +375,10 @@ def test_a_playlist_that_names_other_files_is_no_video(copy):
 @pytest.mark.parametrize(
     ("picture", "said"),
     [
-        (b"", "cannot be decoded"),
-        (None, "cannot be decoded"),
-        (b"GIF89a" + bytes(50), "cannot be decoded"),
-        (png(np.zeros((32, 48, 3), np.uint8))[:60], "cannot be decoded"),
+        (b"", "is an empty file"),
+        (None, "is an empty file"),
+        (b"GIF89a" + bytes(50), "is a GIF file; wanted 8-bit RGB or gray, PNG or JPEG"),
+        (png(np.zeros((32, 48, 3), np.uint8))[:60], "is a damaged or incomplete PNG file"),
         (png(np.zeros((900, 900, 3), np.uint8)), "is 900x900; wanted 32x48"),
         (png(np.zeros((48, 32, 3), np.uint8)), "is 48x32; wanted 32x48"),
         (png(np.zeros((32, 48), np.uint16)), "is a 16-bit gray picture"),

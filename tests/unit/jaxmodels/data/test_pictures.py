@@ -85,8 +85,13 @@ def test_colour_and_gray_are_decoded_exactly(file, expected):
         (save(Image.fromarray(RAMP), transparency=0), "transparent pixels"),
         (save(Image.fromarray(COLOUR), transparency=tuple(COLOUR[0, 0].tolist())), "transparent pixels"),
         (save(Image.fromarray(COLOUR).convert("CMYK"), "JPEG"), "a CMYK picture"),
+        *((save(Image.fromarray(COLOUR), form), f"a {form} file") for form in ("GIF", "TIFF", "BMP")),
+        (save(Image.fromarray(COLOUR), "WEBP"), "a WebP file"),
+        (b"", "an empty file"),
+        (b"hello", "neither a PNG nor a JPEG file"),
+        *((save(Image.fromarray(COLOUR))[:size], "a damaged or incomplete PNG file") for size in (9, 60)),
+        *((save(Image.fromarray(COLOUR), "JPEG")[:size], "a damaged or incomplete JPEG file") for size in (3, 640)),
     ],
-    ids=["16", "depth", "16 with alpha", "16 with a key", "RGBA", "LA", "P", "L with a key", "RGB with a key", "CMYK"],
 )
 def test_a_file_that_is_no_colour_picture_is_refused(file, said):
     with pytest.raises(PictureError, match=said) as error:

@@ -103,6 +103,11 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
         Client(url)
 
 
+def test_an_address_without_a_scheme_is_repeated_with_one() -> None:
+    with pytest.raises(Unusable, match=r"try http://gpu-box:9001$"):
+        Client("gpu-box:9001")
+
+
 @pytest.mark.parametrize(
     ("environment", "url"),
     [

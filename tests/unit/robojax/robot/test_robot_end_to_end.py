@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import pty
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -383,3 +386,44 @@ def test_a_look_at_everything_names_what_is_wrong_and_moves_nothing(
     assert "3.0 V" in found["shoulder_lift"][1]
     assert "camera front" in found
     assert all(servos.servo(servo).written == [] for servo in JOINTS.values())
+
+
+# Runs the second program as a background job of a terminal, as a shell does with "&".
+BACKGROUND_JOB = """
+import fcntl, os, signal, subprocess, sys, termios
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+job = subprocess.Popen([sys.executable, "-c", sys.argv[1]], process_group=0)
+status = os.waitpid(job.pid, os.WUNTRACED)[1]
+if os.WIFSTOPPED(status):
+    os.kill(job.pid, signal.SIGKILL)
+sys.exit("the system stopped the job" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status))
+"""
+WITH_KEYS = """
+import asyncio
+from robojax.robot.runner import keys
+
+async def main():
+    async with keys() as pressed:
+        print(pressed.qsize(), "keys")
+
+asyncio.run(main())
+"""
+
+
+def test_a_background_job_leaves_the_terminal_alone() -> None:
+    terminal, its_side = pty.openpty()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", BACKGROUND_JOB, WITH_KEYS],
+            stdin=its_side,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            start_new_session=True,
+            check=False,
+        )
+    finally:
+        os.close(terminal)
+        os.close(its_side)
+    assert (ended.returncode, ended.stdout) == (0, "0 keys\n"), ended.stderr

@@ -179,6 +179,8 @@ def test_the_demo_listens_on_the_default_port_or_a_free_one(
 def test_a_policy_that_cannot_be_loaded_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:
     ended = demo("--episodes", "1", "--policy", str(tmp_path))
     assert ended.returncode == 4
-    assert "the server refused the policy with 422" in ended.stderr
+    assert "the server refused the policy with 422: policy_path: " in ended.stderr
+    assert '{"detail"' not in ended.stderr
+    assert "robojax check" in ended.stderr
     assert "wanted a folder as LeRobot's save_pretrained writes it" in ended.stderr
     assert "Traceback" not in ended.stderr
