@@ -209,7 +209,8 @@ async def test_a_spoiled_folder_is_refused_by_a_check_and_by_a_session_and_nobod
             answers = await asyncio.gather(
                 call("POST", "/policies/check", policy_path=str(folder)), call("POST", "/sessions", **body(folder))
             )
-            text = "".join(text for _, text in answers)
+            # The sender's own path is repeated, but no other path of the server.
+            text = "".join(text for _, text in answers).replace(str(folder), "")
             if [status for status, _ in answers] != [422, 422] or words not in text or str(root) in text:
                 wrong[name] = answers
         assert wrong == {}

@@ -109,6 +109,7 @@ def rms(x: np.ndarray) -> float:
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous", "discrete", "zero", "single"])
 def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_for, pair_of, to_torch) -> None:
+    require_peers("torch", "diffusers")
     import torch
 
     kind, fields = KINDS[name]

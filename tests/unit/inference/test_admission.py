@@ -1,22 +1,20 @@
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxmodels import Requirements
 from service.errors import Overloaded
 from service.inference.admission import Reservations, compute_admission
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.sessions.store import NewSession, Sessions
 from service.stage import Stage
-from service.testing import MemoryTransport, ScriptedLoader, ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
-NEEDS = Requirements(
-    policy_type="act", cameras={"front": (48, 64)}, state=6, action=6, chunk=20, action_steps=5, rate=25.0
-)
+NEEDS = replace(SO100_REQUIREMENTS, chunk=20, action_steps=5, rate=25.0)
 
 
 def served(*, replicas: int = 1, **seconds: float) -> LoadedPolicy:
