@@ -1,11 +1,11 @@
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
-from jaxmodels import Requirements
 from service.errors import TransportError
-from service.testing import ScriptedLoader, ScriptedPolicy
+from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 
 
 async def test_a_session_is_made_listed_looked_at_and_deleted(server):
@@ -174,7 +174,7 @@ async def test_rooms_are_compared_among_sessions_that_have_rooms(server):
 
 
 async def test_a_session_renames_a_camera_with_any_name(serve):
-    needs = Requirements("act", {"Top Cam": (48, 64), "caméra": (48, 64)}, 6, None, 6, 5, 5)
+    needs = replace(SO100_REQUIREMENTS, cameras={"Top Cam": (48, 64), "caméra": (48, 64)})
     async with serve(load=ScriptedLoader(lambda: ScriptedPolicy(needs))) as server:
         rename = {"Top Cam": "top", "caméra": "side"}
         status, told = await server.create(camera_names=["top", "side"], rename=rename, workspace_id="lab")

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmodels.transformer2d import Transformer2DModel
 from tests.parity.transformer2d.conftest import SINGLE
 from tests.testing.compiling import compiling_quickly
+from tests.testing.peers import require_peers
 
 pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1

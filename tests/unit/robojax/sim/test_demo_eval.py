@@ -92,7 +92,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
 def test_what_cannot_be_evaluated_is_said_with_what_to_do(refused: Callable[..., Result], tmp_path: Path):
     missing = refused("--policy.path", str(tmp_path))
     assert missing.exit_code == 3
-    assert "empty folder" in missing.stderr
+    assert "the folder is empty" in missing.stderr
     assert "Traceback" not in missing.stderr
     untrained = refused("--task", "two-cubes")
     assert untrained.exit_code == 3
