@@ -18,7 +18,7 @@ from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, Sanic
 from sanic.headers import parse_content_header
 from sanic.helpers import STATUS_CODES
 
-from service.errors import ServiceError, TooLarge
+from service.errors import ServiceError, SessionLoading, TooLarge
 from service.http.strict_json import RepeatedName, TooManyValues, loads, reject_repeated_names
 from service.logging import redact_secrets, sanitize_text
 
@@ -114,7 +114,9 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
     shown = redact_secrets(repr(_shorten(name)))
     if not known:
         return f"unknown field {shown}; this request takes no fields"
-    near = get_close_matches(name[:_MAX_NAME].lower().replace("-", "_"), known, 1)
+    given = name[:_MAX_NAME].lower().replace("-", "_")
+    # A name that was begun (``age`` of ``age_ms``) is nearer than any other of the same similarity.
+    near = sorted(get_close_matches(given, known, 3), key=lambda other: not other.startswith(given))
     if near:
         return f"unknown field {shown}; did you mean {near[0]!r}? Correct it or leave it out"
     return f"unknown field {shown}; the known fields are: {', '.join(known)}"
@@ -230,7 +232,9 @@ async def _invalid_body(request: Request[Any, Any], error: InvalidBody) -> HTTPR
 
 async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTTPResponse:
     if error.status >= 500:
-        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
+        # A client that waits for a policy asks again and again; that is no fault of the server.
+        level = logging.INFO if isinstance(error, SessionLoading) else logging.ERROR
+        log.log(level, "%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
         # The OpenAPI documents promise a list for 422.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}
