@@ -37,6 +37,7 @@ _MAX_ERRORS = 64
 # Characters of one value that an error repeats, of a whole error, and of a name that is compared with known names.
 _MAX_VALUE, _MAX_TEXT, _MAX_NAME = 200, 8192, 40
 _JSON_TYPES = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+_TYPE_NAME = re.compile(r"constrained-|dict\[constrained-")
 _SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 
 
@@ -124,7 +125,9 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Convert an error of pydantic to an entry of a 422 response."""
-    place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in entry["loc"]]
+    # Of a value of several types, pydantic also names each type; the sender does not know these names.
+    parts = [part for part in entry["loc"] if not (isinstance(part, str) and _TYPE_NAME.match(part))]
+    place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in parts]
     message, value = entry["msg"], entry.get("input")
     if entry["type"] == "extra_forbidden":
         message = describe_unknown_field(str(entry["loc"][-1]), model.model_fields)
@@ -185,7 +188,10 @@ def _decode(raw: bytes) -> Any:
         # for, in what was read up to them.
         is_looked_for = isinstance(error, _Constant)
         found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
-        raise _invalid_body_error("json_invalid", "JSON decode error", found.start() if found else 0) from None
+        text = (
+            f"JSON decode error: {error} is not a JSON number; send a finite number" if found else "JSON decode error"
+        )
+        raise _invalid_body_error("json_invalid", text, found.start() if found else 0) from None
 
 
 def _is_json(content_type: str) -> bool:
