@@ -125,7 +125,7 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Convert an error of pydantic to an entry of a 422 response."""
-    # Of a value of several types, pydantic also names each type; the sender does not know these names.
+    # If a value may have several types, pydantic adds a name for each type, which the sender does not know.
     parts = [part for part in entry["loc"] if not (isinstance(part, str) and _TYPE_NAME.match(part))]
     place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in parts]
     message, value = entry["msg"], entry.get("input")
@@ -238,7 +238,7 @@ async def _invalid_body(request: Request[Any, Any], error: InvalidBody) -> HTTPR
 
 async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTTPResponse:
     if error.status >= 500:
-        # A client that waits for a policy asks again and again; that is no fault of the server.
+        # A client that waits for a policy repeats its request, so this is not an error of the server.
         level = logging.INFO if isinstance(error, SessionLoading) else logging.ERROR
         log.log(level, "%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
