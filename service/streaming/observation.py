@@ -83,8 +83,7 @@ def decode_base64(camera: str, text: str) -> bytes:
         return b"".join(base64.b64decode(part, validate=True) for part in parts)
     except (binascii.Error, ValueError):
         raise InvalidRequest(
-            f"camera {camera!r}: the text is not base64; wanted a JPEG or PNG file in base64",
-            ("body", "images", camera),
+            f"camera {camera!r}: the text is not base64 of a JPEG or PNG file", ("body", "images", camera)
         ) from None
 
 
