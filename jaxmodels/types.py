@@ -187,6 +187,8 @@ def rename_cameras(requirements: Requirements, rename: Mapping[str, str]) -> Req
     for camera, name in rename.items():
         if camera not in cameras:
             turned = f"; the policy's name comes first, as {name}={camera}" if name in cameras else ""
+            if camera.rpartition(".")[2].lower() == name.lower():
+                turned = f"; did you mean {name}={name}?" if name in cameras else ""
             raise ConfigError(
                 f"rename {camera}={name} names no camera of the policy, which has "
                 f"{', '.join(sorted(cameras)) or 'none'}{turned}"

@@ -170,7 +170,7 @@ def create(session_id: str, policy_path: str, transport_server_url: str, fields:
         if name not in SESSION_FIELDS:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, SESSION_FIELDS, 1)
+            near = get_close_matches(name.lower().replace("-", "_"), SESSION_FIELDS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"a session has {', '.join(SESSION_FIELDS)}."
             raise Unusable(f"unknown field {name!r}; {hint} Nothing was sent.")
     required = {"session_id": session_id, "policy_path": policy_path, "transport_server_url": transport_server_url}

@@ -534,6 +534,7 @@ class Controller:
             return self.take_bad_input(event.reasons, now)
         if isinstance(event, RobotLeft):
             self.buffer.distrust_joints()
+            self.watchdog.forget_frozen_joints()
             # Its program may have let the motors go, and a jaw that somebody opened meanwhile must not snap shut.
             self.release_grip()
             if event.is_replaced:

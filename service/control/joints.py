@@ -255,7 +255,7 @@ def _check_names(names: Sequence[str], width: int, error: Callable[[str], Servic
         wrong = f"are {len(names)}, but the policy's actions have {width} values"
     elif len(set(names)) != width:
         wrong = f"name a joint twice: {sorted({name for name in names if list(names).count(name) > 1})}"
-    elif not all(0 < len(name) <= 50 for name in names):
-        wrong = "hold a name that is empty or longer than 50 characters"
+    elif bad := [name for name in names if not (0 < len(name) <= 50 and name.isprintable())]:
+        wrong = f"have {bad[0]!r:.80}; wanted 1 to 50 printable characters"
     if wrong is not None:
         raise error(f"{what} {wrong}")

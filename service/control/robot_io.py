@@ -147,7 +147,10 @@ class RobotIO:
             if event.reason is None:
                 self.controller.clear(ROBOT_LATCHED)
             else:
-                text = f"the robot's own program holds it after an emergency stop ({event.reason})"
+                text = (
+                    f"the robot's own program holds it after an emergency stop ({event.reason}); it goes on when that "
+                    "program reports that its latch is released"
+                )
                 self.controller.obstruct(ROBOT_LATCHED, text)
             return
         room = getattr(event, "room", None)

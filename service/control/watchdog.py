@@ -153,6 +153,14 @@ class Watchdog:
         if self.joints is not None:
             self.joints.begin()
 
+    def forget_frozen_joints(self) -> None:
+        """Forget that the joints of a robot that left were frozen: the next program may report where they are.
+
+        Joints in another unit are not forgotten, because the same program would report the same unit again.
+        """
+        if self.joints is not None and self.joints.fault is not None and self.joints.fault.code == JOINTS_FROZEN:
+            self.joints.begin()
+
     @property
     def is_pose_doubted(self) -> bool:
         """Whether the robot is held for frozen joints or another unit: it may be elsewhere than measured."""
@@ -424,5 +432,6 @@ class JointMotion:
             f"the measured joints did not change for {now - self._moved_at.max():.1f} s, while the commands of "
             f"{self._names[worst]!r} moved by {commanded[worst]:.3g} ({self._least[worst]:.4g} to "
             f"{self._most[worst]:.4g}, measured {pose[worst]:.4g}). Check the robot's power and the program that "
-            "reports its joints; it goes on when a measured joint changes, or after a stop and a start",
+            "reports its joints; it goes on when a measured joint changes, when that program connects again, or after "
+            "a stop and a start",
         )

@@ -18,7 +18,7 @@ from sanic.exceptions import MethodNotAllowed, NotFound, RequestCancelled, Sanic
 from sanic.headers import parse_content_header
 from sanic.helpers import STATUS_CODES
 
-from service.errors import ServiceError, TooLarge
+from service.errors import ServiceError, SessionLoading, TooLarge
 from service.http.strict_json import RepeatedName, TooManyValues, loads, reject_repeated_names
 from service.logging import redact_secrets, sanitize_text
 
@@ -37,6 +37,7 @@ _MAX_ERRORS = 64
 # Characters of one value that an error repeats, of a whole error, and of a name that is compared with known names.
 _MAX_VALUE, _MAX_TEXT, _MAX_NAME = 200, 8192, 40
 _JSON_TYPES = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+_TYPE_NAME = re.compile(r"constrained-|dict\[constrained-")
 _SECRET_NAME = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 
 
@@ -114,7 +115,9 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
     shown = redact_secrets(repr(_shorten(name)))
     if not known:
         return f"unknown field {shown}; this request takes no fields"
-    near = get_close_matches(name[:_MAX_NAME].lower().replace("-", "_"), known, 1)
+    given = name[:_MAX_NAME].lower().replace("-", "_")
+    # A name that was begun (``age`` of ``age_ms``) is nearer than any other of the same similarity.
+    near = sorted(get_close_matches(given, known, 3), key=lambda other: not other.startswith(given))
     if near:
         return f"unknown field {shown}; did you mean {near[0]!r}? Correct it or leave it out"
     return f"unknown field {shown}; the known fields are: {', '.join(known)}"
@@ -122,7 +125,9 @@ def describe_unknown_field(name: str, known: Collection[str]) -> str:
 
 def _describe_error(entry: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
     """Convert an error of pydantic to an entry of a 422 response."""
-    place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in entry["loc"]]
+    # If a value may have several types, pydantic adds a name for each type, which the sender does not know.
+    parts = [part for part in entry["loc"] if not (isinstance(part, str) and _TYPE_NAME.match(part))]
+    place = [_escape(_shorten(part)) if isinstance(part, str) else part for part in parts]
     message, value = entry["msg"], entry.get("input")
     if entry["type"] == "extra_forbidden":
         message = describe_unknown_field(str(entry["loc"][-1]), model.model_fields)
@@ -183,7 +188,10 @@ def _decode(raw: bytes) -> Any:
         # for, in what was read up to them.
         is_looked_for = isinstance(error, _Constant)
         found = next((match for match in _CONSTANT.finditer(raw) if match[1]), None) if is_looked_for else None
-        raise _invalid_body_error("json_invalid", "JSON decode error", found.start() if found else 0) from None
+        text = (
+            f"JSON decode error: {error} is not a JSON number; send a finite number" if found else "JSON decode error"
+        )
+        raise _invalid_body_error("json_invalid", text, found.start() if found else 0) from None
 
 
 def _is_json(content_type: str) -> bool:
@@ -230,7 +238,9 @@ async def _invalid_body(request: Request[Any, Any], error: InvalidBody) -> HTTPR
 
 async def _service_error(request: Request[Any, Any], error: ServiceError) -> HTTPResponse:
     if error.status >= 500:
-        log.error("%s %s [%s]: %s", request.method, request.path, request_id(request), error)
+        # A client that waits for a policy repeats its request, so this is not an error of the server.
+        level = logging.INFO if isinstance(error, SessionLoading) else logging.ERROR
+        log.log(level, "%s %s [%s]: %s", request.method, request.path, request_id(request), error)
     if error.status == 422:
         # The OpenAPI documents promise a list for 422.
         entry = {"loc": list(getattr(error, "loc", ("body",))), "msg": str(error), "type": error.code}

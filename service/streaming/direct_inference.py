@@ -211,7 +211,11 @@ class DirectInference:
                     f"session {session.id!r} is initializing ({session.progress.stage}); ask again in {seconds} s",
                     seconds,
                 )
-            raise MoveRefused(f"session {session.id!r} is {session.stage} and runs no policy")
+            why = "" if session.reason is None else f" ({session.reason})"
+            raise MoveRefused(
+                f"session {session.id!r} runs no policy, its status is {session.stage}{why}; delete it and create it "
+                "again"
+            )
         return link, session.robot_io
 
     async def explain_refusal(self, refusal: MoveRefused) -> ServiceError:

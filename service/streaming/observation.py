@@ -147,7 +147,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_PROMPT = 2048
 _LATEST_TIMESTAMP = 1e11  # seconds; beyond, a float64 says no milliseconds any more
 _PARTS = (list, Mapping, np.ndarray, str, memoryview)  # what pictures and joints of one moment may be in a list
-_NOT_FINITE = "state holds NaN, infinity or what is as good as that"
+_NOT_FINITE = "state: NaN, infinity or a number beyond float32; wanted finite numbers"
 # Accepted names of the instruction: openpi's, this service's, LeRobot's.
 _PROMPT_KEYS = ("prompt", "language_instruction", "task")
 # Control characters would act in records, logs and pages, and a lone surrogate cannot be encoded by any of them.
@@ -268,7 +268,7 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
             problems.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
     missing = [name for name in spec.cameras if name not in images]
     if is_complete and missing:
-        problems.append(f"cameras {', '.join(missing)} are missing")
+        problems.append(f"no picture of {_list_names([f'camera {name!r}' for name in missing])}")
     is_extra_ignored = _read_extra(message, problems)
     joints = _read_joints(message.get("state"), spec.joints, is_complete, problems, is_extra_ignored)
     prompt = _read_prompt(message, problems)
@@ -344,7 +344,10 @@ def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
     prompts = {name: message[name] for name in _PROMPT_KEYS if message.get(name) is not None}
     for name, prompt in prompts.items():
         if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or _CONTROL_CHARACTERS.search(prompt):
-            problems.append(f"{name}: wanted text of at most {_MAX_PROMPT} characters, without control characters")
+            found = f"{len(prompt)} characters" if isinstance(prompt, str) else type(prompt).__name__
+            problems.append(
+                f"{name}: got {found}; wanted text of at most {_MAX_PROMPT} characters, without control characters"
+            )
             return None
     if len(set(prompts.values())) > 1:
         problems.append(f"{' and '.join(prompts)} say different things; wanted one of them")
@@ -375,7 +378,9 @@ def _read_joints(
     if values.ndim == 2 and len(values) == 1:
         values = values[0]
     if values.dtype.kind not in "iuf" or values.shape != (len(table),):
-        problems.append(f"state: {values.dtype.name} {list(values.shape)}; wanted {len(table)} numbers")
+        is_array = isinstance(state, list | np.ndarray) and values.dtype.kind in "iuf"
+        found = f"{values.dtype.name} {list(values.shape)}" if is_array else f"got {state!r:.40}"
+        problems.append(f"state: {found}; wanted {len(table)} numbers, in a list or by name")
         return {}
     found = _to_finite(values, table)
     if found is None:

@@ -159,8 +159,10 @@ class Stream:
 
     def _take_latch(self, message: Mapping[str, Any]) -> None:
         """Take the client's report whether its own program holds the robot after an emergency stop."""
+        # A misspelt reason must not release the latch.
+        observation.check_fields(message, ("kind", "reason", "number"))
         reason = message.get("reason")
-        if reason is not None and not isinstance(reason, str):
+        if "reason" not in message or (reason is not None and not isinstance(reason, str)):
             raise InvalidRequest("reason: wanted a text, or null for no latch", ("body", "reason"))
         self.robot_latch = None if reason is None else sanitize_text(reason) or "no reason given"
         if self._link is not None:  # Otherwise it is reported when this client takes control.

@@ -38,7 +38,9 @@ async def test_a_missing_body_is_a_missing_field(server):
 )
 async def test_what_is_not_json_is_told_with_its_position(server, text, position):
     [entry] = await refused(server, data=text, headers={"content-type": "application/json"})
-    assert entry == {"loc": ["body", position], "msg": "JSON decode error", "type": "json_invalid"}
+    constant = next((found for found in ("NaN}", "-Infinity", "Infinity") if found in text), "").rstrip("}")
+    said = f": {constant} is not a JSON number; send a finite number" if constant else ""
+    assert entry == {"loc": ["body", position], "msg": f"JSON decode error{said}", "type": "json_invalid"}
 
 
 async def test_a_long_body_is_refused_unread(server):
@@ -54,6 +56,14 @@ async def test_a_body_of_more_values_than_any_has_is_refused_unread(server):
     # Commas in a text are none.
     status, _ = await server.create("arm", language_instruction="," * 4096)
     assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("value", "places"), [("abc", [[], []]), (-1, [[], []]), ({"Jaw": -1}, [[], ["Jaw"]]), ({"Jaw": {}}, [[], ["Jaw"]])]
+)
+async def test_the_place_of_an_error_has_no_names_of_types(server, value, places):
+    entries = await refused_body(server, max_relative_target=value)
+    assert [entry["loc"] for entry in entries] == [["body", "max_relative_target", *place] for place in places]
 
 
 async def test_as_many_errors_are_told_as_somebody_reads(server):

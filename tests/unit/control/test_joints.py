@@ -170,7 +170,7 @@ def test_ranges_may_be_given_by_name() -> None:
     assert [command.value for command in table.to_commands(np.array([5, 5], np.float32))] == [5, 1]
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", ""], ["a", "x" * 51]])
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", ""], ["a", "x" * 51], ["a", "b\n"], ["a", "\x1b[31m"]])
 def test_names_that_do_not_fit_are_refused(names: list[str]) -> None:
     with pytest.raises(InvalidRequest) as error:
         create_joint_table(2, requested=names)

@@ -184,6 +184,19 @@ async def test_frozen_joints_hold_where_the_robot_was_sent_last(rigged) -> None:
         assert session.stage is Stage.RUNNING
 
 
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["the same robot", "any robot"])
+async def test_a_program_that_connects_again_ends_a_hold_of_frozen_joints(rigged, is_replaced: bool) -> None:
+    async with rigged(frozen="hold", frame_age_limit=5.0) as rig:
+        rig.policy = ScriptedPolicy(step=2.0)
+        await rig.running()
+        await until(lambda: rig.stats["hold_code"] == "joints_frozen")
+        count = len(rig.link.sent)
+        rig.link._inbox.on_event(RobotLeft(rig.link.rooms.joint_input, is_replaced))
+        await until(lambda: len(rig.link.sent) > count + 3)
+        # Its joints do not follow either, so it is held again.
+        await until(lambda: rig.stats["hold_code"] == "joints_frozen")
+
+
 @pytest.mark.parametrize("changes", [{"dry_run": True}, {}], ids=["dry run", "joints that follow"])
 async def test_joints_without_reason_to_move_or_that_move_do_not_freeze(rigged, changes) -> None:
     async with rigged(frozen="hold", frame_age_limit=5.0) as rig:

@@ -230,10 +230,12 @@ def test_a_camera_may_be_left_out_and_one_that_is_not_known_is_named(policies, g
         ({"front": "top", "wrist": "front"}, None),
         ({"frnt": "top"}, "rename frnt=top names no camera of the policy, which has front, wrist"),
         ({"top": "front"}, "the policy's name comes first, as front=top"),
+        ({"Front": "front"}, r"did you mean front=front\?"),
+        ({"observation.images.front": "front"}, r"did you mean front=front\?"),
         ({"front": "wrist"}, "two cameras of the policy one name, front and wrist"),
         ({"front": "top", "wrist": "top"}, "two cameras of the policy one name, front and wrist"),
     ],
-    ids=["other names", "unknown", "turned", "taken", "one for two"],
+    ids=["other names", "unknown", "turned", "another case", "feature name", "taken", "one for two"],
 )
 def test_cameras_may_have_the_names_of_a_robot(rename, text, policies, golden_folder, tmp_path: Path) -> None:
     if text is not None:

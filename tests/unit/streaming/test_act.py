@@ -268,7 +268,10 @@ async def test_everything_that_is_wrong_is_said_at_once(server):
     status, told = await server.act({"images": {"side": b""}, "prompt": 3})
     text = told["detail"][0]["msg"]
     assert status == 422
-    assert all(part in text for part in ("camera 'side' is unknown", "front are missing", "state is missing", "prompt"))
+    assert all(
+        part in text
+        for part in ("camera 'side' is unknown", "no picture of camera 'front'", "state is missing", "prompt")
+    )
 
 
 @pytest.mark.parametrize(

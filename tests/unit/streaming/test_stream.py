@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import re
 import threading
 import time
 from contextlib import suppress
@@ -85,8 +86,10 @@ async def test_a_robot_that_is_latched_by_itself_is_shown_as_held(server):
         await Client(other).say("ping", number=1)
         await Client(other).hear("pong")
         assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
-        await client.say("latch", reason=7)
-        assert "reason" in (await client.hear("error"))["detail"]
+        for wrong in ({"reason": 7}, {"reasn": None}, {"resaon": "again", "reason": None}, {}):
+            await client.say("latch", **wrong)
+            assert "reason" in (await client.hear("error"))["detail"]
+        assert stats(await server.call("GET", "/sessions/arm")) == ["key at the robot", "robot_latched"]
         await client.say("latch", reason=None)
         await client.say("observation", **server.seen())
         await client.hear("command")
@@ -173,8 +176,9 @@ async def test_nonsense_is_answered_and_too_much_of_it_ends_the_socket(server):
         told = await client.hear("error")
         assert (told["number"], "unknown names: 'elbow_flex.vel'; send" in told["detail"]) == (3, True)
         await client.say("observation", state={"elbow_flex.pos": 1.0, "elbow_flex.vel": 0.5}, extra="ignore")
-        await client.say("observation", agems=5)
-        assert "did you mean 'age_ms'?" in (await client.hear("error"))["detail"]
+        for name in ("agems", "age"):
+            await client.say("observation", **{name: 5})
+            assert "did you mean 'age_ms'?" in (await client.hear("error"))["detail"]
         assert server.app.ctx.sessions.get("arm").robot_io.buffer.measured_joints()["Elbow"] == 1.0
         await client.say("ping", number=1)
         await client.hear("pong")
@@ -285,6 +289,10 @@ async def test_a_waiting_client_is_closed_with_the_reason_of_a_failed_load(serve
                 await client.hear("welcome")
             assert closed.value.rcvd.code == 1011
             assert "the weights are torn" in closed.value.rcvd.reason
+        # A client that comes later is told why, too.
+        status, told = await server.act(server.seen())
+        assert (status, told["code"]) == (409, "move_refused")
+        assert re.search("the weights are torn.*delete it and create it again", told["detail"])
 
 
 async def test_a_waiting_client_is_closed_when_the_session_is_deleted(serve):

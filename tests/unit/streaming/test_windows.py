@@ -109,7 +109,7 @@ async def test_a_client_may_send_the_whole_window(looking) -> None:
         (window(1, 2, 3) | {"state": seen(3)["state"]}, "state has 1; wanted 3 moments"),
         (seen(3) | {"state": window(1, 2, 3)["state"]}, "camera 'front' has 1; wanted 3 moments"),
         (window(1, 2, 3) | {"state": np.zeros((3, 5), np.float32)}, "moment 1 of 3: state: float32 [5]; wanted 6"),
-        (window(1, 2, 3) | {"images": {}}, "cameras front are missing"),
+        (window(1, 2, 3) | {"images": {}}, "no picture of camera 'front'"),
         (
             window(1, 2, 3) | {"images": {"front": [np.zeros((48, 64 + at, 3), np.uint8) for at in range(3)]}},
             "camera 'front' has [48, 64] before; wanted pictures of one size",

@@ -144,6 +144,7 @@ def test_a_key_with_strange_characters_is_not_sent() -> None:
     ("field", "said"),
     [
         ("dry_runn", "did you mean 'dry_run'?"),
+        ("DRY_RUN", "did you mean 'dry_run'?"),
         ("max_relative_traget", "did you mean 'max_relative_target'?"),
         ("someday", "a session has camera_names, workspace_id"),
     ],
