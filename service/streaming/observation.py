@@ -344,7 +344,12 @@ def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
     prompts = {name: message[name] for name in _PROMPT_KEYS if message.get(name) is not None}
     for name, prompt in prompts.items():
         if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or _CONTROL_CHARACTERS.search(prompt):
-            problems.append(f"{name}: wanted text of at most {_MAX_PROMPT} characters, without control characters")
+            found = f"has {len(prompt)} characters" if isinstance(prompt, str) else f"is {repr(prompt)[:40]}"
+            if isinstance(prompt, str) and (control := _CONTROL_CHARACTERS.search(prompt)):
+                found = f"has the control character {control[0]!a}"
+            problems.append(
+                f"{name} {found}; wanted text of at most {_MAX_PROMPT} characters, without control characters"
+            )
             return None
     if len(set(prompts.values())) > 1:
         problems.append(f"{' and '.join(prompts)} say different things; wanted one of them")
