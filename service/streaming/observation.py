@@ -34,8 +34,13 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
         InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-        channels = image.shape[2] if image.ndim == 3 else 3
-        wanted = "uint8 [height, width, 3]" + ("" if channels == 3 else f": {describe_channels(channels)}")
+        wanted = "uint8 [height, width, 3]"
+        if image.ndim == 2:
+            wanted += ": no axis of channels; a gray picture is np.stack([image] * 3, axis=-1)"
+        elif image.ndim == 3 and image.shape[2] != 3:
+            wanted += (
+                ": move the channels to the end" if image.shape[0] == 3 else f": {describe_channels(image.shape[2])}"
+            )
         raise InvalidRequest(
             f"camera {camera!r}: the array is {image.dtype} {list(image.shape)}; wanted {wanted}",
             ("body", "images", camera),
@@ -265,7 +270,7 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
         elif isinstance(picture, str | memoryview):
             files[name] = picture
         else:
-            problems.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
+            problems.append(f"camera {name!r} is {repr(picture)[:40]}; wanted an array, or a JPEG or PNG file")
     missing = [name for name in spec.cameras if name not in images]
     if is_complete and missing:
         problems.append(f"cameras {', '.join(missing)} are missing")
