@@ -83,6 +83,8 @@ OTHER_REPOS = {
     "save the result with save_pretrained, and give that folder",
     "model_index.json": "it is a pipeline of diffusers, which is not a policy",
     "meta/info.json": "it is a LeRobotDataset, which is not a policy",
+    "pytorch_model.bin": "it has only pickle files, which can run code and are never opened: load the policy where you "
+    "trust it and save it as safetensors (LeRobot's save_pretrained does)",
 }
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".py")
 # Bytes of all that the Hub says about a repo; one with 60,000 files has 16 MiB.
@@ -366,8 +368,8 @@ def fetch(
         selected = {name: file for name, file in listed.items() if _is_selected(name, files)}
         size = sum(file.size for file in selected.values())
         _check_files(repo, selected, list(listed), size, largest)
-        if "robojax.json" in files and not {"config.json", "robojax.json"} & set(selected):
-            raise HubError(_describe_other_repo(repo, listed))
+        if "robojax.json" in files and (missing := _find_missing_file(listed)) is not None:
+            raise HubError(_describe_other_repo(repo, missing, listed))
         folder = _download(
             store, commit, selected, list(listed), size, endpoint, kind, repo_id, report, largest is not None
         )
@@ -456,10 +458,26 @@ def _read_listing(repo: str, answer: Any) -> tuple[str, Mapping[str, _Listed]]:
     return answer.sha, listed
 
 
-def _describe_other_repo(repo: str, names: Collection[str]) -> str:
+def _find_missing_file(names: Collection[str]) -> str | None:
+    """Return the file without which a repo has no policy; None for a repo that may have one.
+
+    LeRobot writes config.json next to an adapter of PEFT, too.
+    """
+    if not {"config.json", "robojax.json"} & set(names):
+        return "config.json"
+    # Orbax, in which openpi saves, writes _METADATA into the folder of the weights.
+    has_weights = any(re.match(r"model.*\.safetensors|.+/_METADATA$", name) for name in names)
+    return None if has_weights or not set(OTHER_REPOS) & set(names) else "model.safetensors"
+
+
+def _describe_other_repo(repo: str, missing: str, names: Collection[str]) -> str:
     """Return the error text for a repo without a policy, by the names of its files."""
     what = next((what for name, what in OTHER_REPOS.items() if name in names), "wanted the repo of a policy")
-    return f"{repo}: the repo has no config.json; {what}"
+    folders = {name.rpartition("/")[0] for name in names if name.endswith("/config.json")}
+    policies = sorted(folder for folder in folders if f"{folder}/model.safetensors" in names)
+    if policies and missing == "config.json":
+        what = f"the policy is in its folder {policies[-1]}: download the repo with `hf download`, and give that folder"
+    return f"{repo}: the repo has no {missing}; {what}"
 
 
 def _check_files(repo: str, files: Mapping[str, _Listed], names: Sequence[str], size: int, largest: int | None) -> None:

@@ -288,11 +288,12 @@ class Reader:
 
 
 def _finite(name: str, array: np.ndarray) -> np.ndarray:
-    array = np.ascontiguousarray(array, np.float32)
-    if not np.isfinite(array).all():
-        where = np.argwhere(~np.isfinite(array))[0].tolist()
-        raise ObservationError(f"{name} holds {array[tuple(where)]} at {where}; wanted finite numbers")
-    return array
+    with np.errstate(over="ignore"):  # A number that is too large for float32 is reported below.
+        numbers = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(numbers).all():
+        where = np.argwhere(~np.isfinite(numbers))[0].tolist()
+        raise ObservationError(f"{name} holds {array[tuple(where)]} at {where}; wanted finite numbers of float32")
+    return numbers
 
 
 def _numbers(name: str, value: Any, expected: tuple[int, ...]) -> np.ndarray:

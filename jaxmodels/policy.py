@@ -150,18 +150,18 @@ def read_texts(observation: Mapping[str, Any], batch: int) -> tuple[str, ...]:
     """
     advice = f"wanted {batch} text{'s' if batch > 1 else ''}, e.g. {TASK!r}: {['pick up the cube'] * min(batch, 2)}"
     if TASK not in observation:
-        raise ObservationError(f"{TASK} is missing: this policy is told what to do; {advice}")
+        raise ObservationError(f"{TASK} is missing, and this policy reads an instruction; {advice}")
     given = observation[TASK]
     if isinstance(given, str):
         raise ObservationError(f"{TASK} is one text without a batch axis; {advice}")
     texts = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise ObservationError(f"{TASK} is {type(given).__name__}{list(np.shape(given))}; {advice}")
+        raise ObservationError(f"{TASK} is {shorten_value(given)}; {advice}")
     if len(texts) != batch:
         raise ObservationError(f"{TASK} has {len(texts)} texts and the other features {batch} members; {advice}")
     for member, text in enumerate(texts):
         if not text.strip():
-            raise ObservationError(f"{TASK} is blank for member {member}; this policy is told what to do, in words")
+            raise ObservationError(f"{TASK} is blank for member {member}; this policy reads an instruction in words")
     return tuple(texts)
 
 

@@ -9,6 +9,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxmodels.data import metadata
 from jaxmodels.data.statistics import compute_vector_stats
 from jaxmodels.data.video import CODEC, CameraFiles
 from jaxmodels.errors import DatasetError
+from jaxmodels.ranges import shorten_value
 
 
 def build_vectors_table(columns: Mapping[str, np.ndarray]) -> pa.Table:
@@ -137,13 +139,22 @@ class DatasetWriter:
             environment_state: names of the numbers of ``observation.environment_state``, if the dataset has it.
 
         Raises:
-            DatasetError: the folder exists, the rate is not above 0, or a name cannot be used.
+            DatasetError: the folder exists, the rate is not above 0, or a name cannot be used or occurs twice.
         """
         folder = Path(folder)
         if folder.exists():
             raise DatasetError(f"{folder} is there already; choose another folder or remove it first")
-        if not 0 < fps <= 10_000:
-            raise DatasetError(f"a rate of {fps}; wanted a number above 0")
+        if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps <= 10_000:
+            raise DatasetError(f"a rate of {shorten_value(fps)}; wanted a number above 0, 10000 at most")
+        fps = int(fps) if isinstance(fps, Integral) else float(fps)
+        for what, names in (
+            ("joint_names", joint_names),
+            ("cameras", cameras),
+            ("environment_state", environment_state),
+        ):
+            # A text is a sequence of its letters.
+            if isinstance(names, str) or len(set(names or ())) < len(names or ()) or not all(names or ()):
+                raise DatasetError(f"{what} are {shorten_value(names)}; wanted a list of names, each once")
         if not joint_names:
             raise DatasetError("a dataset without joints; wanted a name for each number of an action")
         keys = [f"{metadata.IMAGES}{camera}" for camera in cameras]
@@ -201,7 +212,7 @@ class DatasetWriter:
         Raises:
             DatasetError: there are none, or nothing is said to be done.
         """
-        if not self._steps or not task.strip():
+        if not self._steps or not isinstance(task, str) or not task.strip():
             raise DatasetError(f"an episode of {len(self._steps)} steps and the task {task!r}; wanted both")
         count, number = len(self._steps), self._tasks.setdefault(task, len(self._tasks))
         frame = np.arange(count)

@@ -181,6 +181,8 @@ def _channels_first(shape: tuple[int, ...], names: Any) -> tuple[int, int, int]:
 
 
 MAX_TASKS = 1_000_000
+# Frames that a time may be away from a frame. At half a frame, rounding decides which of two frames is the nearest.
+NEAREST_FRAME = 0.45
 _SPAN = ("from_timestamp", "to_timestamp")
 
 
@@ -265,7 +267,7 @@ def check_video_spans(folder: Path, fps: float, locations: Sequence[EpisodeLocat
                     f"{location.length} rows; correct from_timestamp and to_timestamp in meta/episodes"
                 )
             number, previous_end = previous.get((camera, file), (-1, 0.0))
-            if start < previous_end - 0.5 / fps:
+            if start < previous_end - NEAREST_FRAME / fps:
                 raise DatasetError(
                     f"{where} {span}, but episode {number} has the frames up to {previous_end:.3f} s; episodes must "
                     "not share frames: correct from_timestamp and to_timestamp in meta/episodes"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageFile
 
 from jaxmodels.errors import PictureError
 
@@ -82,7 +82,7 @@ def decode_picture(file: bytes | memoryview, check_size: Callable[[int, int], No
         return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
 
 
-def _open(file: bytes | memoryview) -> Image.Image:
+def _open(file: bytes | memoryview) -> ImageFile.ImageFile:
     """Open a PNG or JPEG file without decoding it.
 
     Raises:

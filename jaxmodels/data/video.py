@@ -71,7 +71,7 @@ class VideoFile:
         """Decode the frame nearest to a time, uint8 (h, w, 3); later times are cheap, earlier ones need a seek.
 
         Raises:
-            DatasetError: no frame is shown within half a period, or it cannot be decoded.
+            DatasetError: no frame is near (`metadata.NEAREST_FRAME`), or it cannot be decoded.
         """
         try:
             frame = self._find(seconds)
@@ -95,11 +95,11 @@ class VideoFile:
             self._before, self._newest = self._newest, next(self._frames, None)
         candidates = [frame for frame in (self._newest, self._before) if frame is not None]
         best = min(candidates, key=lambda frame: abs(frame.time - seconds), default=None)
-        if best is None or abs(best.time - seconds) > self._period / 2:
+        if best is None or abs(best.time - seconds) > metadata.NEAREST_FRAME * self._period:
             raise DatasetError(
                 f"{self._where} has no frame at {seconds:.3f} s"
                 + (f"; the nearest is at {best.time:.3f} s" if best is not None else "; it has none")
-                + ". It is shorter than its rows, or has another rate"
+                + ". It is shorter than its rows, has another rate, or its span is shifted"
             )
         return best
 

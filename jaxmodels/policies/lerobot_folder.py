@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,7 +76,8 @@ class Sidecar:
     Attributes:
         rate: actions per second the policy was trained at.
         joint_names: names of the action's numbers in order.
-        other: further keys, kept as they are; ``normalization`` may be ``identity``, see `complete_statistics`.
+        other: further keys, kept as they are, unless they are nearly the name of a key that is read;
+            ``normalization`` may be ``identity``, see `complete_statistics`.
     """
 
     rate: float | None = None
@@ -84,6 +86,10 @@ class Sidecar:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], joints: int) -> "Sidecar":
+        for key in values:
+            near = get_close_matches(key.lower(), SIDECAR_KEYS, 1, cutoff=0.8)
+            if near and key not in SIDECAR_KEYS:
+                raise CheckpointError(f"robojax.json: unknown key {shorten_value(key)}; did you mean {near[0]!r}?")
         rate, names = values.get("rate"), values.get("joint_names")
         if rate is not None and not is_number(rate, RATE):
             raise CheckpointError(
@@ -136,6 +142,7 @@ CONFIG = "config.json"
 SIDECAR = "robojax.json"
 # Of the sidecar: the version of LeRobot whose reading of the same files is meant, where versions differ.
 LEROBOT, LEROBOT_VERSIONS = "lerobot", ("0.4", "0.6")
+SIDECAR_KEYS = ("rate", "joint_names", NORMALIZATION, lerobot_processors.GROUP, LEROBOT, openpi_configs.KEY)
 READ_BY_VERSION = frozenset({"pi0", "pi05"})
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ def check(
     from rich.console import Console
 
     import jaxmodels
-    from jaxmodels.errors import ConfigError, JaxModelsError
+    from jaxmodels.errors import ConfigError, HubError, JaxModelsError
     from service.inference.measurement import assess_speed, measure_policy
 
     console = Console(stderr=True, highlight=False)
@@ -80,6 +80,8 @@ def check(
             else (
                 "give a folder of LeRobot (config.json, model.safetensors) or of diffusers, or a repo id like "
                 "owner/name"
+                if isinstance(error, HubError)
+                else "docs/policies/checkpoints.md says what a policy's folder contains and how to correct it"
             ),
         )
     requirements = loaded.requirements

@@ -34,8 +34,13 @@ def check_image(camera: str, image: np.ndarray, max_pixels: int) -> np.ndarray:
         InvalidRequest, TooLarge: it is none, or has more than ``max_pixels`` pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-        channels = image.shape[2] if image.ndim == 3 else 3
-        wanted = "uint8 [height, width, 3]" + ("" if channels == 3 else f": {describe_channels(channels)}")
+        wanted = "uint8 [height, width, 3]"
+        if image.ndim == 2:
+            wanted += ": no axis of channels; a gray picture is np.stack([image] * 3, axis=-1)"
+        elif image.ndim == 3 and image.shape[2] != 3:
+            wanted += (
+                ": move the channels to the end" if image.shape[0] == 3 else f": {describe_channels(image.shape[2])}"
+            )
         raise InvalidRequest(
             f"camera {camera!r}: the array is {image.dtype} {list(image.shape)}; wanted {wanted}",
             ("body", "images", camera),
@@ -265,7 +270,7 @@ def read_observation(message: Mapping[str, Any], spec: ObservationSpec, *, is_co
         elif isinstance(picture, str | memoryview):
             files[name] = picture
         else:
-            problems.append(f"camera {name!r}: wanted an array, or a JPEG or PNG file")
+            problems.append(f"camera {name!r} is {repr(picture)[:40]}; wanted an array, or a JPEG or PNG file")
     missing = [name for name in spec.cameras if name not in images]
     if is_complete and missing:
         problems.append(f"no picture of {_list_names([f'camera {name!r}' for name in missing])}")
@@ -344,9 +349,11 @@ def _read_prompt(message: Mapping[str, Any], problems: list[str]) -> str | None:
     prompts = {name: message[name] for name in _PROMPT_KEYS if message.get(name) is not None}
     for name, prompt in prompts.items():
         if not isinstance(prompt, str) or len(prompt) > _MAX_PROMPT or _CONTROL_CHARACTERS.search(prompt):
-            found = f"{len(prompt)} characters" if isinstance(prompt, str) else type(prompt).__name__
+            found = f"has {len(prompt)} characters" if isinstance(prompt, str) else f"is {repr(prompt)[:40]}"
+            if isinstance(prompt, str) and (control := _CONTROL_CHARACTERS.search(prompt)):
+                found = f"has the control character {control[0]!a}"
             problems.append(
-                f"{name}: got {found}; wanted text of at most {_MAX_PROMPT} characters, without control characters"
+                f"{name} {found}; wanted text of at most {_MAX_PROMPT} characters, without control characters"
             )
             return None
     if len(set(prompts.values())) > 1:

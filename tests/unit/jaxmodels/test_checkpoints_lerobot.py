@@ -171,7 +171,15 @@ def test_rate_and_joint_names_live_in_a_file_of_our_own(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [({"rate": 0}, "rate is 0"), ({"rate": "25"}, "rate is '25'"), ({"joint_names": ["a"]}, "list of 6 names")],
+    [
+        ({"rate": 0}, "rate is 0"),
+        ({"rate": "25"}, "rate is '25'"),
+        ({"joint_names": ["a"]}, "list of 6 names"),
+        ({"rates": 5}, "unknown key 'rates'; did you mean 'rate'"),
+        ({"Rate": 5}, "unknown key 'Rate'; did you mean 'rate'"),
+        ({"joint_name": ["a"] * 6}, "unknown key 'joint_name'; did you mean 'joint_names'"),
+        ({"normalisation": "identity"}, "unknown key 'normalisation'; did you mean 'normalization'"),
+    ],
 )
 def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: str) -> None:
     (folder / "robojax.json").write_text(json.dumps(values))

@@ -242,6 +242,7 @@ def test_files_that_may_run_code_are_named_and_left_where_they_are(fetch, caplog
         ("adapter_config.json", "is an adapter .*merge_and_unload"),
         ("model_index.json", "is a pipeline of diffusers"),
         ("meta/info.json", "is a LeRobotDataset"),
+        ("pytorch_model.bin", "has only pickle files"),
         ("notes.txt", "wanted the repo of a policy"),
     ],
 )
@@ -249,3 +250,21 @@ def test_repos_of_something_else_are_described(fetch, stub: StubHub, file: str, 
     stub.push("someone/other", {file: b"{}"})
     with pytest.raises(HubError, match=f"'someone/other': the repo has no config.json; .*{words}"):
         fetch("someone/other")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("adapter_config.json", "is an adapter .*merge_and_unload"), ("pytorch_model.bin", "only pickle")],
+)
+def test_repos_with_a_config_and_without_weights_are_described(fetch, stub: StubHub, file: str, words: str) -> None:
+    stub.push("someone/other", {"config.json": b"{}", file: b"{}", "runs/log.txt": b""})
+    with pytest.raises(HubError, match=f"'someone/other': the repo has no model.safetensors; .*{words}"):
+        fetch("someone/other")
+
+
+def test_the_folder_of_the_policy_in_a_repo_of_a_training_is_named(fetch, stub: StubHub) -> None:
+    for step in ("000100", "000200"):
+        where = f"checkpoints/{step}/pretrained_model"
+        stub.push("someone/run", {f"{where}/config.json": b"{}", f"{where}/model.safetensors": b"x"})
+    with pytest.raises(HubError, match=r"policy is in its folder checkpoints/000200/pretrained_model: .*hf download"):
+        fetch("someone/run")

@@ -122,12 +122,12 @@ def test_compiling_makes_the_program_that_reads_too(policy, monkeypatch) -> None
 @pytest.mark.parametrize(
     ("tasks", "words"),
     [
-        (None, "task is missing: this policy is told what to do; wanted 1 text, e.g. 'task': .'pick up the cube'."),
+        (None, "task is missing, and this policy reads an instruction; wanted 1 text, e.g. 'task'"),
         (RED, "task is one text without a batch axis"),
         ([RED, BLUE], "task has 2 texts and the other features 1 members"),
         (["  "], "task is blank for member 0"),
-        ([3], "task is list.1."),
-        (np.zeros((1, 2)), r"task is ndarray.1, 2."),
+        ([3], r"task is \[3\]; wanted 1 text"),
+        (np.zeros((1, 2)), r"task is array\(\[\[0\., 0\.\]\]\); wanted 1 text"),
         (["x" * 24], "24 bytes; this policy reads 23"),
     ],
 )

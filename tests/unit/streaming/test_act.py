@@ -278,6 +278,9 @@ async def test_everything_that_is_wrong_is_said_at_once(server):
     ("more", "words"),
     [
         ({"images": {"front": np.zeros((48, 64, 1), np.uint8)}}, "1 channel, wanted 3: RGB"),
+        ({"images": {"front": np.zeros((48, 64), np.uint8)}}, "no axis of channels; a gray picture is np.stack"),
+        ({"images": {"front": np.zeros((3, 48, 64), np.uint8)}}, "move the channels to the end"),
+        ({"images": {"front": 5}}, "camera 'front' is 5; wanted an array, or a JPEG or PNG file"),
         ({"images": {"front": np.zeros((48, 64, 4), np.uint8)}}, "4 channels, wanted 3: RGB; drop the alpha channel"),
         ({"images": {"front": np.zeros((48, 64), np.uint8)}}, "uint8 [48, 64]; wanted uint8 [height, width, 3]"),
         ({"images": {"front": np.zeros((48, 64, 3), np.float32)}}, "float32 [48, 64, 3]; wanted uint8"),

@@ -413,8 +413,13 @@ def test_a_message_that_is_like_the_one_before_is_read_anew_for_another_session_
     assert reader.read(sent(message | {"prompt": "push"}), WANTED).prompt == "push"
     with pytest.raises(InvalidRequest, match="wrist"):
         reader.read(sent(message | {"prompt": "push"}), ObservationSpec(("wrist", "top"), WANTED.joints, 1 << 20))
-    with pytest.raises(InvalidRequest, match="prompt"):
-        reader.read(sent(message | {"prompt": "\x07ush"}), WANTED)
+    for prompt, found in (
+        ("\x07ush", r"has the control character '\\x07'"),
+        ("x" * 2049, "has 2049 characters"),
+        (5, "is 5"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"prompt {found}; wanted text of at most 2048 characters"):
+            reader.read(sent(message | {"prompt": prompt}), WANTED)
 
 
 async def test_of_a_client_that_asks_as_fast_as_it_can_not_each_observation_is_kept_but_the_newest(server, monkeypatch):

@@ -278,6 +278,7 @@ FROM, TO = (f"videos/{FRONT}/{end}_timestamp" for end in ("from", "to"))
     [
         # Written are spans of 6, 9 and 5 frames at 20 per second: 0 to 0.3 s, to 0.75 s, to 1 s.
         ((0, 0.3, 0.3), (0.3, 0.75, 0.55), ("episode 2", "0.300 s to 0.550 s", "episode 1 has the frames up to 0.750")),
+        ((0, 0.275, 0.75), (0.3, 0.725, 1), ("episode 1", "0.275 s to 0.725 s", "episode 0 has the frames up to 0.3")),
         ((0, 0.25, 0.75), (0.3, 0.7, 1), ("episode 1", "0.250 s to 0.700 s", "episode 0 has the frames up to 0.300")),
         ((0, 0.3, 0.3), (0.3, 0.75, 0.75), ("episode 2", "9.0 frames", "the episode has 5 rows")),
         ((0, 0.35, 0.75), (0.3, 0.75, 1), ("episode 1", "8.0 frames", "the episode has 9 rows")),
@@ -321,6 +322,12 @@ def test_timestamps_that_are_shifted_against_the_video_are_refused(copy, name):
         episode, times = table["episode_index"].to_numpy(), table["timestamp"].to_numpy()
         parquet.write_table(replaced(table, "timestamp", (times + (episode == 1)).astype(np.float32)), path)
     refused(folder, "timestamps of episode 1 are 1.000 s to 1.400 s", f"(camera {FRONT})", ".mp4")
+
+
+def test_a_span_that_is_half_a_frame_late_is_refused(copy):
+    folder = copy("v3.0")
+    describe(folder, **{FROM: (0.025, 0.325, 0.775), TO: (0.325, 0.775, 1.025)})
+    refused(folder, "has no frame at 0.025 s", "or its span is shifted", ask=look)
 
 
 def describe(folder, **columns):

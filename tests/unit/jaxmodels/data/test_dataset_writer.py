@@ -117,7 +117,12 @@ def test_features_of_different_lengths_are_refused(tmp_path):
     ("more", "said"),
     [
         ({"fps": 0}, "a rate of 0"),
+        ({"fps": True}, "a rate of True; wanted a number above 0, 10000 at most"),
+        ({"fps": 1e6}, "a rate of 1000000.0; wanted a number above 0, 10000 at most"),
         ({"joint_names": ()}, "without joints"),
+        ({"joint_names": "ab"}, "joint_names are 'ab'; wanted a list of names"),
+        ({"joint_names": ["a", "a"]}, "joint_names are .*; wanted a list of names, each once"),
+        ({"cameras": "front"}, "cameras are 'front'; wanted a list of names"),
         ({"cameras": ["../front"]}, "no name for a feature"),
         ({"cameras": ["a/b"]}, "no name for a feature"),
     ],
