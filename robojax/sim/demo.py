@@ -211,7 +211,7 @@ class Demo:
         stopped = f"emergency stop ({reason})" if is_latched else "a person stopped the session"
         return (
             f"STOPPED: {stopped}; the arm holds and waits, and this episode does not count. When it is safe: "
-            f"robojax {command} {SESSION} --server {self.url}, or {button} on {self.page}"
+            f"{button} on {self.page}, or: robojax {command} {SESSION} --server {self.url}"
         )
 
     async def finish_recording(self) -> Mapping[str, Any]:

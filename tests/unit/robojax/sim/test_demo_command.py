@@ -90,7 +90,7 @@ def test_a_stopped_demo_waits_for_a_person_and_plays_the_episode_again() -> None
                 for stop, repair in (("stop --all", "reset demo-arm"), ("stop demo-arm", "start demo-arm")):
                     _wait_until_moving(client)
                     subprocess.run([*ROBOJAX, *stop.split(), "--server", url], check=True, timeout=60)
-                    advice = read_until(r"STOPPED: .* does not count.* robojax (\S+ demo-arm --server \S+), or ")[1]
+                    advice = read_until(r"STOPPED: .* does not count.* or: robojax (\S+ demo-arm --server \S+)$")[1]
                     assert advice == f"{repair} --server {url}"
                     assert client.session("demo-arm").status().status == "stopped"
                     subprocess.run([*ROBOJAX, *shlex.split(advice)], check=True, timeout=60)
