@@ -100,8 +100,8 @@ async def test_an_unknown_prompt_cut_is_refused(serve):
     [
         ({"prompt": "gibberish"}, "is no instruction"),
         ({"prompt": "lift", "task": "drop"}, "prompt and task say different things"),
-        ({"language_instruction": 3}, "language_instruction: got int; wanted text"),
-        ({"task": "a\nb\x00"}, "task: got 4 characters; wanted text"),
+        ({"language_instruction": 3}, "language_instruction is 3; wanted text"),
+        ({"task": "a\nb\x00"}, "task has the control character"),
     ],
 )
 async def test_what_is_no_instruction_is_refused_and_nothing_changes(reading, message, said: str):
