@@ -127,6 +127,6 @@ def test_marked_blocks_run_in_order(page: Path, hub: StubHub, clone: Path) -> No
     assert run.returncode == 0, f"{page.name}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
 
 
-def test_the_runnable_pages_are_those_that_a_newcomer_reads() -> None:
+def test_pages_of_a_newcomer_have_runnable_blocks() -> None:
     named = {page.relative_to(ROOT).as_posix() for page in PAGES}
     assert {"README.md", "docs/start/first_session.md", "docs/robots/direct.md"} <= named

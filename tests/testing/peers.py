@@ -28,7 +28,7 @@ INSTALL = {
     "caddy": "make servers",
     "chromium": "make servers",
 }
-# Tests that use one of these fixtures get the mark without writing it.
+# Tests with any of these fixtures get the mark without writing it.
 FIXTURES = {"postgres_server", "lerobots_own", "peer", "theirs_of", "pair_of"}
 PREFIX = "needs a peer: "
 
@@ -51,7 +51,7 @@ def skip_reason(*names: str) -> str:
 
 
 def require_peers(*names: str) -> None:
-    """Skip the test, or the module that is imported, when one of these peers is missing."""
+    """Skip the running test, or the module at its import, when any of these peers is missing."""
     missing = [name for name in names if not has_peer(name)]
     if missing:
         pytest.skip(skip_reason(*missing), allow_module_level=True)
