@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-import jax
-
 from jaxmodels.devices import Placement
 from jaxmodels.errors import ConfigError, ObservationError, WeightsMismatch
 from jaxmodels.layers import attention_kernels, vision
@@ -346,8 +344,6 @@ def _compare(needed: int, free: int | None, where: str, what: str) -> None:
 
 
 def _stats(device: Any) -> dict[str, int] | None:
-    if device.process_index != jax.process_index():
-        return None  # another host's, which says so there
     stats = device.memory_stats()
     return stats if stats and "bytes_limit" in stats else None
 

@@ -213,7 +213,7 @@ class Instructions:
             return cached
         members = [self._read(text) for text in texts]
         together = Language(*(np.concatenate(parts) for parts in zip(*members, strict=True)))
-        language = self._placement.put(together, self._placement.replicated)
+        language = jax.device_put(together, self._placement.replicated)
         self._put_cached(self._batches, texts, language, MAX_CACHED_BATCHES)
         return language
 
@@ -526,7 +526,7 @@ class Policy:
 
     def _encode(self, ids: np.ndarray, mask: np.ndarray) -> Language:
         program = self._programs.get_reader(ids.shape[1])
-        return program(self._weights, *self._placement.put((ids, mask), self._placement.replicated))
+        return program(self._weights, *jax.device_put((ids, mask), self._placement.replicated))
 
     def _program(self, inputs: Inputs) -> Any:
         """The executable for these shapes; where it is new, after a look at whether there is room to run it.
@@ -546,7 +546,7 @@ class Policy:
         # A program on the CPU reads the arrays where they are, when they are aligned, and one on a single accelerator
         # sends them itself; a device_put of its own before took 0.2 ms of 1.2 there and 0.25 of 2.1 here (H200).
         is_single = len(self._placement.devices) == 1
-        on_device = arrays if is_single else self._placement.put(arrays, self._placement.replicated)
+        on_device = arrays if is_single else jax.device_put(arrays, self._placement.replicated)
         sent = time.perf_counter()
         chunk = program(self._weights, on_device)
         if not self._placement.is_host:
@@ -564,19 +564,6 @@ class Policy:
             return zeros
         # A text without a token is none.
         return zeros._replace(language=zeros.language._replace(mask=np.ones_like(zeros.language.mask)))
-
-    def build(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """Compile as `compile` does, without running anything on the devices.
-
-        Over the devices of several processes, runs have to come in the same order in all of them; this need not.
-
-        Raises:
-            ObservationError: a camera the policy does not have, or one left out.
-        """
-        inputs = self._reader.inputs(batch, cameras)
-        if inputs.language is not None and self._instructions is not None:
-            self._programs.get_reader(inputs.language[0])
-        self._program(inputs)
 
     def compile(self, batch: int = 1, cameras: Mapping[str, tuple[int, int]] | None = None) -> None:
         """Compile for frames of these sizes (the policy's own by default) and run once on zeros.

@@ -234,7 +234,7 @@ class Programs:
         everything = [*arrays, *jax.tree.leaves(scales)]
         shardings = [*(self._placement.weight_sharding(np.shape(array)) for array in arrays)]
         shardings += [self._placement.replicated] * (len(everything) - len(shardings))
-        return tuple(self._placement.put(everything, shardings))
+        return tuple(jax.device_put(everything, shardings))
 
     def _unflatten(self, flat: tuple[Array, ...]) -> tuple[dict[str, Array], Scales]:
         names, tree = list(self._weights), jax.tree.structure(self._scales)

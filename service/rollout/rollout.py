@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from service.control.robot_io import RobotIO
-from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
+from service.errors import MoveRefused, ServiceError, UnknownSession
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import STATE, select_features, task_input
 from service.rollout.gates import (
@@ -134,8 +134,6 @@ class Rollout:
         try:
             on_progress("checking")
             verdict = await self._try_policy(robot_io, loaded)
-        except DeviceAway as error:
-            verdict = Verdict("busy", str(error))
         except ServiceError as error:
             verdict = Verdict("policy_failed", str(error))
         except BaseException:
@@ -276,7 +274,7 @@ def _verdict_of_error(error: ServiceError, folder: Path | None = None) -> Verdic
     match error:
         case UnknownSession():
             return Verdict("gone", text)
-        case MoveRefused() | DeviceAway():
+        case MoveRefused():
             return Verdict("busy", text)
         case _:
             return Verdict("load", text)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import jaxmodels
-from service.distributed.host_group import HostSilent, HostsLost
+from service.errors import PolicyFailed
 from service.inference.batching import LatencyModel
+from service.inference.device_worker import DeviceGone
 from service.rollout.gates import GateLimits, ProbationSettings, Verdict
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
@@ -251,14 +252,14 @@ async def test_a_policy_is_tried_out_with_the_instruction_and_refused_when_it_ca
     assert set(better.told) == {("lift",)}
 
 
-@pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=HostsLost("gone")), ScriptedPolicy(step=30.0)])
+@pytest.mark.parametrize("policy", [ScriptedPolicy(compile_failure=DeviceGone("gone")), ScriptedPolicy(step=30.0)])
 async def test_nothing_is_said_against_a_policy_when_what_it_was_to_run_on_is_gone(
     policy: ScriptedPolicy, rig: Rig
 ) -> None:
     session = await rig.running()
-    rig.sessions.engine.retire_device(policy.device, "host 1 is gone")
+    rig.sessions.engine.retire_device(policy.device, "the device is gone")
     verdict = await rig.prepare(policy)
-    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: the device is gone")
     assert session.policies.staged is None
 
 
@@ -266,34 +267,16 @@ async def test_nor_when_all_engines_of_a_cluster_have_left(rig: Rig, monkeypatch
     await rig.running()
     engine = rig.sessions.engine
     monkeypatch.setattr(engine, "get_stats", lambda facts=engine.get_stats: {**facts(), "devices": []})
-    verdict = await rig.prepare(ScriptedPolicy(compile_failure=HostsLost("gone")))
+    verdict = await rig.prepare(ScriptedPolicy(compile_failure=DeviceGone("gone")))
     assert (verdict.reason, verdict.text) == ("busy", "no device works: none is there")
 
 
 async def test_a_probation_in_which_the_last_device_goes_says_nothing_against_the_policy(rig: Rig) -> None:
     await rig.swapped(later := ScriptedPolicy())
-    rig.sessions.engine.retire_device(later.device, "host 1 is gone")
-    later.failures.extend(HostsLost("host 1 is gone") for _ in range(50))
+    rig.sessions.engine.retire_device(later.device, "the device is gone")
+    later.failures.extend(PolicyFailed("the device is gone") for _ in range(50))
     verdict = await rig.rollout.probation("s", NEXT)
-    assert (verdict.reason, verdict.text) == ("busy", "no device works: host 1 is gone")
-
-
-async def test_a_host_that_is_silent_for_a_while_says_nothing_against_the_policy(rig: Rig) -> None:
-    session = await rig.running()
-    silent = HostSilent("host 2 has been silent for 4 s")
-    verdict = await rig.prepare(ScriptedPolicy(failures=[silent]))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
-    verdict = await rig.prepare(ScriptedPolicy(compile_failure=silent))
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
-    assert session.policies.staged is None
-    later = ScriptedPolicy()
-    assert (await rig.prepare(later)).reason is None
-    assert (await rig.rollout.swap("s", NEXT)).reason is None
-    later.failures.append(silent)
-    verdict = await rig.rollout.probation("s", NEXT)
-    assert (verdict.reason, verdict.text) == ("busy", "host 2 has been silent for 4 s")
-    assert session.policies.running is not None
-    assert session.policies.running.commit != NEXT, "it went back before the session failed"
+    assert (verdict.reason, verdict.text) == ("busy", "no device works: the device is gone")
 
 
 async def test_a_policy_is_slow_when_it_is_so_twice(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,6 +284,6 @@ async def test_it_says_what_the_engine_said_last(worker: RemoteWorker) -> None:
 
 
 def test_what_needs_no_ray_does_not_import_it() -> None:
-    modules = ("scaling", "artifacts", "engine_actor", "remote_engine", "replication", "host_coordinator")
+    modules = ("scaling", "artifacts", "engine_actor", "remote_engine", "replication")
     program = "import sys\n" + "".join(f"import service.distributed.{name}\n" for name in modules)
     subprocess.run([sys.executable, "-c", f"{program}assert 'ray' not in sys.modules"], check=True)

@@ -335,7 +335,7 @@ def test_a_small_policy_is_loaded_whatever_is_said_of_memory(folder: Path, free:
 def test_frames_are_looked_at_before_a_program_is_made_for_them(folder: Path, free: Any) -> None:
     policy = jaxmodels.load_policy(folder)
     free(GB)
-    for ask in (policy.compile, policy.build, policy.profile):
+    for ask in (policy.compile, policy.profile):
         with pytest.raises(ObservationError, match=r"a batch of 4 with frames of 8000x8000 need about \d\.\d GB"):
             ask(4, {"front": (8000, 8000)})
     assert not policy.is_compiled(4, {"front": (8000, 8000)})
@@ -387,7 +387,7 @@ def test_a_machine_that_says_nothing_has_no_limit(machine: Path) -> None:
 
 def test_a_device_is_asked_what_it_has(folder: Path, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Device:
-        process_index, platform, id = 0, "gpu", 0
+        platform, id = "gpu", 0
 
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_limit": GB, "bytes_in_use": 900_000_000}
