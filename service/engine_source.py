@@ -55,41 +55,6 @@ async def _name_devices(policies: PolicySettings) -> tuple[str, ...]:
         raise NoDevice(f"devices: {error}") from error
 
 
-class ClusterEngine:
-    """Engine source whose devices are the engines of a Ray cluster.
-
-    Raises:
-        SettingsError: Ray is not installed.
-    """
-
-    def __init__(self, app: App):
-        """Prepare for the cluster of the settings; nothing is connected yet."""
-        settings = app.ctx.settings
-        try:
-            from service.distributed.cluster import ClusterBootstrap
-        except ModuleNotFoundError as error:
-            raise SettingsError(
-                f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
-            ) from error
-        self._app = app
-        self._bootstrap = ClusterBootstrap(settings.policies, settings.cluster)
-        self.load: LoadPolicy = self._bootstrap.load
-
-    @asynccontextmanager
-    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
-        """Open the engine, as `EngineSource.open`.
-
-        Raises:
-            NoEngine: the cluster cannot be joined, or has no engine.
-        """
-        engine = await self._bootstrap.open(durations, front_name(self._app))
-        self._app.ctx.cluster = self._bootstrap.cluster
-        try:
-            yield engine
-        finally:
-            await self._bootstrap.close()
-
-
 class EngineSource(Protocol):
     """Where a server's inference engine comes from."""
 
@@ -115,4 +80,12 @@ def create_engine_source(app: App, first_device: Callable[[], str | None]) -> En
     settings = app.ctx.settings
     if settings.cluster.engine == "here":
         return OwnEngine(settings.policies, first_device)
-    return ClusterEngine(app)
+    try:
+        from service.distributed.cluster import ClusterEngine
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"engine: {settings.cluster.engine} needs Ray ({error.name} is not installed); pip install -e '.[ray]'"
+        ) from error
+    source = ClusterEngine(settings.policies, settings.cluster, lambda: front_name(app))
+    app.ctx.cluster = source.cluster
+    return source

@@ -1,14 +1,12 @@
-"""Cluster: the Ray engines that one server uses, from joining to leaving, and their creation from settings."""
+"""Cluster: the Ray engines that one server uses, and the engine source that creates it from settings."""
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -20,18 +18,10 @@ from jaxmodels.errors import CheckpointError
 from service.distributed.config import ClusterSettings
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.pool import Listed, Listing, get_or_create_pool
-from service.distributed.ray_connection import (
-    CannotJoin,
-    Connection,
-    NoAnswer,
-    call_actor,
-    means_no_answer,
-    to_ray_address,
-)
-from service.distributed.remote_engine import RemoteLoader, RemoteWorker
-from service.distributed.replication import Copy, RetryState
+from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor, means_no_answer
+from service.distributed.remote_engine import Copy, RemoteLoader, RemoteWorker, RetryState
 from service.distributed.scaling import Bounds
-from service.errors import NoEngine, ServiceError
+from service.errors import NoEngine
 from service.inference.config import PolicySettings
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine
@@ -48,18 +38,19 @@ class EngineHandle:
     """One engine from joining until leaving; the same actor gets another name when it is used again.
 
     Attributes:
-        worker: where robots' requests go.
-        joined_at: when it came, or failed here; monotonic.
-        last_reply_at: when it last reported its load; monotonic.
+        worker: sends the requests of robots to the engine.
+        joined_at: monotonic time at which it joined, or failed here.
+        last_reply_at: monotonic time at which it last reported its load.
         is_gone: no calls are sent to it any more.
-        poll_task: polls its load. copy_task: copies policies to it that it does not have.
-        copies: of policies, that this front uses there; for the event loop alone.
+        poll_task: polls its load.
+        copy_task: copies missing policies to it.
+        copies: copies of policies in the engine that this server uses; for the event loop only.
     """
 
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
         self.name = name
         self.listed = listed
-        self.worker = RemoteWorker(name, self._send, stuck_after)
+        self.worker = RemoteWorker(name, self.ask, stuck_after)
         self.joined_at = self.last_reply_at = joined_at
         self.is_gone = False
         self.poll_task: Task[None] | None = None
@@ -69,7 +60,11 @@ class EngineHandle:
         self._gone_reason = ""
 
     def ask(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of the engine, as `Engines.ask`; from any thread."""
+        """Call a method of the engine, from any thread.
+
+        Returns:
+            Its answer, or `DeviceGone` as soon as the engine is gone.
+        """
         answer: Future[Any] = Future()
         self._pending.add(answer)
         answer.add_done_callback(self._pending.discard)
@@ -82,13 +77,10 @@ class EngineHandle:
             _settle(answer, reply.result() if error is None else self._translate(error))
 
         try:
-            self._call(method, arguments).add_done_callback(deliver)
+            getattr(self.listed.actor, method).remote(*arguments).future().add_done_callback(deliver)
         except Exception as error:
             _settle(answer, self._translate(error))
         return answer
-
-    def _translate(self, error: BaseException) -> BaseException:
-        return DeviceGone(f"engine {self.name}: {describe_loss(error)}") if _is_gone(error) else error
 
     def fail(self, why: str) -> None:
         """Mark the engine as gone and fail all pending calls, except those of robots, which the worker fails."""
@@ -96,18 +88,10 @@ class EngineHandle:
         for answer in tuple(self._pending):
             _settle(answer, DeviceGone(self._gone_reason))
 
-    def _send(self, method: str, arguments: tuple[Any, ...], done: Callable[[Any], None]) -> None:
-        def deliver(reply: "Future[Any]") -> None:
-            error = reply.exception()
-            done(reply.result() if error is None else _to_service_error(error))
-
-        try:
-            self._call(method, arguments).add_done_callback(deliver)
-        except Exception as error:
-            done(_to_service_error(error))
-
-    def _call(self, method: str, arguments: tuple[Any, ...]) -> "Future[Any]":
-        return getattr(self.listed.actor, method).remote(*arguments).future()
+    def _translate(self, error: BaseException) -> BaseException:
+        # Other errors of Ray report what happened inside the engine.
+        is_gone = isinstance(error, RayActorError) or (not isinstance(error, RayError) and means_no_answer(error))
+        return DeviceGone(f"engine {self.name}: {describe_loss(error)}") if is_gone else error
 
 
 def describe_loss(error: BaseException) -> str:
@@ -116,27 +100,12 @@ def describe_loss(error: BaseException) -> str:
     return f"{'its process ended' if is_known else 'it cannot be reached'} ({type(error).__name__})"
 
 
-def _is_gone(error: BaseException) -> bool:
-    # Others of Ray's errors are of what happened in the engine.
-    return isinstance(error, RayActorError) or (not isinstance(error, RayError) and means_no_answer(error))
-
-
 def _settle(answer: "Future[Any]", outcome: Any) -> None:
-    with suppress(InvalidStateError):  # its engine left in the same moment
+    with suppress(InvalidStateError):  # the engine left at the same moment
         if isinstance(outcome, BaseException):
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
-
-
-def _to_service_error(error: BaseException) -> Exception:
-    """Convert an error of Ray, which carries the engine's whole traceback."""
-    if _is_gone(error):
-        return DeviceGone(describe_loss(error))
-    if isinstance(error, ServiceError):
-        return error
-    logger.error("an engine raised", exc_info=error)
-    return RuntimeError(f"the engine raised {type(error).__name__}")
 
 
 # Seconds between two polls of the pool; that an answer of it may take, and its first one; that joining may take, and
@@ -160,11 +129,11 @@ CLUSTER_LOST = "the cluster is lost; it is joined again as soon as its head answ
 
 
 class Cluster:
-    """Joins a Ray cluster and adds its engines to an `Engine` as they come and go. An `Engines` for loader threads.
+    """Joins a Ray cluster and adds its engines to an `Engine` as they come and go.
 
     Args:
-        address: as Ray has it: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
-        front: this front's name.
+        address: Ray's address: ``local``, ``auto``, ``ray://host:port`` or ``host:port``.
+        front: name of this server.
     """
 
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
@@ -274,7 +243,7 @@ class Cluster:
     async def _try_rejoin(self) -> str:
         """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
-        await self._thread.submit(self._connection.close).outcome
+        await self._thread.submit(ray.shutdown).outcome
         try:
             await self._connect()
             await self._begin()
@@ -407,13 +376,17 @@ class Cluster:
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
         if self._lost != CLUSTER_LOST:  # in which a thread of its own closes and opens it
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
-                await asyncio.wait_for(self._thread.submit(self._connection.close).outcome, within)
+                await asyncio.wait_for(self._thread.submit(ray.shutdown).outcome, within)
         self._thread.close(0.0)
 
-    # For threads that load.
+    # For threads that load policies.
 
     def pick_engines(self) -> tuple[str, Sequence[str]]:
-        """See `Engines.pick_engines`: the engine with least to do, and those that have computed nothing for seconds."""
+        """Return the engine with the least work, to load a policy to first, and all others that are idle.
+
+        Raises:
+            CheckpointError: the cluster has no engine.
+        """
         alive = [one for one in tuple(self._members.values()) if not one.is_gone]
         if not alive:
             raise CheckpointError("no engine of the cluster is there; try again when one is")
@@ -421,7 +394,7 @@ class Cluster:
         return first.name, [one.name for one in others if not one.worker.facts.load]
 
     def ask(self, engine: str, method: str, *arguments: Any) -> "Future[Any]":
-        """See `Engines.ask`."""
+        """Call a method of the engine of this name; see `EngineHandle.ask`."""
         member = self._members.get(engine)
         if member is not None:
             return member.ask(method, *arguments)
@@ -430,17 +403,17 @@ class Cluster:
         return answer
 
     def keep_copy(self, copy: Copy) -> None:
-        """See `Engines.keep_copy`."""
-        self._call_on_loop(lambda: self._keep_copy(copy))
+        """Keep a policy in an engine for as long as its copy is referenced."""
 
-    def _keep_copy(self, copy: Copy) -> None:
-        member = self._members.get(copy.engine)
-        if member is not None:
-            member.copies.add(copy)
-            self._retries.record_success(copy.engine, copy.loaded.handle)
+        def keep() -> None:
+            if (member := self._members.get(copy.engine)) is not None:
+                member.copies.add(copy)
+                self._retries.record_success(copy.engine, copy.loaded.handle)
+
+        self._call_on_loop(keep)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
-        """See `Engines.record_failure`."""
+        """Record that an engine could not load a policy that others have; it is tried again."""
         logger.warning("%s is missing policy %s: %s", engine, handle[:12], why)
         self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
 
@@ -449,33 +422,37 @@ class Cluster:
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
-            # The loop has ended, and whoever loaded the policy with it.
+            # The loop has ended, and with it the caller that loads the policy.
             if not self._loop.is_closed():
                 raise
 
     @property
     def connection(self) -> int:
-        """See `Engines.connection`."""
+        """Number of the present connection; objects in the store of an earlier one are gone."""
         return self._connection.number
 
     def put(self, piece: bytes) -> Any:
-        """See `Engines.put`."""
+        """Put bytes into the object store, for any number of engines."""
         if self._pool is None:  # Ray would start a cluster of its own
             raise CheckpointError(f"{CLUSTER_LOST}; try again then")
         return ray.put(piece)
 
 
-class ClusterBootstrap:
-    """Creates the cluster, its policy loader and its engine from settings.
+class ClusterEngine:
+    """Engine source whose devices are the engines of a Ray cluster.
 
     Attributes:
-        cluster: used once it is open.
+        cluster: usable while the source is open.
         load: loads policies into engines.
     """
 
-    def __init__(self, policies: PolicySettings, cluster: ClusterSettings):
-        """Prepare everything; nothing is connected yet."""
-        self._policies, self._settings = policies, cluster
+    def __init__(self, policies: PolicySettings, settings: ClusterSettings, front_name: Callable[[], str]):
+        """Prepare for the cluster of the settings; nothing is connected yet.
+
+        Args:
+            front_name: returns the name of this server once it listens.
+        """
+        self._policies, self._settings, self._front_name = policies, settings, front_name
         options = EngineOptions(
             dtype=policies.dtype,
             devices=policies.devices or ((policies.device,) if policies.device else ()),
@@ -483,17 +460,11 @@ class ClusterBootstrap:
             batch_sizes=policies.engine_batch_sizes,
             stuck_after=policies.stuck_after,
             load_memory=policies.load_memory,
-            resources=dict(cluster.engine_resources),
+            resources=dict(settings.engine_resources),
         )
-        bounds = Bounds(least=cluster.engines, most=cluster.engines_most or cluster.engines, wait=cluster.engine_wait)
-        # Until it listens, its port is not known; this name is announced to nobody before.
-        self.cluster = Cluster(
-            to_ray_address(cluster.engine),
-            f"{socket.gethostname()}:{os.getpid()}",
-            options,
-            bounds,
-            stuck_after=policies.stuck_after,
-        )
+        bounds = Bounds(settings.engines, settings.engines_most or settings.engines, settings.engine_wait)
+        address = {"ray-local": "local", "ray-auto": "auto"}.get(settings.engine, settings.engine)
+        self.cluster = Cluster(address, "", options, bounds, stuck_after=policies.stuck_after)
         self.load = RemoteLoader(
             self.cluster,
             policies.policy_bytes,
@@ -501,31 +472,26 @@ class ClusterBootstrap:
             inspect=CheckpointSandbox(policies.load_memory),
         )
 
-    async def open(self, durations: LoadDurations, name: str) -> Engine:
-        """Connect and wait for the first engine.
-
-        Args:
-            name: what this server is called.
+    @asynccontextmanager
+    async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
+        """Connect and wait for the first engine; the cluster is left when the context ends.
 
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
         """
-        policies, cluster = self._policies, self._settings
         engine = Engine(
-            stuck_after=policies.stuck_after,
+            stuck_after=self._policies.stuck_after,
             durations=durations,
-            max_load=policies.engine_load,
+            max_load=self._policies.engine_load,
             are_remote=True,
-            join_timeout=cluster.engine_patience,
+            join_timeout=self._settings.engine_patience,
         )
-        self.cluster.front = name
+        self.cluster.front = self._front_name()
         try:
-            await self.cluster.open(engine)
-        except CannotJoin as error:
+            try:
+                await self.cluster.open(engine)
+            except CannotJoin as error:
+                raise NoEngine(f"engine {self._settings.engine}: {error}") from error
+            yield engine
+        finally:
             await self.cluster.close()
-            raise NoEngine(f"engine {cluster.engine}: {error}") from error
-        return engine
-
-    async def close(self) -> None:
-        """Leave the cluster."""
-        await self.cluster.close()

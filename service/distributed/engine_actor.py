@@ -65,7 +65,6 @@ class Begun:
     version: str
     node: str
     process: int
-    devices: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Loaded:
 
     handle: str
     requirements: Requirements
-    device: str
     compiled: Sequence[FrameSizes]
 
 
@@ -155,7 +153,7 @@ class EngineActor:
                     await call_in_thread(lambda: jaxmodels.load_policy, "import-jax")
                 self._engine = Engine(stuck_after=options.stuck_after, batch_sizes=options.batch_sizes, devices=devices)
                 self._drop_task = asyncio.create_task(self._drop_unused(), name="unused policies")
-        return Begun(version("robojax"), socket.gethostname(), os.getpid(), tuple(self._options.devices))
+        return Begun(version("robojax"), socket.gethostname(), os.getpid())
 
     async def load(self, artifact: PolicyArtifact, like: str | None = None) -> Loaded | Refusal:
         """Load a policy and compile it for batches of one; servers that want the same one share it."""
@@ -213,8 +211,7 @@ class EngineActor:
         )
 
     def _describe(self, sha: str, cached: _CachedPolicy) -> Loaded:
-        policy = cached.served.policy
-        return Loaded(sha, policy.requirements, policy.device, tuple(cached.compiled))
+        return Loaded(sha, cached.served.policy.requirements, tuple(cached.compiled))
 
     async def compile(self, handle: str, sizes: FrameSizes | None) -> Refusal | None:
         """Compile a policy for frames of these sizes."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar, TypeVarTuple
 from uuid import uuid4
 
 import aiohttp
@@ -17,13 +17,12 @@ from yarl import URL
 from service.auth.caller import Caller
 from service.distributed import session_table
 from service.distributed.postgres import DatabaseUnavailable, DatabaseUnusable, Postgres, Sql
-from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer, Refusal
+from service.distributed.session_table import LEASE, BeatAnswer, Entry, Peer
 from service.errors import (
     FrontNameTaken,
     MoveRefused,
     NoDatabase,
     NotKept,
-    RoomsTaken,
     ServiceError,
     SessionExists,
     UnknownSession,
@@ -87,7 +86,7 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
         Status and body of its answer.
 
     Raises:
-        FrontLost: it does not answer, so it is not known whether the robot was stopped.
+        PeerLost: it does not answer, so it is not known whether the robot was stopped.
     """
     try:
         async with aiohttp.ClientSession() as client:
@@ -151,7 +150,7 @@ def machine_of_loopback() -> str:
 
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
+Arguments = TypeVarTuple("Arguments")
 
 # Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
 # a server waits for it; and sessions whose figures are published each time, besides those that changed.
@@ -320,7 +319,7 @@ class PeerSessions:
             ended = {**self._unreadable, **self._sessions.list_ended()}
             ended = {id: latch for id, latch in ended.items() if id not in held}
             own_peer = Peer(self.name, self.url, self._machine, self._process)
-            self._last_answer = answered = await self._change(
+            self._last_answer = answered = await self._database.run(
                 QUERY_TIMEOUT, session_table.beat, own_peer, held, changes, ended
             )
             self._sessions.forget_ends(ended)
@@ -401,7 +400,7 @@ class PeerSessions:
         """
         try:
             await self._beat()  # an older session of this id ends first
-            latch = await self._change(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
+            latch = await self._database.run(QUERY_TIMEOUT, session_table.claim, self.name, self._process, new)
         except DatabaseUnavailable as error:
             raise NotKept(
                 f"{NO_DATABASE}, so another one may have a session of this id; try again when it does"
@@ -417,7 +416,9 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        return await self._run_change(session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,))
+        return await self._query(
+            self._database, session_table.unlatch, session_id, None if caller.sees_all else (caller.owner,)
+        )
 
     async def list(self, caller: Caller) -> list[dict[str, Any]]:
         """Return the status of the sessions of all other servers that this caller may see, each with its server.
@@ -425,7 +426,7 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        entries = await self._run_lookup(session_table.list_sessions)
+        entries = await self._query(self._lookups, session_table.list_sessions)
         mine = {session.id for session in self._sessions.list()}
         return [
             make_status(entry)
@@ -439,7 +440,7 @@ class PeerSessions:
         Raises:
             NoDatabase: the database does not answer.
         """
-        found_session = await self._run_lookup(session_table.find, session_id)
+        found_session = await self._query(self._lookups, session_table.find, session_id)
         if found_session is None or found_session[0].front == self.name:
             return None
         if (owning := found_session[1]) is not None:
@@ -460,7 +461,7 @@ class PeerSessions:
             FrontNameTaken: another server has this one's name.
             NoDatabase: the database does not answer.
         """
-        found_session = await self._run_change(session_table.find, session_id)
+        found_session = await self._query(self._database, session_table.find, session_id)
         if found_session is None or not caller.sees(found_session[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
         entry, owning = found_session
@@ -474,7 +475,7 @@ class PeerSessions:
                 await self._check_dead(owning)
         if entry.record:
             _read_record(entry)  # before anything is changed
-        adopted = await self._run_change(session_table.adopt, self.name, self._process, session_id, owning)
+        adopted = await self._query(self._database, session_table.adopt, self.name, self._process, session_id, owning)
         logger.warning("session %s of the front %s is adopted by %s", session_id, entry.front, caller.name)
         return await self._sessions.adopt(_read_record(adopted), adopted.latch)
 
@@ -503,41 +504,20 @@ class PeerSessions:
             MoveRefused: its server lives.
             NoDatabase: the database does not answer.
         """
-        await self._run_change(session_table.forget, session_id)
+        await self._query(self._database, session_table.forget, session_id)
 
-    async def _run_lookup(
-        self,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
+    async def _query(
+        self, database: Postgres, transaction: Callable[[Sql, *Arguments], Awaitable[Result]], *arguments: *Arguments
     ) -> Result:
+        """Run a transaction for a client.
+
+        Raises:
+            NoDatabase: the database does not answer.
+        """
         try:
-            return await self._lookups.run(QUERY_TIMEOUT, transaction, *arguments, **named)
+            return await database.run(QUERY_TIMEOUT, transaction, *arguments)
         except DatabaseUnavailable as error:
             raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
-
-    async def _run_change(
-        self,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Result:
-        try:
-            return await self._change(QUERY_TIMEOUT, transaction, *arguments, **named)
-        except DatabaseUnavailable as error:
-            raise NoDatabase(f"{NO_DATABASE}; try again when it does") from error
-
-    async def _change(
-        self,
-        timeout: float,
-        transaction: Callable[Concatenate[Sql, Arguments], Awaitable[Result]],
-        *arguments: Arguments.args,
-        **named: Arguments.kwargs,
-    ) -> Result:
-        try:
-            return await self._database.run(timeout, transaction, *arguments, **named)
-        except Refusal as error:
-            raise _REFUSALS[error.kind](str(error)) from None
 
     def facts(self) -> dict[str, object]:
         """Return this server and its peers for the API; JSON-ready."""
@@ -554,14 +534,6 @@ _LIVENESS_TEXTS = {
     "answers": "answers",
     "silent": "does not answer as a front, but its machine does or may",
     "unreachable": "cannot be reached, which says nothing of whether it moves its robots",
-}
-_REFUSALS: dict[str, type[ServiceError]] = {
-    "unknown": UnknownSession,
-    "named": FrontNameTaken,
-    "taken": SessionExists,
-    "rooms": RoomsTaken,
-    "alive": MoveRefused,
-    "unready": MoveRefused,
 }
 
 

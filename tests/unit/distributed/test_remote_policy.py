@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxmodels.errors import CheckpointError, HubError, ObservationError
-from service.distributed import replication
+from service.distributed import remote_engine
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.engine_actor import Loaded, Refusal
-from service.distributed.remote_engine import RemoteLoader, RemotePolicy
-from service.distributed.replication import Copy, check_answer
+from service.distributed.remote_engine import Copy, RemoteLoader, RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
+from service.inference.loaded_policy import InferenceStuck
 from service.testing import SO100_REQUIREMENTS
 
 SIZES = {"front": (48, 64)}
@@ -58,7 +58,7 @@ class Engines:
             artifact, like = arguments
             self.artifacts.append(artifact)
             self.likes.append(like)
-            return Loaded(artifact.sha, SO100_REQUIREMENTS, "cpu:0", [SIZES])
+            return Loaded(artifact.sha, SO100_REQUIREMENTS, [SIZES])
         return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
 
     def keep_copy(self, copy: Copy) -> None:
@@ -175,7 +175,7 @@ def test_where_none_can_have_it_the_reason_is_the_policys(engines: Engines, fold
 def test_it_is_said_what_the_slowest_engine_does(
     engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replication, "POLL_PERIOD", 0.001)
+    monkeypatch.setattr(remote_engine, "POLL_PERIOD", 0.001)
     engines.idle, told = ("two",), []
     slow = {name: Future[Any]() for name in ("one", "two")}
     stages = iter([("reading", "reading"), ("compiling", "reading"), ("compiling", "compiling"), (None, "compiling")])
@@ -195,7 +195,7 @@ def test_it_is_said_what_the_slowest_engine_does(
         told.append(word)
         if len(told) == 5:  # downloads are not: reading the folder here, and four times what engines do
             for one in slow.values():
-                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, "cpu:0", [SIZES]))
+                one.set_result(Loaded(engines.artifacts[0].sha, SO100_REQUIREMENTS, [SIZES]))
 
     monkeypatch.setattr(engines, "ask", ask_slowly)
     RemoteLoader(engines)(str(folder), on_progress=tell)
@@ -240,7 +240,7 @@ def test_one_that_could_not_be_compiled_is_not(engines: Engines, policy: RemoteP
         ("unknown", DeviceGone),
         ("engine", DeviceGone),
         ("failed", PolicyFailed),
-        ("stuck", PolicyFailed),
+        ("stuck", InferenceStuck),
     ],
 )
 def test_each_refusal_is_the_error_that_it_is(kind: Any, error: type[Exception]) -> None:
