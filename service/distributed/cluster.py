@@ -150,8 +150,8 @@ class Cluster:
         self._trouble = ""
         self._lost = ""
         self._last_reply_at = 0.0
-        self._engine: Engine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Engine  # set by `open`, like the loop
+        self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[None] | None = None
 
     async def open(self, engine: Engine) -> None:
@@ -262,7 +262,6 @@ class Cluster:
         self._trouble = listing.trouble
         ours = version("robojax")
         available = {listed.name: listed for listed in listing.engines}
-        assert self._engine is not None
         for member in tuple(self._members.values()):
             if member.listed.name not in available:
                 self._remove_engine(member, "it is not in the cluster any more")
@@ -291,17 +290,13 @@ class Cluster:
                 member.copy_task = asyncio.create_task(self._copy_missing(name), name=f"complete {name}")
 
     async def _copy_missing(self, name: str) -> None:
-        assert self._engine is not None
         began = time.monotonic()
         await self._engine.copy_missing_policies(name)
         self._retries.drop_failures(name, began)
 
     def _add_engine(self, listed: Listed, now: float) -> None:
-        assert self._engine is not None
         self._join_count += 1
-        name = listed.name.removeprefix("robojax-") + (
-            "" if not any(one.listed.name == listed.name for one in self._members.values()) else f".{self._join_count}"
-        )
+        name = listed.name.removeprefix("robojax-")
         if name in self._engine.failed_devices:
             name = f"{name}.{self._join_count}"
         member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
@@ -310,7 +305,6 @@ class Cluster:
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _remove_engine(self, member: EngineHandle, why: str) -> None:
-        assert self._engine is not None
         del self._members[member.name]
         if member.poll_task is not None and member.poll_task is not asyncio.current_task():
             member.poll_task.cancel()
@@ -320,7 +314,6 @@ class Cluster:
         asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
 
     def _forget_device(self, name: str) -> None:
-        assert self._engine is not None
         task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
@@ -418,7 +411,6 @@ class Cluster:
         self._call_on_loop(lambda: self._retries.record_failure(engine, handle, why, time.monotonic()))
 
     def _call_on_loop(self, call: Callable[[], None]) -> None:
-        assert self._loop is not None, "opened before anything is loaded"
         try:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:

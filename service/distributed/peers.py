@@ -196,52 +196,46 @@ class PeerSessions:
     async def open(self) -> None:
         """Publish this server's sessions; returns when the other servers know them.
 
-        What another server adopted while this one was away is not this one's any more; what this one had, and has no
-        record of, it takes in.
+        Sessions that another server adopted in the meantime are given up. Sessions that the database lists for this
+        server, and of which it has no record, are restored from the database.
 
         Raises:
             FrontNameTaken: another server has the name of this one, and lives.
             DatabaseUnavailable: the database has not answered for a minute.
             DatabaseUnusable: it never will.
         """
-        known = await self._wait_for_database(
-            lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name)
-        )
+        known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name))
         # Whatever listens at this server's own address is this process.
         is_other = known is not None and not known.has_ended and known.url != self.url
         if known is not None and is_other and await probe_liveness(known, self._machine) == "answers":
             raise FrontNameTaken(
                 f"another server has the name {self.name}, and answers at {known.url}; give each its own (--front-name)"
             )
-        await self._enter()
+        await self._retry(self._beat)
         await asyncio.gather(*self._hand_overs)
         self._sessions.share_with(self)
         self._task = asyncio.create_task(self._run(), name="front")
 
-    async def _wait_for_database(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Query the database, again and again while it is away at the start."""
-        deadline, reported = asyncio.get_running_loop().time() + START_TIMEOUT, ""
+    async def _retry(self, ask: Callable[[], Awaitable[Result]]) -> Result:
+        """Call `ask` until it succeeds: at the start the database may be away, or a killed server may hold the name.
+
+        The lease of a killed server on its name lasts as long as its last heartbeat.
+        """
+        time, reported = asyncio.get_running_loop().time, ""
+        start = time()
         while True:
             try:
                 return await ask()
             except DatabaseUnusable:
                 raise
             except DatabaseUnavailable as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if time() > start + START_TIMEOUT:
                     raise
                 if (why := str(error)) != reported:
                     logger.warning("waiting for the database, for %g s at most: %s", START_TIMEOUT, why)
                 reported = why
-            await asyncio.sleep(BEAT_PERIOD)
-
-    async def _enter(self) -> None:
-        # One that was killed has its name for as long as its heartbeat lasts.
-        deadline = asyncio.get_running_loop().time() + LEASE + 2 * BEAT_PERIOD
-        while True:
-            try:
-                return await self._wait_for_database(self._beat)
             except FrontNameTaken:
-                if asyncio.get_running_loop().time() > deadline:
+                if time() > start + LEASE + 2 * BEAT_PERIOD:
                     raise
             await asyncio.sleep(BEAT_PERIOD)
 

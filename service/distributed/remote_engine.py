@@ -149,7 +149,8 @@ class PolicyReplication:
                 self.begin(engine)
             return self._copies.pop(engine).result()
         except Exception as error:
-            why = describe_error(error)
+            is_safe = isinstance(error, JaxModelsError | PolicyFailed | DeviceGone)
+            why = str(error) if is_safe else summarize_error(error)
             self.cluster.record_failure(engine, self._artifact.sha, why)
             if self._is_update and isinstance(error, JaxModelsError | PolicyFailed):
                 raise CheckpointError(f"{engine}: {why}") from error
@@ -166,49 +167,31 @@ class PolicyReplication:
             report("reading" if "reading" in stages else "compiling")
 
 
-def describe_error(error: BaseException) -> str:
-    """Describe an error of an engine, for clients."""
-    return str(error) if isinstance(error, JaxModelsError | PolicyFailed | DeviceGone) else summarize_error(error)
-
-
 class RemotePolicy:
-    """A policy in an engine of a cluster; all but its properties and `is_compiled` wait for the engine.
+    """A policy in an engine of a cluster; all methods but `is_compiled` wait for the engine.
 
     Attributes:
-        commit: what its files are called; not the artifact's hash, which is of their contents.
+        commit: commit of the files; the artifact's hash, in contrast, is that of their contents.
+        requirements: what the policy needs, as the engine read it.
+        device: name of the engine.
+        handle: name of the policy in the engine.
+        timings: seconds of the last `act` by stage.
     """
 
     def __init__(self, replication: PolicyReplication, copy: Copy, commit: str | None):
         self.commit = commit
+        self.requirements: Requirements = copy.loaded.requirements
+        self.device = copy.engine
+        self.handle = copy.loaded.handle
+        self.timings: Mapping[str, float] = {}
         self._replication = replication
-        self._copy = copy
+        self._copy = copy  # keeps the policy in the engine
         self._compiled = {_key(sizes) for sizes in copy.loaded.compiled}
-        self._timings: Mapping[str, float] = {}
-
-    @property
-    def requirements(self) -> Requirements:
-        """What the policy needs, as the engine read it."""
-        return self._copy.loaded.requirements
-
-    @property
-    def device(self) -> str:
-        """Name of the engine."""
-        return self._copy.engine
-
-    @property
-    def handle(self) -> str:
-        """Name of the policy in the engine."""
-        return self._copy.loaded.handle
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        """Timings of the last `act`, in seconds."""
-        return self._timings
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run one inference for no robot; see `Policy.act`. Robots' requests go through `RemoteWorker`."""
+        """Run one inference that no robot waits for; see `Policy.act`. `RemoteWorker` sends the requests of robots."""
         chunk, seconds = self._call("try_out", dict(observation))
-        self._timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
+        self.timings = {"to_device": 0.0, "compute": seconds, "to_host": 0.0}
         return chunk
 
     def prepare_task(self, text: str, prompt_cut: str | None = None) -> int:
@@ -242,26 +225,19 @@ class RemotePolicy:
         return check_answer(self._replication.cluster.ask(self.device, method, self.handle, *arguments).result())
 
 
+@dataclass(frozen=True)
 class RemoteLoader:
     """Loads policies into engines: a `LoadPolicy`.
 
-    Args:
-        largest, roots: as of `jaxmodels.load_policy`.
-        inspect: given the folder before anything of it is sent; raises CheckpointError when it should not be.
+    Attributes:
+        largest, roots: as in `jaxmodels.load_policy`.
+        inspect: checks the folder before its files are sent; raises CheckpointError to refuse it.
     """
 
-    def __init__(
-        self,
-        cluster: "Cluster",
-        largest: int | None = None,
-        *,
-        roots: Sequence[Path] | None = None,
-        inspect: Callable[[PolicyFolder], None] = lambda folder: None,
-    ):
-        self._cluster = cluster
-        self._largest = largest
-        self._roots = roots
-        self._inspect = inspect
+    cluster: "Cluster"
+    largest: int | None = None
+    roots: Sequence[Path] | None = None
+    inspect: Callable[[PolicyFolder], None] = lambda folder: None
 
     def __call__(
         self,
@@ -278,14 +254,14 @@ class RemoteLoader:
         those that are not loading. An update, which is ``like`` what runs, is loaded one after the other as well.
         """
         report = on_progress or (lambda stage: None)
-        folder, commit = find_policy(path, revision, on_progress=report, largest=self._largest)
+        folder, commit = find_policy(path, revision, on_progress=report, largest=self.largest)
         report("reading")
-        roots = self._roots if commit is None and like is None else copy_roots(folder)
-        with PolicyFolder(folder, roots=roots, largest=self._largest) as opened:
-            self._inspect(opened)
+        roots = self.roots if commit is None and like is None else copy_roots(folder)
+        with PolicyFolder(folder, roots=roots, largest=self.largest) as opened:
+            self.inspect(opened)
         begin_building()
-        replication = PolicyReplication(self._cluster, folder, is_update=like is not None)
-        engine, idle = self._cluster.pick_engines()
+        replication = PolicyReplication(self.cluster, folder, is_update=like is not None)
+        engine, idle = self.cluster.pick_engines()
         replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():
             replication.begin(other)
@@ -437,15 +413,9 @@ def _to_result(answer: Any, total: float) -> InferenceResult:
     except ObservationError as error:
         raise InputRefused(str(error)) from error
     inside = answer.queue + answer.to_device + answer.compute + answer.to_host
-    return InferenceResult(
-        chunk=np.array(answer.chunk),  # a copy: arrays of the object store are read-only
-        queue=answer.queue + max(total - inside, 0.0),  # the transport counts as waiting
-        to_device=answer.to_device,
-        compute=answer.compute,
-        to_host=answer.to_host,
-        total=total,
-        batch=answer.batch,
-    )
+    waited = answer.queue + max(total - inside, 0.0)  # the transport counts as waiting
+    # The chunk is copied, because arrays of the object store are read-only.
+    return answer._replace(chunk=np.array(answer.chunk), queue=waited, total=total)
 
 
 # Seconds until a first try again; each that fails doubles them, up to the second number.
