@@ -16,10 +16,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # pyr
 
 from jaxmodels.errors import CheckpointError
 from service.distributed.config import ClusterSettings
-from service.distributed.engine_actor import EngineOptions
+from service.distributed.engine_actor import EngineOptions, Loaded
 from service.distributed.pool import Listed, Listing, get_or_create_pool
 from service.distributed.ray_connection import CannotJoin, Connection, NoAnswer, call_actor, means_no_answer
-from service.distributed.remote_engine import Copy, RemoteLoader, RemoteWorker, RetryState
+from service.distributed.remote_engine import RemoteLoader, RemoteWorker, RetryState
 from service.distributed.scaling import Bounds
 from service.errors import NoEngine
 from service.inference.config import PolicySettings
@@ -44,7 +44,7 @@ class EngineHandle:
         is_gone: no calls are sent to it any more.
         poll_task: polls its load.
         copy_task: copies missing policies to it.
-        copies: copies of policies in the engine that this server uses; for the event loop only.
+        copies: policies in the engine that this server uses; for the event loop only.
     """
 
     def __init__(self, name: str, listed: Listed, joined_at: float, stuck_after: float):
@@ -55,7 +55,7 @@ class EngineHandle:
         self.is_gone = False
         self.poll_task: Task[None] | None = None
         self.copy_task: Task[None] | None = None
-        self.copies: WeakSet[Copy] = WeakSet()
+        self.copies: WeakSet[Loaded] = WeakSet()
         self._pending: set[Future[Any]] = set()
         self._gone_reason = ""
 
@@ -283,7 +283,7 @@ class Cluster:
     def _retry_copies(self, now: float) -> None:
         """Start to copy missing policies to the engines that are due for another try."""
         alive = {member.name: member for member in self._members.values() if not member.is_gone}
-        self._retries.retain(alive, {copy.loaded.handle for member in alive.values() for copy in member.copies})
+        self._retries.retain(alive, {copy.handle for member in alive.values() for copy in member.copies})
         for name in self._retries.due(now):
             member = alive[name]
             if member.copy_task is None or member.copy_task.done():
@@ -321,7 +321,7 @@ class Cluster:
         """Poll one engine's load, which also reports to it which policies are still used here."""
         while True:
             try:
-                handles = sorted({copy.loaded.handle for copy in member.copies})
+                handles = sorted({copy.handle for copy in member.copies})
                 member.worker.facts = await call_actor(member.listed.actor, ANSWER_TIMEOUT, "facts", handles)
                 member.last_reply_at = self._last_reply_at = time.monotonic()
             except NoAnswer as error:
@@ -395,13 +395,13 @@ class Cluster:
         answer.set_exception(DeviceGone(f"engine {engine} is not there any more"))
         return answer
 
-    def keep_copy(self, copy: Copy) -> None:
-        """Keep a policy in an engine for as long as its copy is referenced."""
+    def keep_copy(self, engine: str, loaded: Loaded) -> None:
+        """Keep a policy in an engine for as long as this object is referenced."""
 
         def keep() -> None:
-            if (member := self._members.get(copy.engine)) is not None:
-                member.copies.add(copy)
-                self._retries.record_success(copy.engine, copy.loaded.handle)
+            if (member := self._members.get(engine)) is not None:
+                member.copies.add(loaded)
+                self._retries.record_success(engine, loaded.handle)
 
         self._call_on_loop(keep)
 

@@ -67,7 +67,7 @@ class Begun:
     process: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """A policy that is loaded in an engine.
 

@@ -38,18 +38,6 @@ _REFUSALS: Mapping[str, type[Exception]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Copy:
-    """A policy in an engine, which keeps it as long as this object is referenced."""
-
-    engine: str
-    loaded: Loaded
-
-
-class CopyRefused(DeviceGone):
-    """An engine cannot have a policy that others have; requests go to those."""
-
-
 def check_answer(answer: Any) -> Any:
     """Return an engine's answer, or raise its refusal as an error.
 
@@ -69,6 +57,7 @@ class PolicyReplication:
     """One policy's files, and the copies of it that engines make.
 
     Args:
+        commit: commit of the files, if known.
         folder: the policy's files; read at once, and again when the cluster was lost and joined again.
         is_update: whether it replaces a running policy, which continues unless all engines can load the new one. A
             first policy runs on the engines that can load it.
@@ -77,11 +66,12 @@ class PolicyReplication:
         CheckpointError: the files cannot be read, or cannot be sent.
     """
 
-    def __init__(self, cluster: "Cluster", folder: Path, *, is_update: bool = False):
+    def __init__(self, cluster: "Cluster", folder: Path, commit: str | None, *, is_update: bool):
         self.cluster = cluster
+        self.commit = commit
         self._folder = folder
         self._is_update = is_update
-        self._copies: dict[str, Future[Copy]] = {}
+        self._copies: dict[str, Future[Loaded]] = {}  # not RemotePolicy, whose reference to this would make a cycle
         # Referenced as long as another copy may be needed.
         self._artifact, self._packed_connection = pack(folder, cluster.put), cluster.connection
 
@@ -104,21 +94,21 @@ class PolicyReplication:
             like: handle of a policy that this one probably resembles.
         """
         artifact = self._current_artifact()
-        copying: Future[Copy] = Future()
+        copying: Future[Loaded] = Future()
         self._copies[engine] = copying
 
         def make(reply: "Future[Any]") -> None:
             try:
-                copy = Copy(engine, check_answer(reply.result()))
-                self.cluster.keep_copy(copy)
+                loaded = check_answer(reply.result())
+                self.cluster.keep_copy(engine, loaded)
             except BaseException as error:  # raised again in the thread that takes the copy
                 copying.set_exception(error)
             else:
-                copying.set_result(copy)
+                copying.set_result(loaded)
 
         self.cluster.ask(engine, "load", artifact, like).add_done_callback(make)
 
-    def wait_for_first(self, report: Callable[[str], None]) -> Copy:
+    def wait_for_first(self, report: Callable[[str], None]) -> "RemotePolicy":
         """Wait for all copies that were started, and return the first; ``report`` gets the slowest engine's stage.
 
         Raises:
@@ -137,24 +127,24 @@ class PolicyReplication:
             raise CheckpointError(f"no engine could load it ({'; '.join(gone)}); try again")
         raise next(error for error in errors.values() if not isinstance(error, DeviceGone))
 
-    def copy(self, engine: str) -> Copy:
+    def copy(self, engine: str) -> "RemotePolicy":
         """Return the copy in this engine; starts to make it if needed.
 
         Raises:
-            CopyRefused: the engine cannot load the policy, or is gone.
+            DeviceGone: the engine cannot load the policy, or is gone; requests go to other engines.
             CheckpointError: the engine cannot load an update.
         """
         try:
             if engine not in self._copies:
                 self.begin(engine)
-            return self._copies.pop(engine).result()
+            return RemotePolicy(self, engine, self._copies.pop(engine).result())
         except Exception as error:
             is_safe = isinstance(error, JaxModelsError | PolicyFailed | DeviceGone)
             why = str(error) if is_safe else summarize_error(error)
             self.cluster.record_failure(engine, self._artifact.sha, why)
             if self._is_update and isinstance(error, JaxModelsError | PolicyFailed):
                 raise CheckpointError(f"{engine}: {why}") from error
-            raise CopyRefused(f"{engine}: {why}") from error
+            raise DeviceGone(f"{engine}: {why}") from error
 
     def _report_stage(self, report: Callable[[str], None]) -> None:
         requests = [
@@ -168,25 +158,27 @@ class PolicyReplication:
 
 
 class RemotePolicy:
-    """A policy in an engine of a cluster; all methods but `is_compiled` wait for the engine.
+    """A policy in an engine, which keeps it as long as this object is referenced.
+
+    All methods but `is_compiled` wait for the engine.
 
     Attributes:
-        commit: commit of the files; the artifact's hash, in contrast, is that of their contents.
+        commit: commit of the files, if known.
         requirements: what the policy needs, as the engine read it.
         device: name of the engine.
         handle: name of the policy in the engine.
         timings: seconds of the last `act` by stage.
     """
 
-    def __init__(self, replication: PolicyReplication, copy: Copy, commit: str | None):
-        self.commit = commit
-        self.requirements: Requirements = copy.loaded.requirements
-        self.device = copy.engine
-        self.handle = copy.loaded.handle
+    def __init__(self, replication: PolicyReplication, engine: str, loaded: Loaded):
+        self.commit = replication.commit
+        self.requirements: Requirements = loaded.requirements
+        self.device = engine
+        self.handle = loaded.handle
         self.timings: Mapping[str, float] = {}
         self._replication = replication
-        self._copy = copy  # keeps the policy in the engine
-        self._compiled = {_key(sizes) for sizes in copy.loaded.compiled}
+        self._loaded = loaded  # keeps the policy in the engine
+        self._compiled = {_key(sizes) for sizes in loaded.compiled}
 
     def act(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run one inference that no robot waits for; see `Policy.act`. `RemoteWorker` sends the requests of robots."""
@@ -217,9 +209,9 @@ class RemotePolicy:
         """Return the same policy in another engine, which may be making its copy already.
 
         Raises:
-            CopyRefused, CheckpointError: as of `PolicyReplication.copy`.
+            DeviceGone, CheckpointError: as `PolicyReplication.copy`.
         """
-        return RemotePolicy(self._replication, self._replication.copy(device), self.commit)
+        return self._replication.copy(device)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return check_answer(self._replication.cluster.ask(self.device, method, self.handle, *arguments).result())
@@ -260,12 +252,12 @@ class RemoteLoader:
         with PolicyFolder(folder, roots=roots, largest=self.largest) as opened:
             self.inspect(opened)
         begin_building()
-        replication = PolicyReplication(self.cluster, folder, is_update=like is not None)
+        replication = PolicyReplication(self.cluster, folder, commit, is_update=like is not None)
         engine, idle = self.cluster.pick_engines()
         replication.begin(engine, like.handle if isinstance(like, RemotePolicy) else None)
         for other in idle if like is None else ():
             replication.begin(other)
-        return RemotePolicy(replication, replication.wait_for_first(report), commit)
+        return replication.wait_for_first(report)
 
 
 def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:

@@ -12,7 +12,7 @@ from jaxmodels.errors import CheckpointError, HubError, ObservationError
 from service.distributed import remote_engine
 from service.distributed.artifacts import PolicyArtifact
 from service.distributed.engine_actor import Loaded, Refusal
-from service.distributed.remote_engine import Copy, RemoteLoader, RemotePolicy, check_answer
+from service.distributed.remote_engine import RemoteLoader, RemotePolicy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import InferenceStuck
@@ -30,7 +30,7 @@ class Engines:
         self.calls: list[tuple[str, str]] = []
         self.likes: list[str | None] = []
         self.artifacts: list[PolicyArtifact] = []
-        self.copies: list[Copy] = []
+        self.copies: list[str] = []
         self.not_ready: list[tuple[str, str, str]] = []
         self.answers: dict[str, Any] = {}
         self.pieces: list[bytes] = []
@@ -61,8 +61,8 @@ class Engines:
             return Loaded(artifact.sha, SO100_REQUIREMENTS, [SIZES])
         return {"try_out": (np.zeros((1, 20, 6), np.float32), 0.25), "profile": 0.125}.get(method)
 
-    def keep_copy(self, copy: Copy) -> None:
-        self.copies.append(copy)
+    def keep_copy(self, engine: str, loaded: Loaded) -> None:
+        self.copies.append(engine)
 
     def record_failure(self, engine: str, handle: str, why: str) -> None:
         self.not_ready.append((engine, handle, why))
@@ -86,7 +86,7 @@ def test_its_files_go_where_it_is_loaded(engines: Engines, folder: Path) -> None
     policy = RemoteLoader(engines)(str(folder))
     assert (policy.device, policy.requirements, policy.handle) == ("one", SO100_REQUIREMENTS, engines.artifacts[0].sha)
     assert sorted(engines.pieces) == [b"weights", b'{"type": "act"}']
-    assert [copy.engine for copy in engines.copies] == ["one"]
+    assert engines.copies == ["one"]
 
 
 def test_another_one_may_be_like_one_that_is_there(engines: Engines, policy: RemotePolicy, folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_copy_is_of_the_same_files(engines: Engines, policy: RemotePolicy) -> 
     assert (other.device, other.handle) == ("two", policy.handle)
     assert engines.artifacts[0] is engines.artifacts[1]
     assert engines.calls == [("one", "load"), ("two", "load")]
-    assert [copy.engine for copy in engines.copies] == ["one", "two"]
+    assert engines.copies == ["one", "two"]
 
 
 def test_engines_that_nobody_asks_load_a_first_one_as_well_and_an_update_comes_to_each_in_its_turn(

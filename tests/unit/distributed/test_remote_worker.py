@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from service.distributed import remote_engine
 from service.distributed.engine_actor import EngineFacts, Loaded, Refusal
-from service.distributed.remote_engine import Copy, RemotePolicy, RemoteWorker
+from service.distributed.remote_engine import RemotePolicy, RemoteWorker
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
@@ -75,8 +76,8 @@ def check_answer(**seconds: float) -> InferenceResult:
 
 @pytest.fixture
 def replica() -> Replica:
-    loaded = Loaded("handle", SO100_REQUIREMENTS, ())
-    return Replica(RemotePolicy(None, Copy("one", loaded), None), 0)  # type: ignore[arg-type]
+    replication: Any = SimpleNamespace(commit=None)
+    return Replica(RemotePolicy(replication, "one", Loaded("handle", SO100_REQUIREMENTS, ())), 0)
 
 
 @pytest.fixture
