@@ -108,20 +108,19 @@ def _settle(answer: "Future[Any]", outcome: Any) -> None:
             answer.set_result(outcome)
 
 
-# Seconds between two polls of the pool; that an answer of it may take, and its first one; that joining may take, and
-# leaving at the end; that the first engine may take until the server starts; after which an engine that the pool
-# goes on listing is used again.
+# Seconds between two polls of the pool, for its answers, for its first answer, for joining, for leaving at the end, and
+# for the first engine at a start. After the last figure, a failed engine that the pool still lists is used again.
 POLL_PERIOD = 0.5
 ANSWER_TIMEOUT = 3.0
 BEGIN_TIMEOUT = 60.0
 JOIN_TIMEOUT, LEAVE_TIMEOUT = 60.0, 3.0
 FIRST_ENGINE_TIMEOUT = 180.0
 REJOIN_AFTER = 5.0
-# Seconds in which an engine may be silent while the pool is, too: less than robots wait for an answer, so that they are
-# held until there is an engine, and have no error.
+# Seconds for which an engine may be silent while the pool is silent, too. Robots wait longer for an answer, so they are
+# held until there is an engine, and get no error.
 SILENCE_TIMEOUT = 3.5
-# Seconds in which nothing of the cluster answers, pool nor engines, after which it is joined anew: as long as engines
-# answer, those are used. A machine that stood still is well again before.
+# Seconds without any answer of the pool or an engine after which the cluster is joined again. Engines that answer are
+# used. A machine that stalled recovers in less time.
 LOSS_TIMEOUT = 10.0
 
 POOL_SILENT = "the pool of engines does not answer"
@@ -139,7 +138,7 @@ class Cluster:
     def __init__(self, address: str, front: str, options: EngineOptions, bounds: Bounds, *, stuck_after: float = 5.0):
         self.front = front
         self._connection = Connection(address)
-        # The processes of a Ray of our own end with the thread that started them: one that is there until the end.
+        # A local Ray ends with the thread that started it, so this thread lives until the server ends.
         self._thread = Worker("cluster")
         self._options, self._bounds = options, bounds
         self._stuck_after = stuck_after
@@ -226,7 +225,7 @@ class Cluster:
                 self._remove_engine(member, "it does not answer, and neither does the pool")
 
     async def _rejoin(self) -> None:
-        """Leave a lost cluster and join it again; robots are held meanwhile, each when its plan runs dry."""
+        """Leave a lost cluster and join it again; each robot is held when its plan is used up."""
         logger.error("nothing of the cluster has answered for %g s: %s", LOSS_TIMEOUT, CLUSTER_LOST)
         self._lost = CLUSTER_LOST
         for member in tuple(self._members.values()):
@@ -249,7 +248,7 @@ class Cluster:
             await self._begin()
         except CannotJoin as error:
             return str(error)
-        except Exception as error:  # of a cluster that is coming up, or going down again
+        except Exception as error:  # The cluster is starting, or ending again.
             return summarize_error(error)
         return ""
 
@@ -367,7 +366,7 @@ class Cluster:
             if member.copy_task is not None:
                 member.copy_task.cancel()
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
-        if self._lost != CLUSTER_LOST:  # in which a thread of its own closes and opens it
+        if self._lost != CLUSTER_LOST:  # While it is lost, the thread leaves and joins it.
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
                 await asyncio.wait_for(self._thread.submit(ray.shutdown).outcome, within)
         self._thread.close(0.0)

@@ -1,7 +1,7 @@
 """Engine actor: an inference engine in a Ray actor, and its messages.
 
-It holds the same ``Engine`` that a server without a cluster has: requests of all fronts go together in batches where
-that makes nobody late.
+It holds the same ``Engine`` as a server without a cluster. Requests of all servers share batches if no answer is late
+because of it.
 """
 
 import asyncio
@@ -235,8 +235,10 @@ class EngineActor:
     async def act(
         self, handle: str, observation: Mapping[str, np.ndarray], due_in: float | None
     ) -> InferenceResult | Refusal:
-        """Run a policy on an observation, in a batch with others when that makes nobody late; due in so many
-        seconds.
+        """Run a policy on an observation, in a batch with others if no answer is late because of it.
+
+        Args:
+            due_in: seconds until the answer is due.
         """
         if (cached := self._find_policy(handle)) is None:
             return _refuse_unknown(self._name)

@@ -34,8 +34,7 @@ from service.sessions.store import AnySession, Sessions, held_rooms
 
 logger = logging.getLogger(__name__)
 
-# On every answer of a server that shares its sessions, so that one that has its address now is not taken for one that
-# ended.
+# Sent with every response, so that a server that reuses the address of a stopped server is not mistaken for it.
 FRONT_NAME_HEADER = "x-robojax-front-name"
 # The server that forwarded a stop: it is not forwarded again.
 FORWARDED_HEADER = "x-robojax-front"
@@ -43,8 +42,9 @@ FORWARDED_HEADER = "x-robojax-front"
 PROBE_TIMEOUT = 2.0
 STOP_TIMEOUT = 2.0
 
-# ended: nothing listens there, or another server. answers: it lives. silent: whatever is there does not answer.
-# unreachable: nothing is known. elsewhere: its address leads nowhere from this machine.
+# ended: nothing listens at the address, or another server does. answers: the server lives. silent: a program that
+# listens does not answer. unreachable: the state is unknown. elsewhere: the address is a loopback address of another
+# machine.
 Liveness = Literal["ended", "answers", "silent", "unreachable", "elsewhere"]
 
 
@@ -56,7 +56,7 @@ class PeerLost(ServiceError):
 
 
 async def probe_liveness(front: Peer, machine: str) -> Liveness:
-    """Probe whether a server is alive: one without a heartbeat may only have lost the database.
+    """Probe whether a server is alive: without a heartbeat it may only have lost the database.
 
     Args:
         machine: `machine_of_loopback` of this process.
@@ -73,7 +73,7 @@ async def probe_liveness(front: Peer, machine: str) -> Liveness:
                 return "answers"
             return "silent" if name is None else "ended"
     except aiohttp.ClientConnectorError as error:
-        # Refused: its machine is there, and it is not.
+        # Connection refused: the machine is up, but the server is not running.
         return "ended" if isinstance(error.os_error, ConnectionRefusedError) else "unreachable"
     except (aiohttp.ClientError, TimeoutError):
         return "silent"
@@ -94,7 +94,7 @@ async def stop_session(front: Peer, session_id: str, headers: Mapping[str, str],
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise PeerLost(
             f"the front {front.name}, on which this session is, does not answer ({type(error).__name__}): its robot is "
-            "not known to be stopped; stop it beside it, or try again"
+            "not known to be stopped; stop it at the robot, or try again"
         ) from error
 
 
@@ -152,8 +152,8 @@ def machine_of_loopback() -> str:
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
-# Seconds between heartbeats; that the database may take to answer, that it may be away at a start, and that the end of
-# a server waits for it; and sessions whose figures are published each time, besides those that changed.
+# Seconds between heartbeats, seconds that the database may take to answer, seconds that it may be away at a start, and
+# seconds that the end of a server waits for it. Each beat publishes changed sessions and the figures of a few others.
 BEAT_PERIOD = 0.5
 QUERY_TIMEOUT = 2.5
 START_TIMEOUT = 60.0
@@ -164,14 +164,13 @@ NO_DATABASE = "the database of all servers' sessions does not answer"
 
 
 class PeerSessions:
-    """This server among its peers, from its start to its stop: publishes its sessions and finds those of others. A
-    `SharedSessions`.
+    """Publishes this server's sessions to its peers and finds the sessions of peers: a `SharedSessions`.
 
     Args:
-        name: tells servers apart, and is the same after a restart.
-        url: where other servers, and clients that are sent on, reach this one.
-        database: for heartbeats and changes.
-        lookups: the same database, for lookups of clients as often as they like; heartbeats do not wait for them.
+        name: unique name of this server, the same after a restart.
+        url: URL at which other servers, and redirected clients, reach this server.
+        database: connection for heartbeats and changes.
+        lookups: another connection, for lookups of clients, so that heartbeats do not wait for them.
 
     Attributes:
         trouble: why nothing can be published to the others now, or None.
@@ -205,7 +204,7 @@ class PeerSessions:
             DatabaseUnusable: it never will.
         """
         known = await self._retry(lambda: self._database.run(QUERY_TIMEOUT, session_table.find_front, self.name))
-        # Whatever listens at this server's own address is this process.
+        # At this server's own address, this process itself would answer.
         is_other = known is not None and not known.has_ended and known.url != self.url
         if known is not None and is_other and await probe_liveness(known, self._machine) == "answers":
             raise FrontNameTaken(
@@ -296,7 +295,7 @@ class PeerSessions:
         """Send a heartbeat with all changes.
 
         Args:
-            after: calls that wait for the same changes share one beat; none is sent if one began after so many beats.
+            after: number of beats when the caller's change was made. No beat is sent if a later one has published it.
         """
         async with self._beat_lock:
             if self._sessions.is_closing or (after is not None and self._published_beat > after):
@@ -307,7 +306,7 @@ class PeerSessions:
             number = self._beats
             # A call that waits for the answer does not wait for figures.
             changes = await self._list_changes(self._sessions.list(), FIGURES_PER_BEAT if after is None else 0)
-            # Now: sessions came and went meanwhile.
+            # Listed again, because sessions were created and deleted during the steps above.
             held = [session.id for session in self._sessions.list()]
             changes = [entry for entry in changes if entry.id in held]
             ended = {**self._unreadable, **self._sessions.list_ended()}
@@ -332,13 +331,13 @@ class PeerSessions:
         try:
             await self._sessions.adopt(from_json(entry.record), entry.latch)
         except SessionExists:
-            pass  # its end is not over; it is looked at again
+            pass  # The session is still ending; the next beat tries again.
         except ValueError as error:
             logger.error("session %s of this front is %s; it is forgotten", entry.id, error)
             self._unreadable[entry.id] = None if entry.latch is None else Latch(entry.latch, entry.owner)
 
     def _give_up_all(self, why: str) -> None:
-        """Hand over all sessions: while this server was silent, another one took its name, and with it its sessions."""
+        """Hand over all sessions: another server took the name of this one, and its sessions, while it was silent."""
         if self.trouble != why:
             logger.error("%s; this one gives up its sessions", why)
         self.trouble, self._last_answer = why, BeatAnswer()
@@ -387,9 +386,9 @@ class PeerSessions:
         """Claim an id before a session of it is made, and take over an emergency stop latched on it elsewhere.
 
         Raises:
-            SessionExists: another server has one.
-            RoomsTaken: one of its rooms is another session's.
-            FrontNameTaken: another server has this one's name.
+            SessionExists: another server has a session of this id.
+            RoomsTaken: another session uses a room of this one.
+            FrontNameTaken: another server has the name of this server.
             NotKept: the database does not answer.
         """
         try:
@@ -402,10 +401,10 @@ class PeerSessions:
         self._sessions.sync_latch(new.session_id, latch)
 
     async def forget_latch(self, session_id: str, caller: Caller) -> bool:
-        """Reset the emergency stop of an id whose session is gone, whichever server it was on.
+        """Reset the emergency stop of an id whose session is gone, on any server.
 
         Returns:
-            Whether there was one, for this caller.
+            Whether there was an emergency stop that this caller may reset.
 
         Raises:
             NoDatabase: the database does not answer.
@@ -447,7 +446,7 @@ class PeerSessions:
         """Take over a session whose server died; it is interrupted here, and moves nothing before it is restarted.
 
         Args:
-            force: somebody has seen that the server's machine is off, where this cannot be found out from here.
+            force: a person has checked that the server's machine is off, which this server cannot find out.
 
         Raises:
             UnknownSession: there is none, for this caller.
@@ -459,7 +458,7 @@ class PeerSessions:
         if found_session is None or not caller.sees(found_session[0].owner):
             raise UnknownSession(f"Session {session_id} not found")
         entry, owning = found_session
-        is_own = entry.front == self.name  # as when the answer to an adoption was lost
+        is_own = entry.front == self.name  # The answer to an earlier adoption was lost.
         if is_own and any(session.id == session_id for session in self._sessions.list()):
             raise MoveRefused(f"session {session_id!r} is on this front already")
         if owning is not None and not is_own:
@@ -474,7 +473,7 @@ class PeerSessions:
         return await self._sessions.adopt(_read_record(adopted), adopted.latch)
 
     async def _check_dead(self, front: Peer) -> None:
-        """Refuse unless a server has ended: one that only lost the database still commands its robots."""
+        """Refuse unless a server has ended: a server that only lost the database still commands its robots."""
         if front.has_ended:
             return
         liveness = await probe_liveness(front, self._machine)

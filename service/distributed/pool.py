@@ -31,8 +31,8 @@ MAX_CONCURRENCY = 4096
 POLL_PERIOD = 0.5
 SILENCE_TIMEOUT = 4.0
 BEGIN_TIMEOUT = 120.0
-# Seconds that fronts get to let go of an engine that is removed; before another one is made where one refused to begin;
-# without a request of any front before everything here ends.
+# Seconds for which servers may still use an engine that is removed, seconds before another engine is created after a
+# refusal, and seconds without a request of a server after which the pool ends.
 RELEASE_SECONDS = 5.0
 REFUSAL_PAUSE = 20.0
 IDLE_TIMEOUT = 60.0
@@ -106,7 +106,7 @@ class Pool:
         return "; ".join(differing)
 
     async def listing(self, front: str) -> Listing | None:
-        """Return the engines that may be used; None when this is another pool than the one that was begun."""
+        """Return the engines that may be used; None if the pool was restarted and `begin` must be called again."""
         if self._task is None:
             return None
         self._fronts[front] = time.monotonic()
@@ -125,7 +125,7 @@ class Pool:
             try:
                 actor = ray.get_actor(name, NAMESPACE)
             except ValueError:
-                continue  # it ended meanwhile
+                continue  # It has ended since it was listed.
             self._last_number = max(self._last_number, int(name.removeprefix(ENGINE_PREFIX)))
             self._engines[name] = _Engine(name, actor, time.monotonic(), answered_at=time.monotonic())
 
@@ -175,7 +175,7 @@ class Pool:
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            max_restarts=0,  # a new one has a new name, and nobody takes it for the one before
+            max_restarts=0,  # A new engine has a new name, so it is not mistaken for the ended one.
             max_concurrency=MAX_CONCURRENCY,
             scheduling_strategy="SPREAD",
         ).remote(name, self._options)

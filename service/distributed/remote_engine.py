@@ -242,8 +242,9 @@ class RemoteLoader:
     ) -> RemotePolicy:
         """Fetch the policy's files, send them, and have engines load them; see `LoadPolicy`.
 
-        All engines that are idle load it side by side, the others later, one after the other: robots are answered by
-        those that are not loading. An update, which is ``like`` what runs, is loaded one after the other as well.
+        All idle engines load it in parallel. The others load it later, one after the other, so that robots are answered
+        by engines that are not loading. An update, which is ``like`` a running policy, goes to one engine after
+        the other.
         """
         report = on_progress or (lambda stage: None)
         folder, commit = find_policy(path, revision, on_progress=report, largest=self.largest)
@@ -264,9 +265,8 @@ def _key(sizes: FrameSizes) -> frozenset[tuple[str, tuple[int, int]]]:
     return frozenset((camera, (height, width)) for camera, (height, width) in sizes.items())
 
 
-# Seconds after which the request goes to another engine: three times what an answer usually takes, at least the
-# first figure, and the second when none was measured. A call over the network takes a millisecond, and now and
-# then tens of them.
+# A request goes to another engine after three times the usual latency, at least the first figure (seconds). Before any
+# measurement it is the second figure. A call over the network takes a millisecond, and sometimes tens of milliseconds.
 MIN_OVERDUE = 0.25
 DEFAULT_OVERDUE = 1.0
 
@@ -384,7 +384,7 @@ class RemoteWorker:
         )
 
     def fail(self, why: str) -> None:
-        """Fail all pending requests: the engine is gone, whatever Ray will say later."""
+        """Fail all pending requests: the engine is gone. Later answers are ignored."""
         self._gone_reason = why
         for outcome in tuple(self._pending):
             settle(outcome, DeviceGone(why))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from service.distributed.engine_actor import EngineFacts
 
-# Seconds after which it is said that there is none, where engines that run leave too little; and that Ray does not
-# start one, where it is not known who has what is missing.
+# Seconds after which a shortage is reported: the first if running engines leave too few resources, the second if the
+# cause is unknown.
 PLACEMENT_TIMEOUT = 20.0
 START_TIMEOUT = 90.0
 
@@ -82,8 +82,8 @@ class Scaling:
         """Decide how many engines there should be.
 
         Args:
-            engines: those that answer.
-            coming: those that are being made; while there are any, nothing more is decided.
+            engines: facts of the engines that answer.
+            coming: number of engines that are starting; no other change is decided meanwhile.
         """
         bounds, current = self.bounds, len(engines) + coming
         if current < bounds.least or current > bounds.most:
@@ -112,5 +112,5 @@ class Scaling:
             return False
         if now - self._since.setdefault(what, now) < long_enough:
             return False
-        self._since.clear()  # the next one after it has shown what this one did
+        self._since.clear()  # Scale one engine at a time: measure the effect before the next change.
         return True

@@ -87,8 +87,8 @@ class Entry:
         owner: whose it is; None where no key is required.
         record: as its server wrote it down last (`SessionRecord.as_json`); nothing until it is ready.
         status: what its server published last, the fields of SessionStatusResponse.
-        latch: the text of an emergency stop that nobody has reset.
-        rooms: workspace and id of each room that it is in, or comes back to.
+        latch: the reason of an emergency stop that has not been reset.
+        rooms: workspace and id of each room that the session is in, or returns to.
     """
 
     id: str
@@ -105,12 +105,12 @@ class BeatAnswer:
     """What the database answers to a heartbeat.
 
     Attributes:
-        lost: ids that it holds and that are another server's, with its name: they were adopted while it was silent.
-        left: what is written down as its own and it does not hold, as where its disk is another one, or an answer to
-            it was lost: it takes them in.
+        lost: ids of sessions that another server adopted while this one was silent, each with that server's name.
+        left: sessions that the table lists for this server and that it does not hold, because its disk was replaced or
+            an answer was lost; it restores them.
         fronts: all servers.
-        silent: those whose heartbeat is over, that did not end in order, and whose sessions nobody has adopted: their
-            robots may still move.
+        silent: servers without a heartbeat that did not end in order and still own sessions; their robots may still
+            move.
     """
 
     lost: Sequence[tuple[str, str]] = ()
@@ -145,10 +145,10 @@ async def beat(
     """Record that a server is alive, with its changed and ended sessions.
 
     Args:
-        held: ids of all of its sessions.
-        changes: those of them that changed since its last beat that was answered.
-        ended: ids that it holds no more, each with an emergency stop that nobody has reset. What was ever ready goes
-            only by this: a server that lost its disk has not deleted its sessions.
+        held: ids of all sessions of the server.
+        changes: sessions that changed since its last answered beat.
+        ended: ids of deleted sessions, each with an emergency stop that has not been reset. A session that was ready is
+            deleted only by this, because a server that lost its disk has not deleted its sessions.
 
     Raises:
         FrontNameTaken: another process lives under this name; nothing is changed.
@@ -163,7 +163,7 @@ async def beat(
                 _UPSERT_LATCH.format(condition=_IS_OWN), one.id, peer.name, _format_latch(Latch(one.latch, one.owner))
             )
         elif one.status:
-            # Its session was made with it, and it was reset there.
+            # The session had the emergency stop, and was reset on its server.
             await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {_IS_OWN}", one.id, peer.name)
     for session_id, latch in sorted(ended.items(), key=lambda one: one[0]):
         await _end_session(sql, session_id, peer.name, latch)
@@ -212,11 +212,11 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
     """Claim a session's id and its rooms for this server, before the session is made.
 
     Returns:
-        The emergency stop of one of this id that is gone, whichever server it was on: the new one begins with it.
+        The emergency stop of a deleted session of this id, on any server: the new session begins with it.
 
     Raises:
-        SessionExists: another server has one, living or interrupted.
-        RoomsTaken: one of its rooms belongs to another session.
+        SessionExists: another server has a session of this id, running or interrupted.
+        RoomsTaken: another session uses a room of this one.
         FrontNameTaken: another server has the name of this one.
     """
     await _check_name(sql, front, life)
@@ -249,7 +249,7 @@ async def claim(sql: Sql, front: str, life: str, new: NewSession) -> Latch | Non
             raise SessionExists(f"session {session_id!r} is being deleted; try again when it is gone")
         owning = await find_front(sql, existing["front"])
         is_alive = owning is not None and owning.is_alive
-        # One whose server ended before it published it once: nobody knows that it is there.
+        # The server ended before it published the session, so no client knows of it.
         is_nothing = (
             not existing["record"] and existing["status"] == "{}" and not is_alive and not existing["is_pending"]
         )
@@ -276,10 +276,10 @@ async def unlatch(sql: Sql, session_id: str, owners: Sequence[str | None] | None
     """Reset the emergency stop of an id whose session is gone.
 
     Args:
-        owners: whose may be reset; None: everybody's.
+        owners: owners whose emergency stops may be reset; None for all.
 
     Returns:
-        Whether there was one.
+        Whether there was an emergency stop to reset.
     """
     latch = _parse_latch(
         await sql.fetchval(
@@ -305,7 +305,7 @@ async def find(sql: Sql, session_id: str) -> tuple[Entry, Peer | None] | None:
 
 
 async def list_sessions(sql: Sql) -> Sequence[Entry]:
-    """Return all sessions, oldest first; those of servers that died are interrupted."""
+    """Return all sessions, oldest first; sessions of servers that died are interrupted."""
     fronts = {row["name"]: _parse_front(row) for row in await sql.fetch(_SELECT_FRONTS)}
     rows = await sql.fetch(f"{_SELECT_SESSIONS} WHERE s.status <> '{{}}' ORDER BY s.created_at")
     return [mark_interrupted(entry, fronts.get(entry.front)) for entry in map(_parse_entry, rows)]
@@ -315,7 +315,7 @@ async def adopt(sql: Sql, front: str, life: str, session_id: str, owning: Peer |
     """Move a session of a server that died to this one, and its emergency stop with it.
 
     Args:
-        owning: the server that it is on, as it was when somebody found out that it has ended.
+        owning: the session's server as it was when the caller found that it has ended.
 
     Raises:
         UnknownSession: there is none.
@@ -408,7 +408,7 @@ async def _end_session(sql: Sql, session_id: str, front: str, latch: Latch | Non
         await sql.execute(_UPSERT_LATCH.format(condition=condition), session_id, front, _format_latch(latch))
         await _forget_latches(sql)
     elif is_own is not None:
-        # Only the server that had the session knows of its reset; another one may have had it since.
+        # Only the session's last server knows that its stop was reset; another server may own the id by now.
         await sql.execute(f"DELETE FROM robojax_latches WHERE id = $1 AND {is_nobodys}", session_id)
 
 
