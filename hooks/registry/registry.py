@@ -17,20 +17,18 @@ from sanic import Blueprint
 
 from hooks.addresses import Resolve, TargetRules
 from hooks.database import Database, alone
-from hooks.errors import HooksError, InvalidSettings, StoreError
+from hooks.errors import HooksError, InvalidSettings
 from hooks.payload import WebhookPayload
 from hooks.registry import delivery_queue
 from hooks.registry.api import Management, add_routes
 from hooks.registry.delivery import TIMEOUT, HttpDeliverer, format_time
 from hooks.registry.delivery import resolve_host as ask_name_server
 from hooks.registry.delivery_queue import Message, generate_id
-from hooks.registry.folder_watcher import FolderWatcher
 from hooks.registry.jobs import JobDeliverer, load_jobs
 from hooks.registry.sender import Sender, SenderSettings
-from hooks.registry.store import SCHEMA, WebhookStore, record_content
+from hooks.registry.store import SCHEMA, WebhookStore
 
 MIN_TOKEN = 16
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,8 @@ class RegistrySettings:
         database: the SQLite file; None keeps everything in memory, and a restart loses it.
         owner: the user name that ``/api/whoami-v2`` gives.
         allowed_networks: networks that may be sent to although they are not public, e.g. ``192.168.1.0/24``.
-        folders: policy folders that are watched, by the name of the repo that they are to the receivers.
         jobs_file: TOML of the jobs that webhooks may start; None for none.
         max_webhooks: that may be registered.
-        quiet: seconds without a change after which a watched folder is taken as whole.
-        poll: seconds between looks at the folders without being told of a change (network file systems tell nothing).
         timeout: seconds for one attempt.
         jobs_at_once: processes of jobs that run at once.
         suspend_after: deliveries in a row that were given up, after which a webhook is suspended.
@@ -59,11 +54,8 @@ class RegistrySettings:
     database: Path | None = None
     owner: str = "robojax"
     allowed_networks: tuple[str, ...] = ()
-    folders: Mapping[str, Path] = field(default_factory=dict)
     jobs_file: Path | None = None
     max_webhooks: int = 100
-    quiet: float = 2.0
-    poll: float = 30.0
     timeout: float = TIMEOUT
     jobs_at_once: int = 2
     suspend_after: int = 3
@@ -83,12 +75,7 @@ class RegistrySettings:
                 ipaddress.ip_network(network)
             except ValueError as error:
                 wrong.append(f"allowed network {network!r}: {error}; wanted e.g. 192.168.1.0/24")
-        wrong += [
-            f"folder {name!r}: wanted a repo's name, e.g. act or lab/act=/srv/act"
-            for name in self.folders
-            if not _NAME.fullmatch(name)
-        ]
-        for name in ("max_webhooks", "jobs_at_once", "suspend_after", "quiet", "poll", "timeout"):
+        for name in ("max_webhooks", "jobs_at_once", "suspend_after", "timeout"):
             if not getattr(self, name) > 0:
                 wrong.append(f"{name}: {getattr(self, name)!r}, wanted more than 0")
         if wrong:
@@ -254,7 +241,7 @@ class Registry:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Registry"]:
-        """Run sender, watcher and jobs within this context; unfinished deliveries are sent again at the next start.
+        """Run the sender and jobs within this context; unfinished deliveries are sent again at the next start.
 
         Raises:
             StoreError: the database cannot be used, or another process uses it.
@@ -274,23 +261,15 @@ class Registry:
                 clock=self._clock,
             )
             management = Management(database, self._store, sender, self._rules, self._jobs, self._resolve, self._clock)
-            watcher = FolderWatcher(
-                settings.folders, self._emit_folder_change, quiet=settings.quiet, poll=settings.poll
-            )
             self._open = database, sender, management
-            tasks = [
-                asyncio.create_task(sender.run(), name="webhooks sender"),
-                asyncio.create_task(watcher.run(), name="webhooks watcher"),
-            ]
-            for task in tasks:
-                task.add_done_callback(_log_task_error)
+            task = asyncio.create_task(sender.run(), name="webhooks sender")
+            task.add_done_callback(_log_task_error)
             try:
                 yield self
             finally:
-                for task in tasks:
-                    task.cancel()
+                task.cancel()
                 # Together: a sender that waits for a job ends with it.
-                await asyncio.gather(*tasks, job_deliverer.close(), return_exceptions=True)
+                await asyncio.gather(task, job_deliverer.close(), return_exceptions=True)
                 self._open = None
 
     async def emit_session(self, type: str, data: Mapping[str, Any]) -> int:
@@ -349,34 +328,8 @@ class Registry:
         repo, scope = message.body["repo"], message.body["event"]["scope"]
         return [one.id for one in webhooks if one.matches(scope, repo["type"], repo["name"])]
 
-    async def _emit_folder_change(self, name: str, sha: str) -> None:
-        """Emit the change of a watched folder that has settled at this content."""
-        database, sender, _ = self._running
-
-        def transaction(connection: sqlite3.Connection) -> tuple[str, int, dict[str, int]] | None:
-            is_change, old = record_content(connection, name, sha, self._clock())
-            if not is_change:
-                return None
-            message = build_repo_message(name, sha, old)
-            return old or "", *sender.queue_in_transaction(
-                connection, message, self._find_subscribers(connection, message)
-            )
-
-        while True:
-            try:
-                result = await database.run(transaction)
-            except StoreError as error:
-                logger.error("folder %s: its change cannot be written down (%s); tried again", name, error)
-                await asyncio.sleep(self.settings.poll)
-                continue
-            if result is not None:
-                old, count, dropped = result
-                logger.info("folder %s: %s -> %s, sent to %d webhooks", name, old[:8], sha[:8], count)
-                sender.on_queued(count, dropped)
-            return
-
     async def get_stats(self) -> dict[str, int]:
-        """Return figures: webhooks, folders read so far, deliveries by status, and those dropped since the start."""
+        """Return figures: webhooks, deliveries by status, and those dropped since the start."""
         database, sender, _ = self._running
 
         def transaction(connection: sqlite3.Connection) -> dict[str, int]:
@@ -384,7 +337,6 @@ class Registry:
             return {
                 "webhooks": len(webhooks),
                 "webhooks_disabled": sum(bool(one.disabled) for one in webhooks),
-                "folders_known": connection.execute("SELECT count(*) FROM folders").fetchone()[0],
                 **{
                     f"deliveries_{status}": count
                     for status, count in delivery_queue.count_by_status(connection).items()

@@ -218,23 +218,6 @@ def _read_secrets(body: Mapping[str, Any], wrong: list[str]) -> Mapping[str, str
     return value
 
 
-def record_content(connection: sqlite3.Connection, name: str, sha: str, now: float) -> tuple[bool, str | None]:
-    """Record a folder's content; return whether it is a change, and the content before.
-
-    The first content that is ever seen of a folder is no change.
-    """
-    row = connection.execute("SELECT sha FROM folders WHERE name = ?", (name,)).fetchone()
-    old = None if row is None else row["sha"]
-    if old == sha:
-        return False, old
-    connection.execute(
-        "INSERT INTO folders VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET sha = excluded.sha, "
-        "changed_at = excluded.changed_at",
-        (name, sha, now),
-    )
-    return old is not None, old
-
-
 WEBHOOKS = """
 CREATE TABLE webhooks (
     id TEXT PRIMARY KEY,
@@ -249,11 +232,6 @@ CREATE TABLE webhooks (
     updated_at REAL NOT NULL,
     exhausted INTEGER NOT NULL DEFAULT 0,
     CHECK ((url IS NULL) <> (job IS NULL))
-) STRICT;
-CREATE TABLE folders (
-    name TEXT PRIMARY KEY,
-    sha TEXT NOT NULL,
-    changed_at REAL NOT NULL
 ) STRICT;
 """
 SCHEMA = (WEBHOOKS + delivery_queue.SCHEMA, delivery_queue.LANES)

@@ -20,8 +20,6 @@ SETTINGS = RegistrySettings(
     tokens=(TOKEN,),
     read_tokens=(READ_TOKEN,),
     allowed_networks=("127.0.0.0/8",),
-    quiet=0.15,
-    poll=30.0,
     sender=QUICK,
 )
 
@@ -46,11 +44,6 @@ async def until_fact(registry: Registry, name: str, value: int) -> None:
         return (await registry.get_stats()).get(name) == value
 
     await until(is_so)
-
-
-async def until_known(registry: Registry) -> None:
-    """Until the watched folder was read for the first time: only what changes after that is a change."""
-    await until_fact(registry, "folders_known", 1)
 
 
 async def until_delivered(registry: Registry, count: int) -> None:
