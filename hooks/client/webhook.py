@@ -155,7 +155,6 @@ def make_body(
     allow_empty: bool = False,
     allow_http: Collection[str] = (),
     shortest_secret: int = SHORTEST_SECRET,
-    stacklevel: int = 3,
 ) -> dict[str, Any]:
     """Build the JSON body that creates or changes a webhook, from exactly the fields that were given.
 
@@ -163,7 +162,6 @@ def make_body(
         is_new: it needs a target.
         allow_empty: take an empty ``watched``.
         allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``) besides loopback without TLS.
-        stacklevel: of a warning, as of ``warnings.warn``.
 
     Raises:
         InvalidWebhook: says what cannot be used and what to give; never with a secret in it.
@@ -193,7 +191,7 @@ def make_body(
     fields = {"url": url, "jobSourceId": job_id, "secret": secret, "secrets": secrets and dict(secrets)}
     body: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if watched is not None:
-        body["watched"] = [asdict(item) for item in read_watched(watched, stacklevel=stacklevel + 1)]
+        body["watched"] = [asdict(item) for item in read_watched(watched)]
         if not body["watched"] and not allow_empty:
             raise InvalidWebhook(
                 "watched is empty: nothing would be delivered; wanted at least 'model:someone/arm', "
@@ -246,12 +244,11 @@ def _check_secret(secret: str, shortest: int) -> None:
         log.warning("the webhook's secret has %d characters and can be guessed; %s", len(secret), expected)
 
 
-def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 2) -> list[WebhookWatchedItem]:
+def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatchedItem]:
     """Return the watched items in order without duplicates; warns of unknown types, which the Hub may have added.
 
     Args:
         watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
-        stacklevel: of the warning, as of ``warnings.warn``.
 
     Raises:
         InvalidWebhook: one of them cannot be read.
@@ -275,7 +272,7 @@ def read_watched(watched: Watchable | Iterable[Watchable], *, stacklevel: int = 
                 f"watched type {kind!r} is not known{_closest(kind, WATCHED_TYPES)}; it is sent as it is. "
                 f"Known: {', '.join(WATCHED_TYPES)}",
                 UserWarning,
-                stacklevel=stacklevel,
+                stacklevel=4,  # the caller of the client's method, which calls make_body
             )
         items.setdefault((kind, name), WebhookWatchedItem(type=cast(Any, kind), name=name))
     return list(items.values())
@@ -326,7 +323,6 @@ def find_secret(
     variable: str | None = None,
     file: str | Path | None = None,
     generate: bool = False,
-    environment: Mapping[str, str] | None = None,
 ) -> str | None:
     """Return the secret from the one source that was named (text, variable, file); None when none was.
 
@@ -335,7 +331,6 @@ def find_secret(
         variable: of the environment.
         file: that holds it; blanks around it do not count.
         generate: make one when the file is not there yet, and write it there for its owner alone.
-        environment: instead of this process's.
 
     Raises:
         InvalidWebhook: several places are named, or there is nothing at the one that is.
@@ -346,17 +341,17 @@ def find_secret(
     if generate and file is None:
         raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
     if variable is not None:
-        secrets_by_source = (os.environ if environment is None else environment).get(variable)
-        if not secrets_by_source:
+        found = os.environ.get(variable)
+        if not found:
             raise InvalidWebhook(f"environment variable {variable} has no secret: it is empty or not set")
-        return secrets_by_source
+        return found
     if file is None:
         return given
     label = f"secret file {os.fspath(file)!r}"
     try:
         if generate:
             _make_secret_file(file)
-        secrets_by_source = Path(file).read_text("ascii").strip()
+        found = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
             f"{label} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
@@ -364,9 +359,9 @@ def find_secret(
         ) from None
     except UnicodeDecodeError:
         raise InvalidWebhook(f"{label} is not ASCII text; wanted the secret alone in it") from None
-    if not secrets_by_source:
+    if not found:
         raise InvalidWebhook(f"{label} is empty; wanted the secret alone in it")
-    return secrets_by_source
+    return found
 
 
 def _make_secret_file(path: str | Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import huggingface_hub
 import pytest
 
-from hooks.client import WebhookWatchedItem, find_secret, generate_secret
+from hooks import WebhookWatchedItem, find_secret, generate_secret
 from hooks.client.webhook import check_webhook_id, make_body, mask_url, read_domains, read_watched, read_webhook
 from hooks.errors import HubTrouble, InvalidWebhook
 from hooks.signatures import is_valid_standard, sign_standard
@@ -201,12 +201,13 @@ def test_a_generated_secret_is_good_and_another_each_time(caplog):
     assert not is_valid_standard([other], "id", "1000", signature, b"{}", now=1000)
 
 
-def test_a_secret_comes_from_the_place_that_was_named(tmp_path):
+def test_a_secret_comes_from_the_place_that_was_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOOK", "of-the-environment")
     (tmp_path / "secret").write_text(" of-the-file\n")
     assert find_secret() is None
     assert find_secret("given") == "given"
     assert find_secret(file=tmp_path / "secret") == "of-the-file"
-    assert find_secret(variable="HOOK", environment={"HOOK": "of-the-environment"}) == "of-the-environment"
+    assert find_secret(variable="HOOK") == "of-the-environment"
     made = find_secret(file=tmp_path / "new", generate=True)
     assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
@@ -229,4 +230,4 @@ def test_a_place_without_a_secret_is_said(named, message, tmp_path, monkeypatch)
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidWebhook, match=message):
-        find_secret(**named, environment={})
+        find_secret(**named)

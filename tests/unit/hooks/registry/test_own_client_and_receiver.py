@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sanic import Sanic
 
-from hooks.client.client import WebhooksClient
+from hooks import WebhooksClient
 from hooks.errors import HubTrouble, UnknownWebhook
 from hooks.payload import WebhookPayload
 from hooks.receiver.endpoint import ReceiverSettings
