@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Protocol
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -103,14 +102,6 @@ class Outcome:
         if self.error is not None:
             return self.error
         return f"exit status {self.exit_status}" if self.status is None else f"HTTP {self.status}"
-
-
-class Deliverer(Protocol):
-    """Makes one delivery attempt."""
-
-    async def deliver(self, destination: Destination, request: DeliveryRequest, now: float) -> Outcome:
-        """Deliver a request; failures are in the outcome, never raised."""
-        ...
 
 
 def make_excerpt(

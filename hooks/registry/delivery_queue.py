@@ -13,9 +13,6 @@ from typing import Any
 from hooks.queue import OPEN, Queue
 from hooks.registry.delivery import DeliveryRequest, Outcome, format_time
 
-# delivered: taken; failed: no attempt left; dropped: too many waited; waiting: the only one that is not final.
-STATES = ("waiting", "delivered", "failed", "dropped")
-
 
 def delete_log(connection: sqlite3.Connection, webhook_id: str) -> None:
     """Delete the deliveries of a deleted webhook."""
@@ -94,14 +91,6 @@ def _format_attempt(row: sqlite3.Row) -> dict[str, Any]:
         "excerpt": row["excerpt"],
         "isReplay": bool(row["is_replay"]),
     }
-
-
-def count_by_status(connection: sqlite3.Connection) -> dict[str, int]:
-    """Count the deliveries of each status."""
-    counts: dict[str, int] = dict.fromkeys(STATES, 0)
-    for status, count in connection.execute("SELECT status, count(*) FROM deliveries GROUP BY 1"):
-        counts[get_public_status(status)] += count
-    return counts
 
 
 def get_public_status(status: str) -> str:

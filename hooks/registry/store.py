@@ -351,7 +351,7 @@ class WebhookStore:
         return Destination(webhook.id, webhook.url, webhook.job, webhook.secret, webhook.secrets)
 
     def record_result(self, connection: sqlite3.Connection, webhook_id: str, result: str, now: float) -> None:
-        """Record a delivery's result; see ``Subscribers``."""
+        """Record a result: ``delivered``, ``exhausted`` (no attempt is left) or ``gone`` (410)."""
         row = connection.execute("SELECT disabled, exhausted FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
         if row is None:
             return

@@ -182,15 +182,15 @@ def jobs_file(tmp_path: Path, code: str, **named: Any) -> Path:
 async def running(tmp_path: Path, code: str, **named: Any) -> AsyncIterator[tuple[Registry, str]]:
     made = settings(jobs_file=jobs_file(tmp_path, code, **named), database=tmp_path / "registry.sqlite3")
     async with Registry(made).running() as registry:
-        webhooks = await registry.management.list()
+        webhooks = await registry.list_webhooks()
         body = {"jobSourceId": "job", "watched": [], "domains": ["session"], "secret": "hidden-secret"}
-        webhook = webhooks[0] if webhooks else await registry.management.create(body)
+        webhook = webhooks[0] if webhooks else await registry.create_webhook(body)
         yield registry, webhook.id
 
 
 async def finished(registry: Registry, webhook: str, attempts: int = 1) -> dict[str, Any]:
     async def entry() -> dict[str, Any] | None:
-        [one] = await registry.management.deliveries(webhook, 10, None)
+        [one] = await registry.list_deliveries(webhook, 10, None)
         return one if one["status"] != "waiting" and len(one["attempts"]) >= attempts else None
 
     found = await until(entry)
@@ -208,7 +208,7 @@ async def test_a_failing_job_is_tried_again_and_its_ends_are_in_the_log(tmp_path
         entry = await finished(registry, webhook)
         assert [attempt["exitStatus"] for attempt in entry["attempts"]] == [7, 0]
         assert {attempt["excerpt"] for attempt in entry["attempts"]} == {f"{entry['webhookDeliveryId']} ***\n"}
-        assert (await registry.management.replay(webhook, entry["id"])).status == 202
+        assert (await registry.replay(webhook, entry["id"])).status == 202
         assert (await finished(registry, webhook, attempts=3))["attempts"][2]["isReplay"] is True
 
 
