@@ -41,8 +41,6 @@ TIMEOUT = 30.0  # seconds
 CONNECT = 10.0
 ATTEMPTS = 4
 FIRST_WAIT = 0.5  # seconds; doubled from attempt to attempt
-# Where registries say which job a webhook was made from; huggingface_hub 2.4 knows of none.
-JOB_NAMES = ("jobSourceId", "jobId", "sourceId", "id")
 
 Token = bool | str | None
 Result = TypeVar("Result")
@@ -398,12 +396,13 @@ def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: st
     Raises:
         HubTrouble: there are several, or a webhook does not tell the job it starts.
     """
-    jobs = {webhook.id: _job_ids(webhook) for webhook in webhooks if webhook.job is not None}
     if url is not None:
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
-        matching = [webhook for webhook in webhooks if job_id in jobs.get(webhook.id, ())]
-        if not matching and (unknown := [webhook_id for webhook_id, ids in jobs.items() if not ids]):
+        # A registry names the job that a webhook starts; the Hub does not.
+        matching = [webhook for webhook in webhooks if webhook.raw.get("jobSourceId") == job_id]
+        unknown = [one.id for one in webhooks if one.job is not None and "jobSourceId" not in one.raw]
+        if not matching and unknown:
             raise HubTrouble(
                 f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "
                 "name it with webhook_id, or delete them"
@@ -413,13 +412,6 @@ def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: st
         names = ", ".join(webhook.id for webhook in matching)
         raise HubTrouble(f"{len(matching)} webhooks {what}: {names}; delete all but one of them")
     return matching[0] if matching else None
-
-
-def _job_ids(webhook: WebhookInfo) -> set[str]:
-    job = webhook.raw.get("job")
-    named = [webhook.raw.get(name) for name in JOB_NAMES if name != "id"]
-    named += [job.get(name) for name in JOB_NAMES] if isinstance(job, dict) else []
-    return {name for name in named if isinstance(name, str)}
 
 
 def _in_thread(

@@ -317,41 +317,24 @@ def generate_secret() -> str:
     return STANDARD_PREFIX + base64.b64encode(random_secrets.token_bytes(32)).decode()
 
 
-def find_secret(
-    given: str | None = None,
-    *,
-    variable: str | None = None,
-    file: str | Path | None = None,
-    generate: bool = False,
-) -> str | None:
-    """Return the secret from the one source that was named (text, variable, file); None when none was.
+def find_secret(file: str | Path | None = None, *, generate: bool = False) -> str | None:
+    """Return the secret in a file, without blanks around it; None without a file.
 
     Args:
-        given: the secret itself.
-        variable: of the environment.
-        file: that holds it; blanks around it do not count.
-        generate: make one when the file is not there yet, and write it there for its owner alone.
+        generate: if the file does not exist, write a new secret to it, readable by its owner alone.
 
     Raises:
-        InvalidWebhook: several places are named, or there is nothing at the one that is.
+        InvalidWebhook: the file cannot be read or made, or no secret is in it.
     """
-    named = [name for name, value in (("secret", given), ("variable", variable), ("file", file)) if value is not None]
-    if len(named) > 1:
-        raise InvalidWebhook(f"the secret is given by {' and by '.join(named)}; wanted one of them")
-    if generate and file is None:
-        raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
-    if variable is not None:
-        found = os.environ.get(variable)
-        if not found:
-            raise InvalidWebhook(f"environment variable {variable} has no secret: it is empty or not set")
-        return found
     if file is None:
-        return given
+        if generate:
+            raise InvalidWebhook("a generated secret is never shown: name the file that it is to be written to")
+        return None
     label = f"secret file {os.fspath(file)!r}"
     try:
         if generate:
             _make_secret_file(file)
-        found = Path(file).read_text("ascii").strip()
+        secret = Path(file).read_text("ascii").strip()
     except OSError as error:
         raise InvalidWebhook(
             f"{label} cannot be {'made' if generate else 'read'}: {error.strerror}; let it be made with generate "
@@ -359,13 +342,13 @@ def find_secret(
         ) from None
     except UnicodeDecodeError:
         raise InvalidWebhook(f"{label} is not ASCII text; wanted the secret alone in it") from None
-    if not found:
+    if not secret:
         raise InvalidWebhook(f"{label} is empty; wanted the secret alone in it")
-    return found
+    return secret
 
 
 def _make_secret_file(path: str | Path) -> None:
-    """Write a new secret unless the file exists; processes that start together agree on the first one's."""
+    """Write a new secret unless the file exists; processes that start together agree on the first secret."""
     try:
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -133,11 +133,8 @@ def test_a_secret_that_can_be_guessed_is_refused(hub, ensure):
     assert hub.requests == []
 
 
-def test_a_job_is_found_where_the_hub_tells_it_and_asked_about_where_not(hub, ensure):
+def test_a_job_of_the_hub_has_to_be_named_by_its_webhook(hub, ensure):
     assert ensure(url=None, job_id="687f") == ["created"]
     with pytest.raises(HubTrouble, match="name it with webhook_id"):
         ensure(url=None, job_id="687f")
     assert ensure(url=None, job_id="687f", webhook_id=the_one(hub).id, secret=None) == ["updated"]
-    the_one(hub).job["sourceId"] = "687f"
-    assert ensure(url=None, job_id="687f", secret=None) == ["unchanged"]
-    assert ensure(url=None, job_id="other", secret=None) == ["created"]

@@ -201,13 +201,10 @@ def test_a_generated_secret_is_good_and_another_each_time(caplog):
     assert not is_valid_standard([other], "id", "1000", signature, b"{}", now=1000)
 
 
-def test_a_secret_comes_from_the_place_that_was_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOOK", "of-the-environment")
+def test_a_secret_comes_from_its_file(tmp_path):
     (tmp_path / "secret").write_text(" of-the-file\n")
     assert find_secret() is None
-    assert find_secret("given") == "given"
     assert find_secret(file=tmp_path / "secret") == "of-the-file"
-    assert find_secret(variable="HOOK") == "of-the-environment"
     made = find_secret(file=tmp_path / "new", generate=True)
     assert find_secret(file=tmp_path / "new", generate=True) == made == (tmp_path / "new").read_text().strip()
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o600
@@ -216,8 +213,6 @@ def test_a_secret_comes_from_the_place_that_was_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"given": "one", "variable": "TWO"}, "by secret and by variable"),
-        ({"variable": "NOT_SET"}, "NOT_SET has no secret"),
         ({"generate": True}, "name the file"),
         ({"file": "not-there"}, "let it be made"),
         ({"file": "no/folder", "generate": True}, "cannot be made"),
