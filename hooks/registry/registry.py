@@ -81,64 +81,6 @@ class RegistrySettings:
 _TYPE = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 
 
-def build_repo_message(
-    name: str, new_sha: str, old_sha: str | None, *, repo_type: str = "model", ref: str = "refs/heads/main"
-) -> Message:
-    """Build the message that a local repo's content has changed."""
-    repo = {
-        "type": repo_type,
-        "name": name,
-        "id": f"{repo_type}:{name}",
-        "private": True,
-        "owner": {"id": name.partition("/")[0] if "/" in name else "local"},
-        "headSha": new_sha,
-        "tags": [],
-        # It is nowhere on the web; huggingface_hub's model of the payload wants a text.
-        "url": {"web": f"robojax:{repo_type}/{name}"},
-    }
-    body = {
-        "event": {"action": "update", "scope": "repo.content"},
-        "repo": repo,
-        "updatedRefs": [{"ref": ref, "oldSha": old_sha, "newSha": new_sha}],
-    }
-    return Message(generate_id(), "repo.content", str(repo["id"]), body, is_hub=True)
-
-
-def build_relayed_message(payload: WebhookPayload | Mapping[str, Any], event_id: str | None) -> tuple[Message, str]:
-    """Build the message that relays a verified event of the Hub; return the webhook that it came by, too.
-
-    Args:
-        event_id: the delivery it came with; the same again is no new event. None: it is new.
-
-    Raises:
-        ValueError: it is no payload of the Hub.
-    """
-    payload_model = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
-    body = payload_model.model_dump(mode="json", exclude_unset=True)
-    del body["webhook"]
-    message_id = generate_id() if event_id is None else f"relay:{payload_model.webhook.id}:{event_id}"
-    subject = f"{payload_model.repo.type}:{payload_model.repo.id}"
-    return Message(message_id, payload_model.event.scope, subject, body, is_hub=True), payload_model.webhook.id
-
-
-def build_session_message(kind: str, data: Mapping[str, Any], now: float) -> Message:
-    """Build the message of an event of a session or of the server.
-
-    Args:
-        kind: ``session.started``, ``session.policy.swapped``, ``server.degraded``, ...
-        data: plain values; ``session_id`` in it is what the order of events is kept by.
-        now: seconds since 1970.
-
-    Raises:
-        ValueError: the type is none.
-    """
-    if not _TYPE.fullmatch(kind):
-        raise ValueError(f"event type {kind!r}: wanted words with dots between, e.g. session.started")
-    plain = _to_json_value(data)
-    body = {"type": kind, "timestamp": format_time(now), "data": plain}
-    return Message(generate_id(), kind, f"session:{plain.get('session_id', '')}", body, is_hub=False)
-
-
 def _to_json_value(value: Any) -> Any:
     """Convert a value to JSON: non-finite numbers become null, unknown objects their text."""
     if isinstance(value, Mapping):
@@ -340,23 +282,35 @@ class Registry:
         Raises:
             ValueError: the type is not words with dots between.
         """
-        message = build_session_message(type, data, self._clock())
+        if not _TYPE.fullmatch(type):
+            raise ValueError(f"event type {type!r}: wanted words with dots between, e.g. session.started")
+        plain = _to_json_value(data)
+        body = {"type": type, "timestamp": format_time(self._clock()), "data": plain}
+        message = Message(generate_id(), type, f"session:{plain.get('session_id', '')}", body, is_hub=False)
         return await self._running[1].queue_message(
             message,
             lambda connection: [one.id for one in self._store.list_webhooks(connection) if one.is_watching_sessions],
         )
 
-    async def emit_repo(
-        self,
-        name: str,
-        new_sha: str,
-        old_sha: str | None = None,
-        *,
-        repo_type: str = "model",
-        ref: str = "refs/heads/main",
-    ) -> int:
+    async def emit_repo(self, name: str, new_sha: str, old_sha: str | None = None, *, repo_type: str = "model") -> int:
         """Emit that a local repo's content has changed; return the number of webhooks that receive it."""
-        return await self._emit(build_repo_message(name, new_sha, old_sha, repo_type=repo_type, ref=ref))
+        subject = f"{repo_type}:{name}"
+        body = {
+            "event": {"action": "update", "scope": "repo.content"},
+            "repo": {
+                "type": repo_type,
+                "name": name,
+                "id": subject,
+                "private": True,
+                "owner": {"id": name.partition("/")[0] if "/" in name else "local"},
+                "headSha": new_sha,
+                "tags": [],
+                # The repo has no web page, but huggingface_hub's model of the payload requires a text.
+                "url": {"web": f"robojax:{repo_type}/{name}"},
+            },
+            "updatedRefs": [{"ref": "refs/heads/main", "oldSha": old_sha, "newSha": new_sha}],
+        }
+        return await self._emit(Message(generate_id(), "repo.content", subject, body, is_hub=True))
 
     async def emit_payload(self, payload: WebhookPayload | Mapping[str, Any], *, event_id: str | None = None) -> int:
         """Relay a verified event of the Hub to the webhooks that watch its repo; return their number.
@@ -369,7 +323,12 @@ class Registry:
         Raises:
             ValueError: it is not a payload of the Hub.
         """
-        return await self._emit(*build_relayed_message(payload, event_id))
+        event = payload if isinstance(payload, WebhookPayload) else WebhookPayload.model_validate(payload)
+        body = event.model_dump(mode="json", exclude_unset=True)
+        del body["webhook"]
+        message_id = generate_id() if event_id is None else f"relay:{event.webhook.id}:{event_id}"
+        message = Message(message_id, event.event.scope, f"{event.repo.type}:{event.repo.id}", body, is_hub=True)
+        return await self._emit(message, event.webhook.id)
 
     async def _emit(self, message: Message, source_webhook: str | None = None) -> int:
         repo, scope = message.body["repo"], message.body["event"]["scope"]
