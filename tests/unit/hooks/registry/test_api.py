@@ -113,13 +113,19 @@ async def test_a_missing_or_wrong_token_is_refused(served: Served, token: Any, s
         ({"url": "http://u:p@example.com/"}, "user name or password"),
         ({"url": "ftp://example.com"}, "wanted http or https"),
         ({"watched": []}, "watched: wanted at least one item"),
-        ({"watched": [{"type": "planet", "name": "x"}]}, "type 'planet', wanted one of bucket, dataset"),
-        ({"watched": [{"type": "model", "name": "../x"}]}, "name '../x', wanted name or owner/name"),
-        ({"watched": [{"type": "model", "name": "a"}] * 101}, "at most 100 items"),
-        ({"domains": ["weather"]}, "domains: 'weather', wanted repo, discussion, session"),
-        ({"domains": []}, "wanted a list of repo, discussion, session"),
+        (
+            {"watched": [{"type": "planet", "name": "x"}]},
+            "'type'.: Input should be 'bucket', .* or 'user', found 'planet'",
+        ),
+        (
+            {"watched": [{"type": "model", "name": "../x"}]},
+            "'name'.: wanted name or owner/name, found '../x'",
+        ),
+        ({"watched": [{"type": "model", "name": "a"}] * 101}, "watched: Tuple should have at most 100 items"),
+        ({"domains": ["weather"]}, "domains.0.: Input should be 'repo', 'discussion' or 'session', found 'weather'"),
+        ({"domains": []}, "domains: Tuple should have at least 1 item"),
         ({"secret": "geheim-ä"}, "secret: wanted printable ASCII"),
-        ({"secret": "x" * 513}, "secret: 513 characters, wanted at most 512"),
+        ({"secret": "x" * 513}, "secret: String should have at most 512 characters"),
         ({"secret": "whsec_!"}, "go on in base64"),
     ],
 )
@@ -138,8 +144,8 @@ async def test_all_that_is_wrong_is_said_at_once(served: Served) -> None:
     status, answer, headers = await served.request("POST", BASE, json=body)
     assert status == 400
     for name in ("url", "watched", "domains", "secret"):
-        assert f"{name}: " in answer["error"]
-        assert f"{name}: " in headers["X-Error-Message"]
+        assert name in answer["error"]
+        assert name in headers["X-Error-Message"]
     assert headers["X-Error-Code"] == "BadRequest"
 
 
@@ -155,12 +161,13 @@ async def test_a_body_whose_parts_do_not_go_together_or_are_of_another_kind_is_a
         ({"url": PUBLIC, "jobSourceId": "retrain"}, "both are given"),
         ({}, "wanted one of them"),
         ({"job": {"command": ["rm"]}}, "registered by the operator"),
-        ({"url": PUBLIC, "watched": [5]}, "watched[0]: wanted {'type'"),
+        ({"url": PUBLIC, "watched": [5]}, "watched[0]: Input should be a dictionary"),
         ({"url": PUBLIC, "secrets": {"HF_TOKEN": "x"}}, "wanted with jobSourceId only"),
-        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: wanted an object"),
-        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "is no name of a variable"),
-        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "HF_TOKEN: wanted text"),
-        ({"url": PUBLIC, "secret": 5}, "secret: int, wanted text"),
+        ({"jobSourceId": "retrain", "secrets": ["HF_TOKEN"]}, "secrets: Input should be a valid dictionary"),
+        ({"jobSourceId": "retrain", "secrets": {"HF TOKEN": "x"}}, "secrets['HF TOKEN']"),
+        ({"jobSourceId": "retrain", "secrets": {f"{number}\ud800": 5 for number in range(30)}}, "secrets['0"),
+        ({"jobSourceId": "retrain", "secrets": {"HF_TOKEN": 5}}, "secrets['HF_TOKEN']: Input should be a valid string"),
+        ({"url": PUBLIC, "secret": 5}, "secret: Input should be a valid string"),
     ):
         status, answer, _ = await served.request("POST", BASE, json={"watched": [], **body})
         assert (status, text in answer["error"]) == (400, True)
