@@ -400,8 +400,8 @@ def _find_webhook(webhooks: Collection[WebhookInfo], url: str | None, job_id: st
         matching = [webhook for webhook in webhooks if webhook.url == url]
     else:
         # A registry names the job that a webhook starts; the Hub does not.
-        matching = [webhook for webhook in webhooks if webhook.raw.get("jobSourceId") == job_id]
-        unknown = [one.id for one in webhooks if one.job is not None and "jobSourceId" not in one.raw]
+        matching = [webhook for webhook in webhooks if webhook.job_id == job_id]
+        unknown = [one.id for one in webhooks if one.job is not None and one.job_id is None]
         if not matching and unknown:
             raise HubTrouble(
                 f"{', '.join(unknown)}: the Hub does not tell which job they were made from, so it may be one of them: "

@@ -10,7 +10,7 @@ import re
 import secrets as random_secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -58,11 +58,11 @@ class WebhookInfo(huggingface_hub.WebhookInfo):
 
     Attributes:
         has_secret: whether it has one; newer Hubs tell this and not ``secret`` itself, which is None then.
-        raw: all that the Hub sent, without values of secrets.
+        job_id: id of the job that it starts, from a registry; the Hub does not tell it.
     """
 
     has_secret: bool = False
-    raw: Mapping[str, Any] = field(default_factory=dict)
+    job_id: str | None = None
 
     @property
     def status(self) -> Literal["enabled", "disabled", "suspended"]:
@@ -102,7 +102,7 @@ def read_webhook(answer: object) -> WebhookInfo:
             secret=answer.get("secret"),
             disabled=cast(bool, answer["disabled"]),
             has_secret=bool(answer.get("hasSecret", answer.get("secret"))),
-            raw=_mask(answer),
+            job_id=answer.get("jobSourceId"),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise HubTrouble(f"the Hub answered something that is no webhook: {type(error).__name__} {error}") from None
@@ -130,17 +130,6 @@ def mask_job(job: JobSpec) -> JobSpec:
     if isinstance(job.secrets, Mapping):
         masked.secrets = dict.fromkeys(job.secrets, MASK)
     return masked
-
-
-def _mask(value: Any, name: str = "") -> Any:
-    """Return a deep copy of JSON with the values of secrets masked."""
-    if name == "secret" and value:
-        return MASK
-    if name == "url" and isinstance(value, str):
-        return mask_url(value)
-    if isinstance(value, Mapping):
-        return dict.fromkeys(value, MASK) if name == "secrets" else {key: _mask(value[key], key) for key in value}
-    return [_mask(item) for item in value] if isinstance(value, list) else value
 
 
 def make_body(

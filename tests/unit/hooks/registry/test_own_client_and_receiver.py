@@ -83,3 +83,12 @@ async def test_our_receiver_takes_what_the_registry_sends_by_either_proof(
         assert (await sender.replay(webhook.id, entry["id"])).status == 200
         # The same event: the receiver answers, and runs nothing again.
         assert got.empty()
+
+
+async def test_ensure_finds_the_webhook_of_a_job(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[jobs.retrain]\nargv = ["true"]\n')
+    async with serve(Registry(settings(jobs_file=jobs))) as url:
+        client = WebhooksClient(url, TOKEN)
+        first, second = [await asyncio.to_thread(client.ensure, job_id="retrain", watched=WATCHED) for _ in range(2)]
+    assert (first.id, first.job_id) == (second.id, "retrain")
