@@ -75,7 +75,7 @@ class TunnelFailed(HooksError):
 
 
 class UnsafeTarget(HooksError):
-    """The address is one that deliveries must not be sent to."""
+    """Deliveries must not be sent to this address."""
 
 
 class SourceError(HooksError):

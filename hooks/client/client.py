@@ -75,7 +75,7 @@ class WebhookFields(TypedDict, total=False):
         job_id: of the job that is started, instead.
         domains: ``repo`` and ``discussion``; when left out, both for a new one and those it has for others.
         secret: that each delivery carries.
-        secrets: variables of the job; an update replaces those that are named and removes those that are empty.
+        secrets: variables of the job; an update replaces the named variables and removes the empty ones.
     """
 
     url: str | None
@@ -101,7 +101,7 @@ class ChangedWebhook(WebhookFields, total=False):
 class WebhooksClient:
     """Client for the Hub's webhook API: huggingface_hub's seven operations, ``replay`` and ``ensure``.
 
-    Every method takes ``token=``; without it, the client's, and without that, the one of the login or HF_TOKEN.
+    Every method takes ``token=``; the default is the client's token, then that of the login or HF_TOKEN.
 
     Raises:
         InvalidWebhook: an argument cannot be used (also a ValueError); nothing was sent.
@@ -122,7 +122,7 @@ class WebhooksClient:
         Args:
             endpoint: of the Hub or of a robojax server; HF_ENDPOINT or huggingface.co without it.
             timeout: seconds for one operation's request, with all that is waited for and repeated.
-            allow_http: hosts and networks that webhooks may send to without TLS, besides loopback.
+            allow_http: hosts and networks that webhooks may send to without TLS, in addition to loopback.
         """
         if not timeout > 0:
             raise InvalidWebhook(f"timeout {timeout!r}: wanted seconds above 0")
@@ -156,7 +156,7 @@ class WebhooksClient:
         """Change the fields that are given and keep the rest.
 
         The Hub takes what is watched whole or empties it, so it is looked up first when it is not named; a change by
-        somebody else in between is lost.
+        another client in between is lost.
         """
         body = make_body(**fields, is_new=False, allow_http=self.allow_http)
         if not {"watched", "domains"} <= set(body):

@@ -150,7 +150,7 @@ def make_body(
     Args:
         is_new: it needs a target.
         allow_empty: take an empty ``watched``.
-        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``) besides loopback without TLS.
+        allow_http: hosts and networks (``robot.local``, ``10.0.0.0/8``, ``*``), in addition to loopback, without TLS.
 
     Raises:
         InvalidWebhook: says what cannot be used and what to give; never with a secret in it.
@@ -217,7 +217,7 @@ def _may_be_http(host: str, allowed: Collection[str]) -> bool:
             if ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False):
                 return True
         except ValueError:
-            continue  # one of them is a host's name
+            continue  # The host or the entry is a name.
     return False
 
 
@@ -240,7 +240,7 @@ def read_watched(watched: Watchable | Iterable[Watchable]) -> list[WebhookWatche
         watched: items, mappings with ``type`` and ``name``, or text ``type:name``; a single one too.
 
     Raises:
-        InvalidWebhook: one of them cannot be read.
+        InvalidWebhook: an item cannot be read.
     """
     is_one = isinstance(watched, str | Mapping | huggingface_hub.WebhookWatchedItem)
     items: dict[tuple[str, str], WebhookWatchedItem] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "/api/settings/webhooks"
 MAX_BODY = 256 << 10
-MAX_VALUES = 1 << 13  # in a body; reading this many takes 3 ms
+MAX_VALUES = 1 << 13  # values in a body; reading them takes 3 ms
 MAX_LISTED = 200
 
 # The Hub's own words: huggingface_hub distinguishes a wrong token from a missing repo by them.
@@ -58,7 +58,7 @@ def add_routes(blueprint: Blueprint, registry: "Registry", tokens: tuple[str, ..
 
     Args:
         registry: answers while the server runs.
-        tokens: one of which each request has to carry.
+        tokens: each request has to carry a token of these.
     """
 
     async def whoami(request: Request) -> Any:

@@ -159,10 +159,10 @@ class Message:
     """One event, stored once for all webhooks that get it.
 
     Attributes:
-        id: of the event; a second one of the same id is no event.
+        id: of the event; a second message with the same id is ignored.
         type: ``repo.content`` or ``session.started``, for the log.
         subject: what its order is kept by: a repo or a session.
-        body: JSON object, what every webhook gets; those of the Hub's shape get their ``webhook`` added.
+        body: JSON object for each webhook; if it has the Hub's shape, ``webhook`` is added.
         is_hub: whether it is of the Hub's shape, else of Standard Webhooks.
     """
 
@@ -303,7 +303,7 @@ def hold_webhook(connection: sqlite3.Connection, webhook_id: str) -> None:
 
 
 def release_webhook(connection: sqlite3.Connection, webhook_id: str, now: float) -> None:
-    """Release a webhook's deliveries; those that waited are sent at once."""
+    """Release a webhook's deliveries; waiting deliveries are sent at once."""
     if connection.execute("DELETE FROM held WHERE webhook_id = ?", (webhook_id,)).rowcount:
         connection.execute(
             "UPDATE deliveries SET due = min(due, ?), failed = 0 "

@@ -5,7 +5,7 @@ A webhook names a job by its id only. What runs, where, and with which variables
     [jobs.retrain]
     argv = ["/srv/retrain/.venv/bin/python", "retrain.py"]
     cwd = "/srv/retrain"             # default: the folder of this file
-    env = { WANDB_MODE = "offline" } # beside PATH, HOME, LANG and the WEBHOOK_ variables
+    env = { WANDB_MODE = "offline" } # in addition to PATH, HOME, LANG and the WEBHOOK_ variables
     secrets = ["HF_TOKEN"]           # variables that a webhook may set
     timeout = 600                    # seconds
     max_output = 16384               # bytes of its output that are kept, the last ones
@@ -61,7 +61,7 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
     """Load the jobs of a file by id; none without a file.
 
     Raises:
-        InvalidSettings: the file cannot be read, anybody may write it, or a job in it is wrong.
+        InvalidSettings: the file cannot be read, all users may write it, or a job in it is wrong.
     """
     if path is None:
         return {}
@@ -71,7 +71,7 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise InvalidSettings(f"{name}: {error.strerror or type(error).__name__}") from error
-    except ValueError as error:  # of the TOML, or of its encoding
+    except ValueError as error:  # The file is not TOML, or not UTF-8.
         raise InvalidSettings(f"{name}: {error}") from error
     wrong = []
     if mode & stat.S_IWOTH:
@@ -97,7 +97,7 @@ def load_jobs(path: Path | None) -> dict[str, Job]:
 
 # How often a running job is looked at.
 POLL_INTERVAL = 0.05
-# From the polite signal to the other one: after its time is over, and when the server stops.
+# Seconds from SIGTERM to SIGKILL: after the time limit, and when the server stops.
 GRACE = 2.0
 GRACE_AT_STOP = 0.5
 

@@ -107,7 +107,7 @@ class Sender:
         """Send until cancelled; what is under way then is sent again at the next start, with the same id."""
         pruning = asyncio.create_task(self._prune(), name="webhooks prune")
         try:
-            await self.runner.write(delivery_queue.QUEUE.release_running)  # of a process that was killed
+            await self.runner.write(delivery_queue.QUEUE.release_running)  # A killed process left these.
             await self.runner.run()
         finally:
             pruning.cancel()

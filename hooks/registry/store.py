@@ -27,7 +27,7 @@ HUB_DOMAINS = ("repo", "discussion")
 SUSPENDED = "suspended-after-failure"
 MAX_WATCHED = 100
 MAX_SECRETS = 32
-MAX_ERRORS = 10  # in one answer
+MAX_ERRORS = 10  # errors per answer
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
@@ -49,7 +49,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Webhook:
-    """A registered webhook; one of ``url`` and ``job`` is set.
+    """A registered webhook; either ``url`` or ``job`` is set.
 
     Attributes:
         job: id of a job in the operator's file.

@@ -85,7 +85,7 @@ def command(
     """Register a function as a command whose errors end the process and whose warnings are printed.
 
     Args:
-        failure: what is said when an error ends it.
+        failure: the first line when an error ends it.
         names: of the command, if not the function's; all but the first are hidden.
     """
 
@@ -250,7 +250,7 @@ def send(
     dup: Annotated[int, option("Copies of each event, with one id.", min=1, max=100)] = 1,
     as_json: Annotated[bool, option("One line of JSON for each delivery.", "--json")] = False,
 ) -> None:
-    """Deliver made-up events as the Hub would. Ends with 1 when one of them was not answered by 2xx."""
+    """Deliver made-up events as the Hub would. Ends with 1 when an answer is not 2xx."""
     import httpx2
 
     from hooks.payload import SAMPLE_SCOPES, sample
@@ -334,7 +334,7 @@ def show_event(event_id: EventId, database: Events = DATABASE) -> None:
 
 @command("the event was not replayed", "replay", group=events)
 def replay_event(event_id: EventId, database: Events = DATABASE) -> None:
-    """Have an event handled again, whatever became of it; a running server begins within a second."""
+    """Handle an event again, in any status; a running server begins within a second."""
     with open_inbox(database) as inbox:
         event = inbox.replay(event_id)
     typer.echo(f"event {event.id} is {event.status}; its handler is {event.path}")
