@@ -65,17 +65,23 @@ class Content:
     job_id: Annotated[Text, option("Job that it starts (from job.id), instead of --url.")] = None
     domain: Annotated[Texts, option("repo or discussion (or session, of a robojax server); repeatable.")] = None
     secret_file: Annotated[File, option("File with the secret of its deliveries.")] = None
+    secret_env: Annotated[Text, option("Environment variable with it, instead.", metavar="NAME")] = None
     generate: Annotated[bool, option("Make --secret-file if it is not there.", "--generate-secret")] = False
     allow_http: Annotated[Texts, option("Host or network that may be sent to without TLS; repeatable.")] = None
 
     def read(self, watch: Sequence[str] | None) -> dict[str, Any]:
         """Return the client's arguments; None for options that were not given."""
+        if self.secret_env is not None and self.secret_file is not None:
+            raise hooks.InvalidWebhook("--secret-file and --secret-env: give one of them")
+        if self.secret_env is not None and not os.environ.get(self.secret_env):
+            raise hooks.InvalidWebhook(f"environment variable {self.secret_env} has no secret: it is empty or not set")
+        secret = os.environ[self.secret_env] if self.secret_env else None
         return {
             "url": self.url,
             "job_id": self.job_id,
             "watched": watch or None,
             "domains": self.domain or None,
-            "secret": hooks.find_secret(file=self.secret_file, generate=self.generate),
+            "secret": secret or hooks.find_secret(file=self.secret_file, generate=self.generate),
         }
 
 

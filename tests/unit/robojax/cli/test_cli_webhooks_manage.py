@@ -26,6 +26,7 @@ def hub(request, monkeypatch, tmp_path) -> Iterator[StubHub]:
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("OF_THE_TEST", SECRET)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "secret").write_text(SECRET + "\n")
         yield hub
@@ -68,6 +69,7 @@ def the_one(hub):
             {"watched": [{"type": "org", "name": "others"}], "domains": ["repo"], "secret": SECRET},
         ),
         (["--job-id", "687f", "--watch", "user:someone"], {"url": None, "secret": None}),
+        (["--url", URL, "--watch", "user:someone", "--secret-env", "OF_THE_TEST"], {"secret": SECRET}),
         (["--url", URL, "--watch", "kernel:a/b", "--domain", "discussions"], {"domains": ["discussion"]}),
     ],
 )
@@ -87,6 +89,8 @@ def test_a_webhook_is_made(call, hub, arguments, seen):
         (["--url", URL], "--watch"),
         (["--url", URL, "--watch", "bad-format"], "'bad-format' cannot be read"),
         (["--url", URL, "--watch", "model:a", "--secret-file", "nope"], "cannot be read"),
+        (["--url", URL, "--watch", "model:a", "--secret-env", "NOT_SET"], "NOT_SET has no secret"),
+        (["--url", URL, "--watch", "model:a", "--secret-env", "X", "--secret-file", "secret"], "give one of them"),
         (["--url", URL, "--watch", "model:a", "--generate-secret"], "name the file"),
         (["--url", URL, "--watch", "model:a", "--endpoint", "huggingface.co"], "endpoint"),
         (["--url", "http://robot.local/x", "--watch", "model:a"], "--allow-http robot.local"),
