@@ -39,7 +39,7 @@ LAYERS = {
     ),
     "hooks": (
         "errors threads < payload signatures database addresses policy_files < queue < registry < client receiver"
-        " < server < testing"
+        " < server"
     ),
     "jaxmodels": (
         "errors _lazy < ranges < types cache_dirs < ensembling normalization devices hub weights < layers samplers"

@@ -122,9 +122,6 @@ class WebhookSettings(Group):
         default=(),
         description="Networks that deliveries may go to although they are private, as 192.168.1.0/24.",
     )
-    registry_watch: Private[Names] = Field(
-        default=(), description="Policy folders whose changes are events, as owner/name=path."
-    )
     registry_jobs: Private[str | None] = Field(
         default=None, description="TOML file with the jobs that webhooks may start."
     )

@@ -109,15 +109,11 @@ class Webhooks:
             token, path = load_registry_token(self._state)
             tokens = (token,)
             logger.info("the token that manages the webhooks of this server is in %s", path)
-        folders = {name: path for name, _, path in (one.partition("=") for one in settings.registry_watch)}
-        if empty := sorted(name for name, path in folders.items() if not path):
-            raise SettingsError(f"registry_watch: found {', '.join(empty)!r}; wanted owner/name=path")
         return Registry(
             RegistrySettings(
                 tokens=tokens,
                 database=self._file("registry.sqlite3"),
                 allowed_networks=settings.registry_allow,
-                folders={name: Path(path).expanduser() for name, path in folders.items()},
                 jobs_file=None if settings.registry_jobs is None else Path(settings.registry_jobs).expanduser(),
             )
         )
