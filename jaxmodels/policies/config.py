@@ -202,6 +202,19 @@ class PolicyConfig(_OtherFields):
         return None
 
     @property
+    def prefix_tokens(self) -> int:
+        """Tokens of images and words that are computed once per chunk, for all steps; 0 for a policy without them."""
+        return 0
+
+    @property
+    def table_numbers(self) -> int:
+        """Numbers in the tables, such as positions, that are computed while a network is built, folded and traced.
+
+        Tracing gives no other array memory, so these are what a config can ask for before its program is measured.
+        """
+        return 2 * max((height * width for height, width in self.frames), default=0)
+
+    @property
     def vocabulary(self) -> int:
         """How many tokens the program knows, where it has a `prompt_length`."""
         return 0

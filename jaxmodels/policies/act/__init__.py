@@ -6,7 +6,7 @@ Source: lerobot/policies/act (https://github.com/huggingface/lerobot); paper htt
 from types import MappingProxyType
 
 from jaxmodels.policies import PolicyType
-from jaxmodels.policies.act import memory, serving, weights
+from jaxmodels.policies.act import serving, weights
 from jaxmodels.policies.act.config import ActConfig
 from jaxmodels.policies.act.model import Act
 from jaxmodels.policies.config import SMALL_CNN
@@ -18,7 +18,6 @@ POLICY = PolicyType(
     architecture=serving.architecture,
     prepare=weights.fold,
     act=serving.act,
-    sizes=memory.compute_sizes,
     parts={"backbone.": "vision", "latent_encoder.": "latent encoder", "": "transformer"},
     small=MappingProxyType(
         {

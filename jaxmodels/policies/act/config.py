@@ -1,12 +1,13 @@
 """Config of ACT: every field of LeRobot's, and one more vision backbone."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.feed_forward import LEROBOT_ACTIVATIONS
-from jaxmodels.layers.vision import RESNETS
+from jaxmodels.layers.vision import RESNETS, measure_feature_map
 from jaxmodels.policies.config import BACKBONES, PolicyConfig, dump_fields, read_fields
 from jaxmodels.ranges import (
     CHUNK,
@@ -128,6 +129,16 @@ class ActConfig(PolicyConfig):
     @property
     def text_encoder(self) -> None:
         """Always None: ACT reads no language."""
+
+    @property
+    def table_numbers(self) -> int:
+        name, is_dilated = self.vision_backbone, self.replace_final_stride_with_dilation
+        tokens = 3 + sum(math.prod(measure_feature_map(name, frame, is_dilated)) for frame in self.frames)
+        # Queries, keys and values of an encoder's layer are in one table. A decoder's layer has keys and values of the
+        # tokens, the query of the chunk, and, but for the first layer, its own queries, keys and values.
+        numbers = tokens * (1 + 3 * self.n_encoder_layers + 2 * self.n_decoder_layers)
+        numbers += self.chunk_size * (4 * self.n_decoder_layers - 3 + self.use_vae)
+        return super().table_numbers + numbers * self.dim_model
 
     @property
     def state(self) -> Feature | None:

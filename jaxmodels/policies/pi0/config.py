@@ -333,6 +333,10 @@ class Pi0Config(PolicyConfig):
         return self.sizes.vocab_size
 
     @property
+    def prefix_tokens(self) -> int:
+        return len(self.frames) * self.image_tokens + self.prompt_length
+
+    @property
     def prompt_length(self) -> int:
         """Tokens that a prompt is cut to."""
         return self.tokenizer_max_length

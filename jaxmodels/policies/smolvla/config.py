@@ -294,6 +294,14 @@ class SmolVlaConfig(PolicyConfig):
         return self.vlm.vocabulary
 
     @property
+    def prefix_tokens(self) -> int:
+        resized = self.resize_imgs_with_padding
+        frames = self.frames if resized is None else [resized[::-1]] * len(self.frames)
+        special = 3 * len(self.cameras) if self.add_image_special_tokens else 0
+        images = sum(self.vlm.count_image_tokens(*frame) or 0 for frame in frames)
+        return images + special + self.prompt_length + 1
+
+    @property
     def prompt_length(self) -> int:
         return self.tokenizer_max_length
 
