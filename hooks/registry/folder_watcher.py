@@ -8,20 +8,80 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from watchfiles import awatch
 
-from hooks.policy_files import find_missing, hash_content, is_policy_file
+# Files of a policy, by LeRobot's names and by those of this package.
+POLICY_FILES = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors",
+    "robojax.json",
+    "stats.json",
+    "tokenizer.json",
+    "architecture.json",
+    "policy_preprocessor.json",
+    "policy_postprocessor.json",
+    "policy_preprocessor_step_*.safetensors",
+    "policy_postprocessor_step_*.safetensors",
+    "*/config.json",
+    "*/tokenizer.json",
+)
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_SHARDS = 64
+_SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
+# Of models that policies are built on, in folders of the model's name within the policy's.
+_MODEL_DEPTH = 3
+_FILE = re.compile(r"(?!.*(^|/)\.)(?!/)[A-Za-z0-9_./+@=-]{1,240}")
 
 # (path within the folder, size, time of the last change, inode): an exchanged file of the same size and time differs.
 FolderState = frozenset[tuple[str, int, int, int]]
 
 # What is still being written, by the names that writers give it.
 UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", ".swp", "~")
+
+
+def is_policy_file(name: str) -> bool:
+    """Whether a file of this name, ``/`` between folders, belongs to a policy; never one that leads elsewhere."""
+    *folders, last = name.split("/")
+    # A pattern's ``*`` stands for any letters, those of a path that leads elsewhere too.
+    if not _FILE.fullmatch(name) or "" in folders:
+        return False
+    if not folders:
+        return any(fnmatchcase(name, pattern) for pattern in POLICY_FILES if "/" not in pattern)
+    return len(folders) <= _MODEL_DEPTH and f"*/{last}" in POLICY_FILES
+
+
+def find_missing(names: Collection[str]) -> list[str]:
+    """Names of files that every policy needs and that are not there; weights are in one file, or in shards."""
+    missing = [] if _CONFIG in names else [_CONFIG]
+    if _INDEX not in names:
+        return missing if _WEIGHTS in names else [*missing, _WEIGHTS]
+    count = max((int(shard[1]) for name in names if (shard := _SHARD.fullmatch(name))), default=1)
+    shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, min(count, MAX_SHARDS) + 1)]
+    return missing + [shard for shard in shards if shard not in names]
+
+
+def hash_content(files: Iterable[tuple[str, Path]], content: Callable[[Path], str]) -> str:
+    """Hash the names and contents of files to 40 hexadecimal digits, the form of a commit.
+
+    As long as a commit's sha, so that both fit into the same places; the same content gives the same everywhere.
+
+    Args:
+        files: name within the folder, and where it is.
+        content: SHA-256 of a file, in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, path in sorted(files):
+        digest.update(f"{content(path)}  {name}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:40]
 
 
 class WatchStopped(Exception):

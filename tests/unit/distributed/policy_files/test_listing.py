@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from hooks import policy_files
 from jaxmodels import is_policy_file
 from jaxmodels.errors import CheckpointError
 from service.distributed.artifacts import Digest, Listing, list_files, make_listing, matches_listing, read_pieces
@@ -61,6 +60,5 @@ def test_only_a_folder_with_just_these_files_is_like_it(folder: Path) -> None:
 )
 def test_others_are_not(name: str) -> None:
     assert not is_policy_file(name)
-    assert not policy_files.is_policy_file(name)
     with pytest.raises(CheckpointError, match="no file of a policy"):
         Listing("0" * 64, (("config.json", 2), (name, 2))).check()
