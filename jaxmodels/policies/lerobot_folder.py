@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.memory import check_layers, check_tables
 from jaxmodels.normalization import IDENTITY, Normalization, check_normalization
 from jaxmodels.policies import PolicyType, get_policy_type, lerobot_processors, openpi_configs
+from jaxmodels.policies.config import PolicyConfig
 from jaxmodels.policies.integrity import describe_missing_weights, read_config, read_description
 from jaxmodels.policies.lerobot_processors import (
     NORMALIZATION,
@@ -45,26 +46,11 @@ from jaxmodels.policies.lerobot_processors import (
     write_processors,
 )
 from jaxmodels.ranges import Range, is_number, shorten_value
-from jaxmodels.text.encoder import TextConfig
 from jaxmodels.text.tokenizers import TOKENIZER, read_tokenizer
-from jaxmodels.types import ACTION, Feature
+from jaxmodels.types import ACTION
 from jaxmodels.weights import Blueprint, blueprint_of, check_fit, not_finite
 
 RATE = Range(0, 10_000, above=True)  # actions per second
-
-
-@runtime_checkable
-class PolicyConfig(Protocol):
-    """Fields that every policy's config has."""
-
-    @property
-    def output_features(self) -> tuple[Feature, ...]: ...
-    @property
-    def action(self) -> Feature: ...
-    @property
-    def text_encoder(self) -> TextConfig | None: ...
-    def to_json(self) -> dict[str, Any]: ...
-    def dump_architecture(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -311,7 +297,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         WeightsMismatch: the weights are not those of the config.
     """
-    kind = get_policy_type(checkpoint.config.to_json()["type"])
+    kind = get_policy_type(checkpoint.config.type)
     plan = model_blueprint(checkpoint.config)
     shapes = {name: tuple(np.shape(array)) for name, array in checkpoint.weights.items()}
     check_fit(shapes, {name: shape.shape for name, shape in plan.shapes.items()}, where="weights to be written")
@@ -343,7 +329,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
 
 def model_blueprint(config: PolicyConfig) -> Blueprint[Any]:
     """The network of a config, without weights."""
-    return blueprint_of(get_policy_type(config.to_json()["type"]).model, config)
+    return blueprint_of(get_policy_type(config.type).model, config)
 
 
 def _get_weights_name(folder: Folder) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from jaxmodels.errors import ConfigError
 from jaxmodels.layers.vision import measure_feature_map
-from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, dump_fields, read_fields
+from jaxmodels.policies.config import BACKBONES, SMALL_CNN, PolicyConfig, read_fields
 from jaxmodels.ranges import (
     CHUNK,
     HEADS,
@@ -55,7 +55,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
         ConfigError: a value makes no sense; all errors together.
     """
 
-    type: ClassVar[str]
     # Fields, or how their names begin, that neither a program nor its weights depend on.
     indifferent: ClassVar[tuple[str, ...]] = (
         "device",
@@ -66,7 +65,6 @@ class Transformer2dPolicyConfig(PolicyConfig):
         "optimizer_",
         "scheduler_",
     )
-    temporal_ensemble_coeff: ClassVar[None] = None
 
     input_features: tuple[Feature, ...] = ()
     output_features: tuple[Feature, ...] = ()
@@ -183,6 +181,3 @@ class Transformer2dPolicyConfig(PolicyConfig):
         """
         advice = "the policy is of a newer version, or of another"
         return cls(**read_fields(cls, values, f"{cls.type} config", advice))
-
-    def to_json(self) -> dict[str, Any]:
-        return dump_fields(self)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmodels.layers.vision import measure_feature_map
 from jaxmodels.policies.act import Act, ActConfig, serving
-from jaxmodels.policies.act.serving import act, architecture
+from jaxmodels.policies.act.serving import act
 from jaxmodels.policies.act.weights import fold
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.types import Feature, Observation
@@ -86,7 +86,7 @@ def test_folded_weights_give_the_same_chunk(name: str, small, checkpoint_of, mon
         assert not any(key.startswith("latent_encoder") for key in folded)
         if platform == "gpu" and name != "resnet18":
             continue
-        found = jax.jit(lambda weights, seen: act(architecture(config), weights, seen))(folded, observation)
+        found = jax.jit(lambda weights, seen: act(config.architecture(), weights, seen))(folded, observation)
         np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
