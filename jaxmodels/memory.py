@@ -294,7 +294,7 @@ def _list_group_limits() -> list[int]:
         for folder in (root / inside, *(root / parent for parent in inside.parents)):
             most, now = _read(folder / limit).strip(), _read(folder / used).strip()
             if most.isdecimal() and now.isdecimal():
-                # Files that were read lie in memory as long as nobody else needs it.
+                # The system frees cached files when a process needs memory.
                 spare = re.search(rf"^{cache} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
                 limits.append(int(most) - int(now) + (int(spare[1]) if spare else 0))
     return limits
