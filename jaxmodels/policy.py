@@ -25,9 +25,9 @@ from jaxmodels.checkpoints.folder import PARAMS, PolicyFolder
 from jaxmodels.devices import Placement, find_dtype, find_placement
 from jaxmodels.errors import ConfigError, HubError, ObservationError
 from jaxmodels.hub import POLICY_FILES, fetch, find_policy
-from jaxmodels.memory import Needs, Sizes, check_loading, check_running, estimate_needs
+from jaxmodels.memory import FLOAT, Demand, Needs, check_loading, check_running, check_tables, estimate_needs
 from jaxmodels.normalization import Affine
-from jaxmodels.policies import PolicyType, get_policy_type, lerobot_folder
+from jaxmodels.policies import get_policy_type, lerobot_folder
 from jaxmodels.policies.integrity import check_weights, describe_folder
 from jaxmodels.policies.lerobot_folder import Checkpoint
 from jaxmodels.policies.lerobot_processors import get_relative_actions
@@ -94,12 +94,10 @@ def read_requirements(
 
 
 def _check_description(small: Mapping[str, Any]) -> Requirements:
-    """Return the requirements of a policy that is not loaded, unless it is too large or statistics are missing."""
+    """Return the requirements of a policy that is not loaded, after checks of its tables and its statistics."""
     description = lerobot_folder.build_description(small)
-    config = description.config
-    sizes: Sizes = get_policy_type(config.type).sizes(config)
-    sizes.check()
-    lerobot_folder.check_statistics(small, config)
+    check_tables(description.config)
+    lerobot_folder.check_statistics(small, description.config)
     return build_requirements(description)
 
 
@@ -442,14 +440,22 @@ class Policy:
         return self._dtype.name
 
     @property
-    def sizes(self) -> Sizes:
-        """Parameters, activations and operations, as its config says."""
-        return self._kind.sizes(self._checkpoint.config, platform=self._placement.platform)
+    def prefix_tokens(self) -> int:
+        """Tokens of images and words that are computed once per chunk; 0 for a policy without them."""
+        config: Any = self._checkpoint.config
+        return config.prefix_tokens
+
+    @property
+    def demand(self) -> Demand:
+        """Memory and operations of its program for a batch of one with frames of its own sizes."""
+        return self._programs.measure(self._reader.inputs(1, None))
 
     @property
     def needs(self) -> Needs:
-        """Estimated bytes of memory it takes."""
-        return estimate_needs(self.sizes, self._dtype.itemsize)
+        """Estimated bytes of memory that it takes for a batch of one with frames of its own sizes."""
+        read, served = self.count_parameters(), self._programs.count_weights()
+        needs = estimate_needs(sum(read.values()), served, self._dtype.itemsize, self._kind.runs_as_read)
+        return replace(needs, activations=self.demand.activations)
 
     @property
     def timings(self) -> Mapping[str, float]:
@@ -534,12 +540,12 @@ class Policy:
         Raises:
             ObservationError: there is none.
         """
-        if not self._programs.has(inputs):
-            config, placement = self._checkpoint.config, self._placement
-            sizes = self._kind.sizes(config, inputs.batch, inputs.frames, platform=placement.platform)
+
+        def check(demand: Demand) -> None:
             frames = ", ".join(f"{size[0]}x{size[1]}" for size in inputs.frames if size is not None)
-            check_running(sizes, placement, self._dtype.itemsize, f"a batch of {inputs.batch} with frames of {frames}")
-        return self._programs.get_program(inputs)
+            check_running(demand, self._placement, f"a batch of {inputs.batch} with frames of {frames}")
+
+        return self._programs.get_program(inputs, check)
 
     def _run(self, program: Any, arrays: Observation) -> tuple[np.ndarray, dict[str, float]]:
         start = time.perf_counter()
@@ -732,8 +738,11 @@ def load_policy(
     find_dtype(dtype)  # which refuses names before anything is fetched
     _check_prompt_cut(prompt_cut)
 
-    def admit(sizes: Sizes, kind: PolicyType) -> None:
-        check_loading(sizes, where, find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize)
+    def admit(config: Any, parameters: int) -> None:
+        kind = get_policy_type(config.type)
+        item = find_dtype(dtype, where.platform, kind.accelerator_dtype).itemsize
+        needs = estimate_needs(parameters, parameters + config.table_numbers, item, kind.runs_as_read)
+        check_loading(needs, where, shares_memory=kind.runs_as_read and item == FLOAT)
 
     folder, commit = find_policy(path_or_repo, revision, on_progress=report, largest=largest)
     report("reading")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hooks import policy_files
+from jaxmodels import is_policy_file
 from jaxmodels import is_policy_file
 from jaxmodels.errors import CheckpointError
 from service.distributed import artifacts
@@ -109,7 +109,7 @@ def test_a_folder_without_policy_files_is_refused(tmp_path: Path) -> None:
 )
 def test_files_of_other_names_are_refused(name: str, folder: Path, cache: Path) -> None:
     assert not is_policy_file(name)
-    assert not policy_files.is_policy_file(name)
+    assert not is_policy_file(name)
     artifact = PolicyArtifact(pack(folder, same).sha, (("config.json", 2), (name, 1)), {name: (b"x",)})
     with pytest.raises(CheckpointError, match="no file of a policy"):
         unpack(artifact, cache, same)
