@@ -14,7 +14,6 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from jaxmodels.devices import Placement

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jaxmodels import is_policy_file
-from jaxmodels import is_policy_file
 from jaxmodels.errors import CheckpointError
 from service.distributed import artifacts
 from service.distributed.artifacts import Digest, PolicyArtifact, list_files, pack, read_pieces, unpack
