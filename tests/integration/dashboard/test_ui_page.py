@@ -18,7 +18,7 @@ from jaxmodels.errors import CheckpointError
 from service.auth.caller import Role
 from service.dashboard.live import LiveSettings
 from service.inference.replicas import MAX_FAILURES
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.peers import require_peers
 from tests.testing.waiting import until
 

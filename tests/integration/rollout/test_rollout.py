@@ -23,8 +23,8 @@ from service.rollout.gates import GateLimits, ProbationSettings, Verdict
 from service.rollout.rollout import LATENCY_RUNS, Rollout, RolloutSettings
 from service.sessions.store import NewSession, Session
 from service.stage import Stage
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.faults.meter import Meter
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.pauses import Pauses
 from tests.testing.rig import POSE, SessionRig
 from tests.testing.waiting import until

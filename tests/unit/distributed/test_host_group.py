@@ -23,7 +23,7 @@ from service.distributed.host_group import (
     HostsLost,
     SharedPolicy,
 )
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 pytestmark = pytest.mark.timed
 

@@ -16,7 +16,7 @@ from service.distributed.remote_engine import RemoteLoader, RemotePolicy
 from service.distributed.replication import Copy, check_answer
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 
 SIZES = {"front": (48, 64)}
 
