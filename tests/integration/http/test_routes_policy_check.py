@@ -113,16 +113,6 @@ async def test_a_reader_with_a_bug_tells_no_more_than_its_kind(server, monkeypat
     assert "hf_abc" not in str(told)
 
 
-async def test_a_score_is_told_by_whoever_judges_it(server):
-    await server.create()
-    score = {"tried": 5, "succeeded": 4, "note": "cubes"}
-    assert (await server.call("POST", "/sessions/arm/score", json=score))[0] == 200
-    stats = (await server.call("GET", "/sessions/arm"))[1]["stats"]
-    assert {name: stats["score"][name] for name in score} == score
-    assert (await server.call("POST", "/sessions/arm/score", json={"tried": 1, "succeeded": 2}))[0] == 422
-    assert (await server.call("POST", "/sessions/nobody/score", json=score))[0] == 404
-
-
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
     """A copy of the shipped policy."""
