@@ -6,16 +6,16 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hooks.database import Database
-from hooks.errors import SourceError
+from hooks.errors import HooksError, SourceError
 from hooks.payload import WebhookPayload
 from service.errors import ServiceError, SourceFailed, UnknownDeployment, UpdateFailed
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployment import ROLLED_BACK_TEXT, DeploymentQueue, DeployRequest, RefMoved, RolloutState
 from service.rollout.records import SCHEMA, Journal, OnEvent, Record, ensure_tables
-from service.rollout.rollout import RolloutLike
+from service.rollout.rollout import Rollout
 from service.rollout.sources import FolderSource, RefTracker, Source
 from service.rollout.triggers import (
     Interpretation,
@@ -45,7 +45,7 @@ class Deployments:
         self,
         *,
         sources: Callable[[str], Source],
-        rollout: RolloutLike,
+        rollout: Rollout,
         database: Database | str | Path | None = None,
         settings: DeploymentSettings | None = None,
         on_event: OnEvent | None = None,
@@ -295,38 +295,6 @@ class Deployments:
             await self.quarantine.release(record.sha, record.repo)
 
 
-class RecordLike(Protocol):
-    """Interface of a deployment record; it changes while the deployment goes on."""
-
-    @property
-    def sessions(self) -> Sequence[str]: ...
-    @property
-    def result(self) -> str | None: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def sha(self) -> str | None: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def stages(self) -> Sequence[Any]: ...
-    def as_json(self) -> dict[str, Any]: ...
-
-
-class DeploymentsLike(Protocol):
-    """Interface of the deployments that the API uses."""
-
-    @property
-    def quarantine(self) -> Any: ...
-    def list(self, limit: int = 50) -> Sequence[RecordLike]: ...
-    def get(self, id: str) -> RecordLike: ...
-    async def deploy(
-        self, session_id: str, revision: str | None = None, *, force: bool = False, wait: bool = True
-    ) -> RecordLike: ...
-    async def save(self, record: Any) -> None: ...
-    async def rollback(self, session_id: str) -> RecordLike: ...
-
-
 # Codes of a deployment that failed by its request, and by the policy's source: they decide the answer's status.
 _REQUEST_ERRORS = frozenset(
     {"unknown_repo", "unknown_revision", "unknown_session", "quarantined", "no_previous", "busy", "gone"}
@@ -337,12 +305,10 @@ _POLL_INTERVAL = 0.02
 
 
 class SessionUpdates:
-    """Deployments as the API answers them; implements `Updates`."""
+    """Deployments as the API answers them: JSON-ready mappings with the fields of `service.api.schemas.Deployment`."""
 
-    def __init__(self, deployments: DeploymentsLike, error_type: type[Exception]):
-        """Use these deployments; ``error_type`` is what they raise for a session that runs no policy."""
+    def __init__(self, deployments: Deployments):
         self._deployments = deployments
-        self._error_type = error_type
 
     def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
         """Return the newest deployments first."""
@@ -352,7 +318,11 @@ class SessionUpdates:
         return [record.as_json() for _, record in zip(range(limit), found, strict=False)]
 
     def get(self, deployment_id: str) -> Mapping[str, object]:
-        """Return one deployment."""
+        """Return one deployment.
+
+        Raises:
+            UnknownDeployment: no deployment has this id.
+        """
         try:
             return self._deployments.get(deployment_id).as_json()
         except KeyError:
@@ -361,10 +331,15 @@ class SessionUpdates:
             ) from None
 
     async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Deploy a revision to a session; returns when it runs it, or it was refused. Probation goes on after that."""
+        """Deploy a revision to a session; return when the session runs it or refused it. Probation goes on after that.
+
+        Raises:
+            UpdateFailed: there is no such session or revision, or the session cannot take it now.
+            SourceFailed: the policy cannot be fetched.
+        """
         try:
             record = await self._deployments.deploy(session_id, revision, force=force, wait=False)
-        except self._error_type as error:
+        except HooksError as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
         # Polled: the record has no event to wait for, and changes in this thread only.
         while record.result is None and not (record.stages and record.stages[-1].name == "probation"):  # noqa: ASYNC110
@@ -374,10 +349,10 @@ class SessionUpdates:
         return self._to_answer(record)
 
     async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Roll back to the previous policy."""
+        """Roll back to the previous policy; raises as `deploy`."""
         try:
             return self._to_answer(await self._deployments.rollback(session_id))
-        except self._error_type as error:
+        except HooksError as error:
             raise UpdateFailed(f"{error}; GET /sessions/{session_id} says why") from error
 
     def list_quarantine(self) -> Sequence[Mapping[str, object]]:
@@ -388,14 +363,14 @@ class SessionUpdates:
         """Release a commit from quarantine; returns whether it was in it."""
         return bool(await self._deployments.quarantine.release(sha))
 
-    def _to_answer(self, record: RecordLike) -> Mapping[str, object]:
+    def _to_answer(self, record: Record) -> Mapping[str, object]:
         error = _find_error(record)
         if error is not None:
             raise error
         return record.as_json()
 
 
-def _find_error(record: RecordLike) -> ServiceError | None:
+def _find_error(record: Record) -> ServiceError | None:
     """Return the error of a deployment that could not be tried at all, or None; a policy that was tried and refused is
     an answer.
     """
@@ -407,45 +382,3 @@ def _find_error(record: RecordLike) -> ServiceError | None:
         if record.reason in _SOURCE_ERRORS:
             return SourceFailed(record.text)
     return None
-
-
-class Updates(Protocol):
-    """Interface of deployments for the API, as JSON-ready mappings with the fields of
-    ``service.api.schemas.Deployment``.
-    """
-
-    def list(self, limit: int, session_id: str | None = None) -> Sequence[Mapping[str, object]]:
-        """Return the newest deployments first."""
-        ...
-
-    def get(self, deployment_id: str) -> Mapping[str, object]:
-        """Return one deployment.
-
-        Raises:
-            UnknownDeployment: there is none.
-        """
-        ...
-
-    async def deploy(self, session_id: str, revision: str | None, *, force: bool) -> Mapping[str, object]:
-        """Deploy a revision to a session now; returns when the session runs it, or it was refused.
-
-        Raises:
-            ServiceError: no such session, or no such revision.
-        """
-        ...
-
-    async def rollback(self, session_id: str) -> Mapping[str, object]:
-        """Roll back to the policy that a session ran before.
-
-        Raises:
-            ServiceError: no such session.
-        """
-        ...
-
-    def list_quarantine(self) -> Sequence[Mapping[str, object]]:
-        """Return the commits that are not deployed by themselves any more, with the reason."""
-        ...
-
-    async def release(self, sha: str) -> bool:
-        """Release a commit from quarantine; returns whether it was in it."""
-        ...

@@ -201,7 +201,7 @@ class Webhooks:
         for task in running:
             task.add_done_callback(_log_crash)
         try:
-            yield SessionUpdates(deployments, HooksError)
+            yield SessionUpdates(deployments)
         finally:
             self._deployments = None
             for task in running:

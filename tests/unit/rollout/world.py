@@ -12,6 +12,7 @@ from typing import Any
 from hooks.payload import WebhookPayload
 from service.rollout.config import DeploymentSettings
 from service.rollout.deployments import Deployments
+from service.rollout.gates import Verdict
 from service.rollout.records import Record
 from service.rollout.sources import Source
 from tests.testing import waiting
@@ -30,13 +31,6 @@ def policy(step: int) -> dict[str, bytes | str | None]:
         "policy_preprocessor.json": "{}",
         "README.md": "# An arm",
     }
-
-
-@dataclass
-class Verdict:
-    reason: str | None = None
-    text: str = ""
-    figures: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
