@@ -6,14 +6,13 @@ Files come from strangers, too: whatever one claims to hold, no more memory is t
 import binascii
 import errno
 import io
-import itertools
 import json
 import math
 import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,10 +25,21 @@ import numpy as np
 import zstandard
 from av.video.codeccontext import VideoCodecContext
 from av.video.reformatter import VideoReformatter
-from mcap.data_stream import ReadDataStream, RecordBuilder
-from mcap.exceptions import McapError
+from mcap.data_stream import RecordBuilder
+from mcap.exceptions import EndOfFile, McapError, RecordLengthLimitExceeded
 from mcap.opcode import Opcode
-from mcap.records import Channel, Chunk, DataEnd, Footer, Message, Metadata, MetadataIndex, Statistics
+from mcap.records import (
+    Channel,
+    Chunk,
+    DataEnd,
+    Footer,
+    McapRecord,
+    Message,
+    Metadata,
+    MetadataIndex,
+    Statistics,
+)
+from mcap.stream_reader import StreamReader
 from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 
 from service.control.observers import Tick
@@ -37,30 +47,27 @@ from service.recording import mcap_format
 from service.recording.mcap_format import END_METADATA, HEADER_METADATA, RecordingHeader
 from service.recording.steps import EncodedImage, LazyImage, RecordingError, SourceInfo, Step
 
-# Bytes of a record, and of a chunk when it is decompressed; ours have 1 MiB and one picture at most.
+# Bytes of a record, and of a decompressed chunk; the recorder writes at most 1 MiB and one picture.
 MAX_RECORD = 32 << 20
-MAX_METADATA = 1 << 20
-# Of the index at the end; one of 20 GiB has 3 MiB.
+# Bytes at the beginning of a file in which its header is.
+MAX_HEADER = 1 << 20
+# Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
 MAX_SUMMARY = 64 << 20
 # All chunks together may decompress to so many times the file, and to so much anyway: ticks of a robot that stands
 # still and has no cameras come to 20.
 MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
-# Before what a file is about; ours has one.
-_MAX_HEADER_RECORDS = 1000
 # Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
 MAX_VALUES = 200_000
 # Steps that stand for ticks that were missed, in a whole file; longer gaps begin another episode.
 MAX_FILLED = 100_000
 MAX_EPISODES = 10_000
-# What a file that was cut off, or that is none, makes the library raise.
+# Errors of the libraries for a file that is cut off or is not a recording.
 _READ_ERRORS = (
     *(McapError, EOFError, ValueError, struct.error, LookupError, TypeError, OverflowError, RecursionError),
     *(MemoryError, RuntimeError, zstandard.ZstdError),
 )
-_MESSAGE = struct.Struct("<HIQQ")
-# Of a record's kind and length, and of the footer with those.
-_PREFIX = 1 + 8
-_FOOTER = _PREFIX + 20
+# Bytes of the footer: kind, length, content.
+_FOOTER = 1 + 8 + 20
 
 
 # The outcome of a recording whose server was killed.
@@ -140,7 +147,7 @@ class McapSource:
                         content = _parse_content(record.data, self.path.name)
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
-            except _Truncated:
+            except EndOfFile:
                 # Whoever was killed leaves this; a file that has its end has lost something in the middle.
                 self.damage = (
                     None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
@@ -244,30 +251,32 @@ def read_header(path: Path) -> RecordingHeader:
     """Read a recording's header: its session, robot and policy.
 
     Raises:
-        RecordingError: it cannot be read, or is no recording of a session.
+        RecordingError: the file cannot be read, or is not a recording of a session.
     """
     with open_regular(path) as file:
         try:
-            _check_magic(file)
-            for record in _read_records(
-                file, path.name, _HEADER_READERS, before=_AFTER_HEADER, max_records=_MAX_HEADER_RECORDS
-            ):
+            head = io.BytesIO(file.read(MAX_HEADER))
+            for record in _RecordReader(head).records:
                 if isinstance(record, Metadata) and record.name == HEADER_METADATA:
                     return RecordingHeader.from_metadata(record.metadata)
         except OSError as error:
             raise RecordingError(f"{path}: {error.strerror}") from error
+        except EndOfFile:
+            pass
         except _READ_ERRORS as error:
             raise RecordingError(
                 f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]}); {_EXPECTED}"
             ) from error
-    raise RecordingError(f"{path.name} does not say what it is about; {_EXPECTED}")
+    raise RecordingError(
+        f"{path.name} cannot be read (its first {MAX_HEADER} bytes have no header of a recording); {_EXPECTED}"
+    )
 
 
 def read_outcome(path: Path) -> RecordingOutcome:
-    """Read how a recording ended, from its end alone.
+    """Read how a recording ended, from the end of its file alone.
 
     Raises:
-        RecordingError: it cannot be opened, or its end holds more than is allowed.
+        RecordingError: the file cannot be opened, or its index is larger than allowed.
     """
     with open_regular(path) as file:
         try:
@@ -279,18 +288,17 @@ def read_outcome(path: Path) -> RecordingOutcome:
 
 
 def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
-    end = _size(file) - _FOOTER - len(MCAP0_MAGIC)
+    end = os.fstat(file.fileno()).st_size - _FOOTER - len(MCAP0_MAGIC)
     file.seek(max(end, 0))
-    (footer,) = _read_records(file, name, _FOOTER_READERS)
-    _check_magic(file)
-    if footer.summary_start == 0:
+    (footer,) = _RecordReader(file, skip_magic=True).records
+    if not isinstance(footer, Footer) or footer.summary_start == 0:
         return RecordingOutcome(INTERRUPTED)
     if (length := end - footer.summary_start) > MAX_SUMMARY:
         raise RecordingError(f"{name}: its index has {length} bytes; allowed are {MAX_SUMMARY}")
     file.seek(footer.summary_start)
     tick_channels: set[int] = set()
     statistics, index = None, None
-    for record in _read_records(file, name, _SUMMARY_READERS):
+    for record in _RecordReader(file, skip_magic=True).records:
         if isinstance(record, Channel) and record.topic == mcap_format.TICKS:
             tick_channels.add(record.id)
         elif isinstance(record, Statistics):
@@ -303,8 +311,8 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     if index is None:
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     file.seek(index.offset)
-    metadata = next(_read_records(file, name, _HEADER_READERS, before=_AFTER_HEADER, max_records=1), None)
-    if metadata is None:
+    metadata = next(_RecordReader(file, skip_magic=True).records)
+    if not isinstance(metadata, Metadata):
         return RecordingOutcome(INTERRUPTED, ticks=ticks)
     fields = {key: json.loads(value) for key, value in metadata.metadata.items()}
     seconds, episodes, dropped = float(fields["seconds"]), int(fields["episodes"]), int(fields["dropped"])
@@ -313,133 +321,113 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
     return RecordingOutcome(fields["state"][:40], seconds, episodes, ticks, dropped)
 
 
-# Records one after the other, none of them taken on trust. The library's own reader reads whatever length a record
-# claims, decompresses a chunk to whatever size its frame claims, and makes a list of all that is in it.
+# The reader of the mcap package allocates as many bytes as a length in the file claims, returns what is there when the
+# file is shorter, and decompresses a chunk to whatever size its frame claims. The functions below check that first.
+
+# What ends a file without an index.
+_end = RecordBuilder()
+DataEnd(0).write(_end)
+Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(_end)
+_END = _end.end() + MCAP0_MAGIC
 
 
-class _Truncated(EOFError):
-    """The file ends within a record, or without its end."""
+class _BoundedFile:
+    """File of which every read has the asked number of bytes, or raises."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_RECORD:
+            raise ValueError(f"a part of a record has {size} bytes; allowed are {MAX_RECORD}")
+        if len(data := self._file.read(size)) < size:
+            raise EndOfFile
+        return data
 
 
-def _reader(kind: Any) -> Callable[[bytes], Any]:
-    return lambda data: kind.read(ReadDataStream(io.BytesIO(data)))
+class _RecordReader(StreamReader):
+    """Reader of the records that recordings need; it does not open chunks, and skips all other records."""
+
+    def __init__(self, file: BinaryIO, *, skip_magic: bool = False):
+        bounded: Any = _BoundedFile(file)
+        super().__init__(bounded, skip_magic=skip_magic, emit_chunks=True, record_size_limit=MAX_RECORD)
+
+    def _read_record(self, opcode: int, length: int) -> McapRecord | None:
+        if opcode == 0:
+            # A hole in a file reads as zeros, and may have terabytes.
+            raise ValueError("a record of kind 0")
+        if opcode in _KINDS:
+            return super()._read_record(opcode, length)
+        self._stream.read(length)
+        return None
 
 
-def _read_message(data: bytes) -> Message:
-    channel, sequence, log_time, publish_time = _MESSAGE.unpack_from(data)
-    return Message(channel, log_time, data[_MESSAGE.size :], publish_time, sequence)
+_KINDS = frozenset(
+    {
+        *(Opcode.CHANNEL, Opcode.CHUNK, Opcode.FOOTER, Opcode.MESSAGE),
+        *(Opcode.METADATA, Opcode.METADATA_INDEX, Opcode.STATISTICS),
+    }
+)
 
 
-Readers = Mapping[int, Callable[[bytes], Any]]
-_HEADER_READERS: Readers = {Opcode.METADATA: _reader(Metadata)}
-_FOOTER_READERS: Readers = {Opcode.FOOTER: _reader(Footer)}
-_SUMMARY_READERS: Readers = {
-    Opcode.CHANNEL: _reader(Channel),
-    Opcode.STATISTICS: _reader(Statistics),
-    Opcode.METADATA_INDEX: _reader(MetadataIndex),
-}
-_CHUNK_READERS: Readers = {Opcode.CHANNEL: _reader(Channel), Opcode.MESSAGE: _read_message}
-_DATA_READERS: Readers = {**_CHUNK_READERS, Opcode.CHUNK: _reader(Chunk)}
-_AFTER_HEADER = frozenset({Opcode.CHUNK, Opcode.MESSAGE, Opcode.DATA_END})
-
-
-def _size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def _check_magic(file: BinaryIO) -> None:
-    if (magic := file.read(len(MCAP0_MAGIC))) != MCAP0_MAGIC:
-        raise ValueError(f"found {magic!r} where an MCAP file has {MCAP0_MAGIC!r}")
-
-
-def _read_records(
-    file: BinaryIO, name: str, readers: Readers, *, before: Collection[int] = (), max_records: int | None = None
-) -> Iterator[Any]:
-    """Yield records of the kinds that there are readers for, until the file's footer; others are passed over unread.
-
-    Args:
-        last: it ends before one of these kinds.
-        most: it ends after so many of any kind.
+def _unpack_records(file: BinaryIO, name: str) -> Iterator[McapRecord]:
+    """Yield the records of a whole file, and in place of each chunk the records in it.
 
     Raises:
-        _Truncated: the file ends before that.
-        RecordingError: one is larger than allowed.
+        RecordingError: a record or chunk is larger than allowed.
+        EndOfFile: the file ends before its footer.
     """
-    end = _size(file)
-    for _ in itertools.count() if max_records is None else range(max_records):
-        head = file.read(_PREFIX)
-        if len(head) < _PREFIX:
-            raise _Truncated
-        opcode, length = head[0], int.from_bytes(head[1:], "little")
-        if opcode in before:
-            return
-        if length > end - file.tell():
-            raise _Truncated
-        if opcode == 0:  # what a disk makes of a hole; there may be gigabytes of it
-            raise ValueError("a record of kind 0")
-        if opcode in readers:
-            largest = MAX_METADATA if opcode == Opcode.METADATA else MAX_RECORD
-            if length > largest:
-                at = file.tell() - _PREFIX
-                raise RecordingError(f"{name}: a record of {length} bytes at byte {at}; allowed are {largest}")
-            if len(data := file.read(length)) < length:
-                raise _Truncated
-            yield readers[opcode](data)
-        else:
-            file.seek(length, os.SEEK_CUR)
-        if opcode == Opcode.FOOTER:
-            return
+    allowed = MIN_EXPANDED + MAX_EXPANSION * os.fstat(file.fileno()).st_size
+    try:
+        for record in _RecordReader(file).records:
+            if not isinstance(record, Chunk):
+                yield record
+                continue
+            allowed -= record.uncompressed_size
+            if record.uncompressed_size > MAX_RECORD or allowed < 0:
+                raise RecordingError(
+                    f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when "
+                    f"decompressed; allowed are {MAX_RECORD}, and {MAX_EXPANSION} times the file in all; give a "
+                    "recording as `robojax serve` wrote it"
+                )
+            yield from _read_chunk(record)
+    except RecordLengthLimitExceeded as error:
+        raise RecordingError(f"{name}: before byte {file.tell()}: {error}") from error
 
 
-def _unpack_records(file: BinaryIO, name: str) -> Iterator[Any]:
-    """Yield channels and messages of a whole file, those in chunks too; raises as `_read_records`."""
-    _check_magic(file)
-    allowed = MIN_EXPANDED + MAX_EXPANSION * _size(file)
-    for record in _read_records(file, name, _DATA_READERS):
-        if not isinstance(record, Chunk):
-            yield record
-            continue
-        allowed -= record.uncompressed_size
-        if record.uncompressed_size > MAX_RECORD or allowed < 0:
-            raise RecordingError(
-                f"{name}: the chunk that ends at byte {file.tell()} claims {record.uncompressed_size} bytes when it is "
-                f"decompressed; allowed are {MAX_RECORD}, and {MAX_EXPANSION} times the file in all; give a recording "
-                "as `robojax serve` wrote it"
-            )
-        yield from _parse_chunk(_decompress(record))
+def _read_chunk(chunk: Chunk) -> Iterator[McapRecord]:
+    content = io.BytesIO(_decompress(chunk) + _END)
+    try:
+        yield from _RecordReader(content, skip_magic=True).records
+    except EndOfFile as error:
+        raise ValueError("a chunk ends within a record") from error
 
 
 def _decompress(chunk: Chunk) -> bytes:
-    """Decompress a chunk: to as many bytes as it claims, or an error."""
+    """Decompress a chunk to exactly as many bytes as it claims.
+
+    Raises:
+        ValueError: the chunk has another size, checksum or compression.
+    """
     size = chunk.uncompressed_size
     if chunk.compression == "zstd":
         limited = zstandard.ZstdDecompressor(max_window_size=MAX_RECORD)
         data = limited.stream_reader(chunk.data).read(size + 1)
     elif chunk.compression == "lz4":
         data = lz4.LZ4FrameDecompressor().decompress(chunk.data, max_length=size + 1)
+    elif chunk.compression:
+        raise ValueError(f"a chunk is compressed with {chunk.compression[:20]!r}; wanted zstd, lz4 or nothing")
     else:
         data = chunk.data
     if len(data) != size:
         raise ValueError(f"a chunk claims {size} bytes and has {'more' if len(data) > size else len(data)}")
     if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
-        raise ValueError("a chunk's content is not what its checksum says")
+        raise ValueError("the content of a chunk does not match its checksum")
     return data
 
 
-def _parse_chunk(data: bytes) -> Iterator[Any]:
-    at = 0
-    while at < len(data):
-        opcode, start = data[at], at + _PREFIX
-        end = start + int.from_bytes(data[at + 1 : start], "little")
-        if end > len(data) or opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE):
-            raise ValueError(f"a chunk holds a record of kind {opcode} with {end - start} bytes")
-        if opcode in _CHUNK_READERS:
-            yield _CHUNK_READERS[opcode](data[start:end])
-        at = end
-
-
 def _parse_content(data: bytes, name: str) -> Any:
-    """Parse a message's JSON."""
+    """Parse the JSON of a message."""
     if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MAX_VALUES:
         raise RecordingError(f"{name}: a message of {values} values; allowed are {MAX_VALUES}")
     return json.loads(data)
@@ -528,10 +516,7 @@ class McapSink:
         self._file.truncate(self.whole_records)
         self._file.seek(self.whole_records)
         self.position = self.whole_records
-        records = RecordBuilder()
-        DataEnd(0).write(records)
-        Footer(summary_start=0, summary_offset_start=0, summary_crc=0).write(records)
-        self.write(records.end() + MCAP0_MAGIC)
+        self.write(_END)
 
 
 class McapWriter:
