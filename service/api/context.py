@@ -25,7 +25,7 @@ from service.inference.policy_sources import PolicyReader, SourceRules
 from service.logging import RecentLogs
 from service.loop_watchdog import LoopWatchdog
 from service.recording.recordings import Recordings
-from service.rollout.deployments import SessionUpdates
+from service.rollout.deployments import Deployments
 from service.sessions.store import AnySession, Sessions
 from service.settings import Settings
 from service.streaming.clients import StreamClients
@@ -171,7 +171,7 @@ class Context:
     other_servers: "Redirects | None" = None
     sessions: Sessions = field(init=False)
     models: ModelServer = field(init=False)
-    updates: SessionUpdates = field(init=False)
+    updates: Deployments = field(init=False)
     recordings: Recordings = field(init=False)
 
 

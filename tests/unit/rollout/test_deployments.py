@@ -11,7 +11,8 @@ import pytest
 from huggingface_hub import HfApi
 
 from hooks.database import Database
-from hooks.errors import SourceError, StoreError
+from hooks.errors import StoreError
+from service.errors import UpdateFailed
 from service.rollout.sources import FolderSource, HubLimits, HubSource
 from service.rollout.triggers import MAX_DELIVERY_IDS
 from tests.testing.stub_hub import DeliveryPlan, Failure, Receiver
@@ -133,7 +134,7 @@ async def test_a_gate_that_is_not_passed_is_quarantine_that_survives_a_restart_a
     await world.told(bad)
     assert world.robots.of("prepare") == [bad]
     assert [record.reason for record in world.deployments.list()] == ["quarantined", "not_finite"]
-    assert (await world.deployments.deploy("a", bad)).reason == "quarantined"
+    assert (await world.deploy("a", bad)).reason == "quarantined"
     assert await world.deployments.quarantine.release(bad) == 1
     await world.reconciled()
     assert world.robots["a"].sha == bad
@@ -243,7 +244,7 @@ async def test_a_session_that_is_held_or_gone_does_not_keep_it_from_the_others(w
     assert [record.figures[session]["result"] for session in "abc"] == ["failed", "failed", "swapped"]
     assert not world.quarantined
     world.robots["a"].verdicts.clear()
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
 
 
 async def test_a_session_that_is_made_anew_meanwhile_gets_only_what_it_follows(world: World) -> None:
@@ -278,7 +279,7 @@ async def test_a_rollback_ends_what_was_asked_for_before_it(world: World) -> Non
     await world.arrive(policy(1))
     world.hub.push(REPO, policy(2), deliver=False)
     world.robots.may_prepare.clear()
-    asked = await world.deployments.deploy("a", wait=False)
+    asked = await world.deployments.begin_deployment("a", None)
     await until(lambda: len(world.robots.of("prepare")) == 2)
     await world.deployments.rollback("a")
     world.robots.may_prepare.set()
@@ -292,7 +293,7 @@ async def test_what_was_asked_for_is_not_replaced_by_a_hint_that_waited_behind_i
     await world.arrive(policy(1))
     second = world.hub.head(REPO)
     world.robots.may_prepare.clear()
-    asked = await world.deployments.deploy("a", str(first), wait=False)
+    asked = await world.deployments.begin_deployment("a", str(first))
     await until(lambda: len(world.robots.of("prepare")) == 2)
     world.tell(second)
     await asyncio.sleep(0.3)  # until it waits for its turn
@@ -313,7 +314,7 @@ async def test_a_staged_commit_waits_and_is_swapped_at_once_when_it_is_asked_for
     await world.deployments.reconcile()
     await world.told(sha)
     assert world.robots.of("prepare") == [sha]
-    record = await world.deployments.deploy("a", sha)
+    record = await world.deploy("a", sha)
     assert record.result == "swapped"
     assert [stage.name for stage in record.stages] == ["resolving", "swapping", "probation"]
     assert world.robots.of("prepare") == [sha]
@@ -332,11 +333,11 @@ async def test_sessions_that_are_off_are_left_alone_until_somebody_asks(world: W
     sha = world.push(policy(1))
     await world.reconciled()
     assert world.results == []
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
-    assert (await world.deployments.deploy("a")).result == "noop"
-    with pytest.raises(SourceError, match="'z' runs no policy"):
-        await world.deployments.deploy("z")
+    assert (await world.deploy("a")).result == "noop"
+    with pytest.raises(UpdateFailed, match="'z' runs no policy"):
+        await world.deploy("z")
 
 
 async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_something_newer_comes(world: World) -> None:
@@ -347,7 +348,7 @@ async def test_an_older_commit_is_only_deployed_by_request_and_stays_until_somet
     assert (world.deployments.list()[0].result, world.deployments.list()[0].reason) == ("rejected", "older")
     assert not world.quarantined
     world.hub.repo(REPO).refs["refs/heads/main"] = second
-    assert (await world.deployments.deploy("a", first)).result == "swapped"
+    assert (await world.deploy("a", first)).result == "swapped"
     world.tell(second)
     await world.reconciled()
     assert world.robots["a"].sha == first
@@ -362,13 +363,13 @@ async def test_a_request_comes_before_what_is_prepared_by_itself(world: World) -
     world.robots.may_prepare.clear()
     third = world.push(policy(2))
     await until(lambda: world.robots.of("prepare") == [third])
-    asked = await world.deployments.deploy("a", str(first), wait=False)
+    asked = await world.deployments.begin_deployment("a", str(first))
     assert asked.result is None
     world.robots.may_prepare.set()
     await world.idle()
     assert world.results == ["superseded", "swapped"]
     assert (asked.result, world.robots["a"].sha) == ("swapped", first)
-    assert (await world.deployments.deploy("a", "v9")).reason == "unknown_revision"
+    assert (await world.deploy("a", "v9")).reason == "unknown_revision"
 
 
 async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: World) -> None:
@@ -378,7 +379,7 @@ async def test_a_rollback_by_request_is_at_once_and_not_undone_by_a_poll(world: 
     assert (record.result, record.sha, world.robots["a"].sha) == ("rolled_back", sha, first)
     await world.reconciled()
     assert world.robots["a"].sha == first
-    assert (await world.deployments.deploy("a", sha, force=True)).result == "swapped"
+    assert (await world.deploy("a", sha, force=True)).result == "swapped"
     assert not world.quarantined
 
 
@@ -520,7 +521,7 @@ async def test_a_staged_policy_that_the_session_lost_is_prepared_again(world: Wo
     world.robots["a"].mode = "stage"
     sha = await world.arrive(policy(1))
     world.robots["a"].prepared = None
-    assert (await world.deployments.deploy("a")).result == "swapped"
+    assert (await world.deploy("a")).result == "swapped"
     assert world.robots["a"].sha == sha
     assert world.robots.of("prepare") == [sha, sha]
 

@@ -183,6 +183,13 @@ class World:
         assert (record.result, record.reason) == how
         return record
 
+    async def deploy(self, session_id: str, revision: str | None = None, *, force: bool = False) -> Record:
+        """Ask for a deployment and wait for its end."""
+        record = await self.deployments.begin_deployment(session_id, revision, force=force)
+        await until(lambda: record.result is not None)
+        await self.idle()
+        return record
+
     @property
     def quarantined(self) -> list[str]:
         return [one.sha for one in self.deployments.quarantine.list()]
