@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -45,7 +46,7 @@ from mcap.writer import MCAP0_MAGIC, CompressionType, Writer
 from service.control.observers import Tick
 from service.recording import mcap_format
 from service.recording.mcap_format import END_METADATA, HEADER_METADATA, RecordingHeader
-from service.recording.steps import EncodedImage, LazyImage, RecordingError, SourceInfo, Step
+from service.recording.steps import LazyImage, RecordingError, SourceInfo, Step, decode_frame
 
 # Bytes of a record, and of a decompressed chunk; the recorder writes at most 1 MiB and one picture.
 MAX_RECORD = 32 << 20
@@ -209,7 +210,7 @@ class McapSource:
 
     def _read_image(self, content: Mapping[str, Any]) -> LazyImage:
         try:
-            return EncodedImage(binascii.a2b_base64(str(content.get("data", ""))))
+            return LazyImage(partial(decode_frame, binascii.a2b_base64(str(content.get("data", "")))))
         except ValueError as error:
             raise RecordingError(f"{self.path.name}: a frame is no base64 ({error})") from error
 

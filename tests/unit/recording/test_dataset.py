@@ -11,7 +11,7 @@ from PIL import Image
 
 from service.recording.dataset import write_dataset
 from service.recording.library import open_source
-from service.recording.steps import EncodedImage, RecordingError
+from service.recording.steps import RecordingError, decode_frame
 from tests.testing.lerobots_python import LEROBOT, WITHOUT, lerobot
 from tests.testing.recordings import level, subject
 
@@ -190,4 +190,4 @@ def test_a_frame_that_is_no_colour_picture_is_refused():
     file = io.BytesIO()
     Image.fromarray(np.full((4, 6), 900, np.uint16)).save(file, "PNG")
     with pytest.raises(RecordingError, match="a frame is a 16-bit gray picture"):
-        _ = EncodedImage(file.getvalue()).pixels
+        decode_frame(file.getvalue())
