@@ -16,7 +16,7 @@ import numpy as np
 
 from service.control.robot_io import RobotIO
 from service.errors import DeviceAway, MoveRefused, ServiceError, UnknownSession
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import LoadedPolicy
 from service.inference.loaded_policy import STATE, select_features, task_input
 from service.rollout.gates import (
     Counters,
@@ -81,11 +81,8 @@ class Rollout:
     def __init__(self, sessions: Sessions, settings: RolloutSettings | None = None):
         self.settings = settings or RolloutSettings()
         self._sessions = sessions
+        self._engine = sessions.engine
         self._probations: dict[str, Probation] = {}
-
-    @property
-    def _engine(self) -> Engine:
-        return self._sessions.engine
 
     def list_followers(self) -> Sequence[Follower]:
         """Return all sessions that run a policy."""

@@ -73,7 +73,6 @@ class Sessions:
         self._journal = SessionJournal(records)
         self._sessions: dict[str, AnySession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closing = False
         self._closing: list[Session] = []
         self._orphans = OrphanCleaner(transport, records)
         self._orphans.clean(records.orphans)
@@ -132,7 +131,7 @@ class Sessions:
         return await self._start_session(again, before)
 
     def _check_capacity(self) -> None:
-        if self._is_closing:
+        if self.is_closing:
             raise MoveRefused("the server is shutting down; no session can be made")
         living = sum(not _has_failed(session) for session in self._live_sessions())
         if living >= self.settings.limits.max_sessions:
@@ -241,7 +240,7 @@ class Sessions:
     @property
     def is_closing(self) -> bool:
         """Whether the server is shutting down."""
-        return self._is_closing
+        return self._journal.is_closing
 
     def list(self) -> list[AnySession]:
         """Return all sessions, oldest first; failed and interrupted ones too."""
@@ -421,9 +420,8 @@ class Sessions:
 
     def begin_close(self) -> None:
         """Stop every robot before this returns, and begin to leave the rooms; ``close`` waits for it."""
-        if self._is_closing:
+        if self.is_closing:
             return
-        self._is_closing = True
         self._journal.is_closing = True
         self._closing = [session for session in self._live_sessions() if session.stage is not Stage.DELETED]
         for session in self._closing:
