@@ -28,7 +28,7 @@ from mcap.writer import MCAP0_MAGIC
 
 from jaxmodels.data import DatasetWriter, open_dataset, table_files
 from jaxmodels.errors import DatasetError
-from service.recording import mcap_files
+from service.recording import mcap_files, mcap_writer
 from service.recording import recorder as recorder_module
 from service.recording.dataset import write_dataset
 from service.recording.library import RecordingLibrary, open_source
@@ -495,7 +495,7 @@ def test_a_recording_on_a_disk_that_fills_at_any_place_is_read_and_exported_as_f
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small pieces, so that each part of the file is the one that finds no room.
-    monkeypatch.setattr(mcap_files, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(mcap_writer, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(recorder_module, "_FLUSH_INTERVAL", 0.0)
     counts, states = [], []
     for free in (0, *(pages * 4096 for pages in (1, 2, 3, 5, 6, 7, 8, 9, 10, 14))):
