@@ -1,6 +1,6 @@
 """Reader of recordings in MCAP files, which may be cut off.
 
-A file may be hostile: whatever it claims to hold, reading it takes no more memory than the limits below allow.
+A file may be hostile: reading it takes no more memory than the limits below allow, for any claims in the file.
 """
 
 import binascii
@@ -46,12 +46,12 @@ MAX_RECORD = 32 << 20
 MAX_HEADER = 1 << 20
 # Bytes of the index at the end; a recording of 20 GiB has 3 MiB.
 MAX_SUMMARY = 64 << 20
-# All chunks together may decompress to so many times the file, and to so much anyway: ticks of a robot that stands
-# still and has no cameras come to 20.
+# Limit of what all chunks together decompress to: a multiple of the file, and at least some bytes. Ticks of a robot
+# that does not move and has no cameras decompress to 20 times the file.
 MAX_EXPANSION, MIN_EXPANDED = 100, 64 << 20
 # Lists, objects and values of one message: each takes up to a hundred times its text. A chunk has some thousands.
 MAX_VALUES = 200_000
-# Steps that stand for ticks that were missed, in a whole file; longer gaps begin another episode.
+# Steps that fill missed ticks, in a whole file; a longer gap begins another episode.
 MAX_FILLED = 100_000
 MAX_EPISODES = 10_000
 # Errors of the libraries for a file that is cut off or is not a recording.
@@ -73,7 +73,7 @@ class RecordingOutcome:
 
     Attributes:
         state: what its recorder said, or ``interrupted`` when it did not live to say it.
-        seconds, episodes, ticks: None where nobody has counted.
+        seconds, episodes, ticks: None where the file has no count.
     """
 
     state: str
@@ -141,7 +141,7 @@ class McapSource:
                         if isinstance(content, dict):
                             yield topics[record.channel_id], record.log_time, content
             except EndOfFile:
-                # Whoever was killed leaves this; a file that has its end has lost something in the middle.
+                # A killed server leaves such a file; a file with its end has lost something in the middle.
                 self.damage = (
                     None if self.outcome.state == INTERRUPTED else self._describe_damage(file, "it ends there")
                 )
@@ -156,7 +156,7 @@ class McapSource:
     def steps(self) -> Iterator[Step]:
         """Yield all steps; an episode begins at its first command with a frame of every camera before it.
 
-        Another one begins where the robot was told to do something else, so that each has one task.
+        Another episode begins when the instruction changes, so that each episode has one task.
 
         Raises:
             RecordingError: it cannot be opened, or holds more than is allowed.
@@ -221,8 +221,8 @@ class McapSource:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; what is no regular file (a pipe, a device) is refused, without waiting for somebody to
-    write to it.
+    """Open a file for reading; what is no regular file (a pipe, a device) is refused without waiting
+    for a writer.
 
     Raises:
         RecordingError: it is not there, may not be read, or is no regular file.
@@ -315,7 +315,7 @@ def _parse_outcome(file: BinaryIO, name: str) -> RecordingOutcome:
 
 
 # The reader of the mcap package allocates as many bytes as a length in the file claims, returns what is there when the
-# file is shorter, and decompresses a chunk to whatever size its frame claims. The functions below check that first.
+# file is shorter, and decompresses a chunk to the size that its frame claims. The functions below check that first.
 
 
 class _BoundedFile:

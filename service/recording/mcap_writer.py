@@ -136,7 +136,7 @@ class McapWriter:
         self._hold: str | None = None
         self._writer = Writer(self.sink, chunk_size=CHUNK_BYTES, compression=CompressionType.ZSTD)  # type: ignore[arg-type]
         self._writer.start(profile="", library=LIBRARY)
-        # First, so that it can be read whatever happens to the rest.
+        # First, so that it is readable even when the rest of the file is lost.
         self._writer.add_metadata(HEADER_METADATA, header.to_metadata())
         self._channels = self._register()
 
@@ -181,7 +181,7 @@ class McapWriter:
             message = mcap_format.build_position(at, names, tick.command.tolist(), is_sent=tick.is_sent)
             self._add(mcap_format.COMMANDS, at, message)
         since = 0.0 if self._last_tick is None else tick.at - self._last_tick
-        # Last of its tick: whoever reads it has read the joints and the command that belong to it.
+        # Last of its tick: a reader has then read the joints and the command of the tick.
         self._add(mcap_format.TICKS, at, mcap_format.build_tick(at, since, tick.hold))
         self._first_tick = tick.at if self._first_tick is None else self._first_tick
         self._last_tick = tick.at
@@ -194,7 +194,7 @@ class McapWriter:
         self._add(mcap_format.EVENTS, now, mcap_format.build_event(now, level, code, text))
 
     def flush(self) -> None:
-        """Flush: a reader finds everything until now, whatever happens."""
+        """Flush: a reader finds everything until now, even if this process is killed next."""
         self._writer.flush()
 
     def finish(self, state: str, dropped: int) -> None:
