@@ -13,8 +13,8 @@ import pytest
 import jaxmodels
 from hooks.registry.registry import Registry, RegistrySettings
 from jaxmodels.data import open_dataset
-from service.testing import SO100_REQUIREMENTS
 from tests.testing.compiling import process_environment
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.rig import started
 
 FILES = Path(__file__).parent / "golden" / "files_of_0_1"

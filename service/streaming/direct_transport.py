@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from service.sessions.request import DIRECT
 from service.transport.link import (
@@ -20,30 +20,11 @@ from service.transport.link import (
     Transport,
 )
 
+if TYPE_CHECKING:
+    from service.streaming.stream import Stream
+
 # Name of the link in messages about its loss.
 STREAM_ROOM = "stream"
-
-
-class Driver(Protocol):
-    """The client whose robot a session's control loop commands."""
-
-    @property
-    def last_message_at(self) -> float:
-        """Monotonic time of the client's newest message."""
-        ...
-
-    @property
-    def robot_latch(self) -> str | None:
-        """Reason of the emergency stop that the client's program holds; None while it obeys commands."""
-        ...
-
-    def send_command(self, joints: Sequence[JointValue]) -> bool:
-        """Send a command without waiting; False when it is not taken."""
-        ...
-
-    def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
-        """Something happened to the session (``service.sessions.session.EVENTS``)."""
-        ...
 
 
 class DirectLink:
@@ -51,7 +32,7 @@ class DirectLink:
 
     Attributes:
         inbox: where what they show goes.
-        driver: who is commanded, or None.
+        driver: client whose robot the session commands, or None.
         listeners: all clients that receive events of the session, including the driver.
         pending_acts: acts that are not answered yet.
         answered_acts: those that were answered.
@@ -61,8 +42,8 @@ class DirectLink:
     def __init__(self, rooms: Rooms, inbox: Inbox):
         self.rooms = rooms
         self.inbox = inbox
-        self.driver: Driver | None = None
-        self.listeners: set[Driver] = set()
+        self.driver: Stream | None = None
+        self.listeners: set[Stream] = set()
         self.pending_acts = 0
         self.answered_acts = 0
         self.published_at = -math.inf
@@ -89,7 +70,7 @@ class DirectLink:
             "acts_under_way": self.pending_acts,
         }
 
-    def take_control(self, driver: Driver, silence_timeout: float) -> bool:
+    def take_control(self, driver: "Stream", silence_timeout: float) -> bool:
         """Give a client control of the robot; False while another client has control and sends messages.
 
         Args:
@@ -107,12 +88,12 @@ class DirectLink:
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
-    def report_latch(self, driver: Driver) -> None:
+    def report_latch(self, driver: "Stream") -> None:
         """Report the latch of the client in control to the session; the latch of any other client is ignored."""
         if self.driver is driver:
             self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
-    def release_control(self, driver: Driver, reason: str) -> None:
+    def release_control(self, driver: "Stream", reason: str) -> None:
         """Take control from a client that is gone; nothing changes for one without control."""
         if self.driver is driver:
             self.driver = None

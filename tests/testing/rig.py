@@ -24,7 +24,7 @@ from service.http.server import listen, serve_app
 from service.inference.engine import Engine
 from service.sessions.store import NewSession, Session, Sessions, SessionSettings
 from service.settings import Settings
-from service.testing import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import MemoryLink, MemoryTransport, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 REAL: Any = object()  # what a server has that is told nothing

@@ -17,7 +17,7 @@ from service.api.schemas import Deployment, Quarantined
 from service.errors import TransportError
 from service.rollout import webhooks
 from service.rollout.gates import ProbationSettings
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import POSE, Server, started
 from tests.testing.stub_hub import StubHub
 from tests.testing.waiting import until

@@ -22,8 +22,8 @@ from service.control.policy_runner import PolicyRunner
 from service.control.robot_io import RobotIO
 from service.inference.engine import Engine, LoadedPolicy
 from service.stage import Move
-from service.testing import MemoryTransport, ScriptedPolicy
 from service.transport.link import LinkDown, LinkEvent, LinkUp, RobotLeft
+from tests.testing.doubles import MemoryTransport, ScriptedPolicy
 
 FRAME = np.zeros((8, 8, 3), np.uint8)
 POSE = {joint.name: 10.0 + joint.index for joint in SO100}

@@ -8,7 +8,7 @@ from service.control.controller import TickResult
 from service.control.observation_buffer import Snapshot
 from service.control.policy_runner import PolicyRunner
 from service.inference.engine import Engine, LoadedPolicy
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 
 SIZE = (48, 64)
 

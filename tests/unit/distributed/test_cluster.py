@@ -34,7 +34,7 @@ from service.errors import PolicyError
 from service.inference.device_worker import DeviceGone
 from service.inference.engine import Engine, LoadedPolicy, Policy
 from service.inference.loaded_policy import InferenceResult
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.pauses import Pauses
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until

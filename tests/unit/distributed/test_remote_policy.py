@@ -16,7 +16,7 @@ from service.distributed.remote_engine import RemoteLoader, RemotePolicy, check_
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone
 from service.inference.loaded_policy import InferenceStuck
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 
 SIZES = {"front": (48, 64)}
 

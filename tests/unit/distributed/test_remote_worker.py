@@ -19,7 +19,7 @@ from service.distributed.remote_engine import RemotePolicy, RemoteWorker
 from service.errors import PolicyFailed
 from service.inference.device_worker import DeviceGone, InputRefused, Overdue, WorkerClosed
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.testing import SO100_REQUIREMENTS
+from tests.testing.doubles import SO100_REQUIREMENTS
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed

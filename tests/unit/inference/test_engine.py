@@ -13,8 +13,8 @@ from jaxmodels.errors import ConfigError, ObservationError
 from service.errors import PolicyError, PolicyFailed
 from service.inference.device_worker import InferenceWorker, WorkerClosed
 from service.inference.engine import Engine, InferenceStuck, describe_sizes
-from service.testing import ScriptedLoader, ScriptedPolicy
 from service.threads import Worker, call_in_thread
+from tests.testing.doubles import ScriptedLoader, ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 

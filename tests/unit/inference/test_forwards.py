@@ -19,7 +19,7 @@ from service.http.array_formats import ARRAY_FORMATS, ArrayFormat
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.model_server import ForwardRequest, ForwardResult, ModelServer, ServedModel
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.rig import OBSERVATION
 from tests.testing.waiting import until
 

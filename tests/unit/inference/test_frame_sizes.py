@@ -14,7 +14,7 @@ from jaxmodels import Requirements
 from service.inference.batching import LatencyModel, read_layout
 from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine, LoadedPolicy
-from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed

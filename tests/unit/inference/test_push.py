@@ -15,7 +15,7 @@ from service.inference.batching import WINDOW
 from service.inference.engine import Engine, LoadedPolicy
 from service.inference.loaded_policy import Replica
 from service.inference.policy_cache import PolicyCache
-from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.doubles import SO100_REQUIREMENTS, ScriptedPolicy
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed

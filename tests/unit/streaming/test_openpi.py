@@ -28,7 +28,7 @@ from service.sessions.request import DIRECT, NewSession
 from service.streaming import codec
 from service.streaming.observation import ObservationSpec
 from service.streaming.openpi import ObservationReader, OpenpiKeys
-from service.testing import ScriptedPolicy
+from tests.testing.doubles import ScriptedPolicy
 from tests.testing.peers import OPENPI_PYTHON, require_peers
 from tests.testing.rig import started
 from tests.testing.waiting import until
