@@ -33,15 +33,12 @@ import uvloop
 
 from benchmarks.glass_to_action import CAMERA, Robot, in_rooms
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, quietness, result, write
-from benchmarks.pictures import stacked_bars
 from benchmarks.processes import Child, Refused, call, child
 
 LEROBOT = ROOT / "benchmarks" / "lerobot_server.py"
 PEER_SIZE = {"cameras": 2, "height": 224, "width": 224}
 CAMERAS = [f"camera{number}" for number in range(PEER_SIZE["cameras"])]
 JOINTS = [f"joint_{number}" for number in range(14)]
-# What a robot owner waits for, in this order.
-STEPS = ("listening_s", "ready_to_load_s", "policy_ready_s", "first_action_s")
 Times = dict[str, float]
 
 
@@ -233,14 +230,6 @@ def main() -> None:
         left_out=left_out,
     )
     write(options.output, found)
-    parts = {
-        name: {
-            step.removesuffix("_s").replace("_", " "): row[step] - (row[before] if before else 0.0)
-            for before, step in zip(("", *STEPS), STEPS, strict=False)
-        }
-        for name, row in rows.items()
-    }
-    stacked_bars(options.output.with_suffix(".png"), "From a cold start to the first action", parts, "seconds")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ import numpy as np
 import uvloop
 
 import jaxmodels
-from benchmarks.control_counts import counts_of
 from benchmarks.measured import QUIET_P99, RESULTS, SHIPPED, beat, machine, percentiles, write
 from service.control.config import SafetySettings
+from service.control.robot_io import RobotIO
 from service.inference.engine import Engine
 from service.sessions.store import AnySession, NewSession, Sessions, SessionSettings
 from service.stats import Recent
@@ -172,6 +172,18 @@ async def session_round(sessions: Sessions, rate: float, seconds: float) -> tupl
 def counts(session: AnySession) -> dict[str, int]:
     assert session.robot_io is not None
     return counts_of(session.robot_io)
+
+
+def counts_of(robot_io: RobotIO) -> dict[str, int]:
+    """Since it began."""
+    control = robot_io.controller
+    return {
+        "commands": robot_io.commands_sent,
+        "holds": control.holds.total,
+        "starvations": control.starvations,
+        "missed_ticks": control.missed_ticks,
+        "late_actions": control.queue.late,
+    }
 
 
 async def main(options: argparse.Namespace) -> dict[str, object]:

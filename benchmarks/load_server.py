@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.control_counts import counts_of
+from benchmarks.control_jitter import counts_of
 from benchmarks.measured import percentiles
 from benchmarks.processes import say
 from benchmarks.timed_pictures import taken_at

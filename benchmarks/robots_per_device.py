@@ -28,20 +28,185 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from benchmarks import act_latency, pictures
-from benchmarks.chains import Chains
-from benchmarks.fleet import Ridden, Side
-from benchmarks.fleet_pace import growing_with
+from benchmarks import act_latency
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from benchmarks.most_robots import most_without_a_miss
 
 GROWING = (1, 2, 4, 8, 16, 32)
 TURNS = 3
 # Of the rows of robots; each is a part of the seconds of a try.
 ROUNDS = 9
 ONE, BATCHED, TWO = "one at a time", "batched", "batched, two lanes"
+
+
+@dataclass
+class Ridden:
+    """What a fleet found.
+
+    Attributes:
+        misses: answers that came after the robot's plan had run dry.
+        late: how late the loop woke robots up.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    misses: int = 0
+    wall: float = 0.0
+    processor: float = 0.0
+
+    def add(self, other: "Ridden") -> None:
+        """Count what another ride of as many robots found, too."""
+        for mine, more in ((self.seconds, other.seconds), (self.late, other.late)):
+            mine += more
+        self.batches += other.batches
+        self.misses += other.misses
+        self.wall += other.wall
+        self.processor += other.processor
+
+    def figures(self, robots: int) -> dict[str, Any]:
+        answers = max(len(self.seconds), 1)
+        return {
+            "robots": robots,
+            "answers": len(self.seconds),
+            "misses": self.misses,
+            "answer_ms": percentiles(self.seconds, (50, 99)),
+            "late_ms": percentiles(self.late, (50, 99)),
+            "mean_batch": round(float(np.mean(self.batches or [0])), 2),
+            "processor_ms_per_answer": round(self.processor / answers * 1e3, 3),
+            "cores_per_robot": round(self.processor / max(self.wall, 1e-9) / robots, 4),
+        }
+
+
+class Side:
+    """An engine with a policy in it, every batch size compiled.
+
+    Args:
+        frame: height and width of its cameras' pictures; those that the policy was trained with when None.
+    """
+
+    def __init__(
+        self, policy: str, batch_sizes: Sequence[int], devices: Sequence[str], frame: tuple[int, int] | None = None
+    ):
+        self.engine = Engine(batch_sizes=batch_sizes, devices=devices)
+        self._policy = policy
+        self._devices = devices
+        self._frame = frame
+        self._stack = AsyncExitStack()
+        self.served: LoadedPolicy
+
+    async def __aenter__(self) -> "Side":
+        self.served = await self._stack.enter_async_context(
+            self.engine.open_policy(self._load, self._policy, None, lambda word: None)
+        )
+        if self._frame is not None:
+            await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))
+        async with asyncio.timeout(COMPILED_WITHIN):
+            while self.engine.get_stats()["batch_sizes_to_compile"]:  # noqa: ASYNC110 - of a thread
+                await asyncio.sleep(0.1)
+        return self
+
+    def _load(
+        self, path: str, revision: str | None = None, /, *, like: object = None, on_progress: object = None
+    ) -> Any:
+        return jaxmodels.load_policy(path, revision, device=next(iter(self._devices), None))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+        await self.engine.close()
+
+    @property
+    def costs(self) -> LatencyModel:
+        """What batches of its robots' pictures take."""
+        sizes = {name: self._frame or size for name, size in self.served.requirements.cameras.items()}
+        return self.served.replicas[0].latencies[frozenset(sizes.items())]
+
+    def observations(self, count: int) -> list[dict[str, np.ndarray]]:
+        """What so many robots see; beyond 16 some see the same."""
+        rng, need = np.random.default_rng(0), self.served.requirements
+        made = []
+        for _ in range(min(count, 16)):
+            seen = {
+                f"observation.images.{name}": rng.integers(0, 256, (1, *(self._frame or size), 3), np.uint8)
+                for name, size in need.cameras.items()
+            }
+            if need.state is not None:
+                seen["observation.state"] = rng.standard_normal((1, need.state)).astype(np.float32)
+            made.append(seen)
+        return [made[number % len(made)] for number in range(count)]
+
+    async def ride(self, robots: int, period: float, seconds: float) -> Ridden:
+        """So many robots, each asking once in a period, one after the other within it."""
+        found, seen = Ridden(), self.observations(robots)
+        start, began, spent = time.monotonic() + 0.1, time.perf_counter(), time.process_time()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(robots):
+                robot = self._robot(seen[number], start + period * number / robots, period, seconds, found)
+                tasks.create_task(robot)
+        found.wall, found.processor = time.perf_counter() - began, time.process_time() - spent
+        return found
+
+    async def _robot(
+        self, seen: Mapping[str, np.ndarray], start: float, period: float, seconds: float, found: Ridden
+    ) -> None:
+        asker, end = asyncio.Event(), start + seconds
+        deadline = start
+        while deadline < end:
+            while (left := deadline - time.monotonic()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(left)
+            asked = time.monotonic()
+            found.late.append(asked - deadline)
+            due = deadline + period
+            try:
+                inference = await self.engine.infer(self.served, seen, due=due, caller=asker)
+            except ServiceError:
+                found.misses += 1
+                inference = None
+            now = time.monotonic()
+            if inference is not None:
+                found.seconds.append(now - asked)
+                found.batches.append(inference.batch)
+            late = now - due
+            if late > 0:
+                found.misses += 1
+            deadline += period * (1 if late <= 0 else int(late / period) + 2)
+
+    async def together(self, robots: int, times: int) -> list[float]:
+        """Seconds until each of so many robots that ask at one moment is answered."""
+        seen, found = self.observations(robots), []
+
+        async def one(observation: Mapping[str, np.ndarray]) -> None:
+            asked = time.perf_counter()
+            await self.engine.infer(self.served, observation, due=time.monotonic() + 1.0)
+            found.append(time.perf_counter() - asked)
+
+        for _ in range(times):
+            await asyncio.gather(*(one(observation) for observation in seen))
+            await asyncio.sleep(0.002)
+        return found
+
+
+async def most_without_a_miss(misses: Callable[[int], Awaitable[int]], largest: int) -> int:
+    """Twice as many until there is a miss, then halfway between; 0 for none.
+
+    A number counts as too many when it fails twice.
+
+    Args:
+        misses: of so many robots.
+    """
+
+    async def holds(robots: int) -> bool:
+        return not await misses(robots) or not await misses(robots)
+
+    low, high = 0, FIRST
+    while high <= largest and await holds(high):
+        low, high = high, 2 * high
+    high = min(high, largest + 1)
+    while high - low > max(1, low // 20):
+        middle = (low + high) // 2
+        low, high = (middle, high) if await holds(middle) else (low, middle)
+    return low
 
 
 async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str, float]) -> dict[str, Any]:
@@ -56,16 +221,8 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
         ready = {
             name: await stack.enter_async_context(Side(policy, *side, options.frame)) for name, side in sides.items()
         }
-        chains: Chains | None = None
-        if not options.big:  # what fleets are planned with (fleet_sim)
-            chains = await stack.enter_async_context(Chains(policy, sizes, device, options.frame))
-
-        async def look(during: str) -> None:
-            if chains is not None:
-                await chains.look(during)
 
         async def ride(what: str, side: Side, period: float, tried: list[dict[str, Any]], robots: int) -> int:
-            await look(what)
             ridden = await side.ride(robots, period, options.seconds)
             tried.append(figures := ridden.figures(robots))
             print(f"{what}:", json.dumps(figures), flush=True)
@@ -95,15 +252,11 @@ async def measure(options: argparse.Namespace, policy: str, periods: Mapping[str
         rows = {name: {robots: Ridden() for robots in counts} for name in ready}
         # All rows meet the same moments: two robots had answers in 1.2 ms, and in 1.9 half a minute later.
         for turn, robots in itertools.product(range(ROUNDS), counts):
-            await look(growing_with(robots))
             for name in _in_turns(list(ready), turn):
                 rows[name][robots].add(await ready[name].ride(robots, growing, options.seconds / ROUNDS))
         found["growing"] = {
             name: [ridden.figures(robots) for robots, ridden in each.items()] for name, each in rows.items()
         }
-        if chains is not None:
-            found |= chains.figures()
-            print("batches one after the other:", json.dumps(found["chained_ms"]), flush=True)
     found["ratios"] = {
         rate: {name: round(count / max(counts[ONE], 1), 2) for name, count in counts.items() if name != ONE}
         for rate, counts in found["most_robots"].items()
@@ -180,10 +333,6 @@ def main() -> None:
     question = "How many robots does one device serve, one inference at a time and batched?"
     given = {"seconds": options.seconds, "most": options.most}
     write(output, result(question, command, quiet, device=options.device, **given, **found))
-    rows = {f"{rate}: {name}": float(n) for rate, each in found["most_robots"].items() for name, n in each.items()}
-    ours = [name for name in rows if BATCHED in name]
-    if rows:
-        pictures.bars(output.with_suffix(".png"), "Robots without a miss", rows, "robots", ours)
     print("most robots:", json.dumps(found["most_robots"]), "ratios:", json.dumps(found["ratios"]))
 
 

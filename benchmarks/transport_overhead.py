@@ -24,7 +24,6 @@ import numpy as np
 import psutil
 
 from benchmarks.measured import RESULTS, percentiles, quietness, result, write
-from benchmarks.pictures import bars
 from benchmarks.processes import Child, call, child, say
 
 PEER = str(Path(__file__).parent / "openpi_peer.py")
@@ -177,13 +176,6 @@ def main() -> None:
         ours, theirs = (one[side]["round_trip_ms"]["p50"] for side in (OURS, THEIRS))
         print(f"{name}: ours {ours} ms, theirs {theirs} ms, ratio {one['ratio']} (target {one['target']})")
         print(f"  processor time of the servers: ratio {one['ratio_of_server_cpu']}")
-    rows = {
-        f"{side}, {name.replace('_', ' ')}": one[side]["round_trip_ms"]["p50"]
-        for name, one in sides.items()
-        for side in (THEIRS, OURS)
-    }
-    title = "One request without thinking, two 224x224 images (median)"
-    bars(options.output.with_suffix(".png"), title, rows, "ms", [name for name in rows if name.startswith(OURS)])
 
 
 if __name__ == "__main__":

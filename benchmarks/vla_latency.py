@@ -18,13 +18,12 @@ Last results: benchmarks/results/vla_latency.json (2 cores of a Xeon) and vla_la
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,61 +302,6 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure_batching(rounds: int) -> dict[str, float]:
-    """Robots per second, eight together and one at a time, by a SmolVLA of a quarter of its width."""
-    import jaxmodels
-
-    with tempfile.TemporaryDirectory() as name:
-        write_policy(Path(name), "smolvla", parts=4)
-        policy = jaxmodels.load_policy(name)
-        one = observation("smolvla")
-        eight = {key: value * 8 if key == "task" else np.repeat(value, 8, axis=0) for key, value in one.items()}
-        seconds: dict[int, list[float]] = {1: [], 8: []}
-        for seen in (one, eight):
-            policy.act(seen)
-        for _ in range(rounds):
-            for batch, seen in ((1, one), (8, eight)):
-                for _ in range(8 // batch):
-                    start = time.perf_counter()
-                    policy.act(seen)
-                    seconds[batch].append(time.perf_counter() - start)
-    alone, together = (1 / float(np.median(seconds[1])), 8 / float(np.median(seconds[8])))
-    return {"alone_per_s": round(alone, 3), "eight_per_s": round(together, 3), "ratio": round(together / alone, 3)}
-
-
-class Session:
-    """Whoever asks an engine."""
-
-
-async def share(folder: str) -> list[int]:
-    """Bytes of this process over its start with one session of a policy, with two, ... with eight, all answered."""
-    import jaxmodels
-    from service.inference.engine import Engine
-
-    engine, seen, sessions, found = Engine(batch_sizes=(1,), stuck_after=600), observation("smolvla"), [], []
-    before = memory_bytes("VmRSS")
-    async with AsyncExitStack() as stack:
-        for _ in range(8):
-            sessions.append(Session())
-            loaded = await stack.enter_async_context(
-                engine.open_policy(lambda path, *_, **__: jaxmodels.load_policy(path), folder, None, lambda _: None)
-            )
-            await engine.infer(loaded, seen, caller=sessions[-1])
-            found.append(memory_bytes("VmRSS") - before)
-    await engine.close()
-    return found
-
-
-def measure_sharing() -> dict[str, float]:
-    """Memory of one session and of eight of one SmolVLA, in a process of its own."""
-    with tempfile.TemporaryDirectory() as name, child(__file__, "--serve") as process:
-        write_policy(Path(name), "smolvla")
-        sizes = process.order(do="share", folder=name)["bytes"]
-        weights = (Path(name) / "model.safetensors").stat().st_size
-    megabytes = [round(size / 1e6, 1) for size in (weights, sizes[0], sizes[-1])]
-    return dict(zip(("weights_mb", "one_session_mb", "eight_sessions_mb"), megabytes, strict=True))
-
-
 def nothing_loaded() -> np.ndarray:
     raise SystemExit("the first order must be to load a policy")
 
@@ -391,8 +335,6 @@ def serve() -> None:
             size = (Path(order["folder"]) / "model.safetensors").stat().st_size
             answer["load_bytes_over_weights"] = round((peak - before) / size, 3)
             answer["chunk"] = chunk[0].tolist()
-        elif order["do"] == "share":
-            answer = {"bytes": asyncio.run(share(order["folder"]))}
         else:
             answer = time_calls(act, order["count"])
         print(json.dumps(answer), flush=True)
@@ -442,8 +384,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lerobot-python", type=Path, help="a Python that can import lerobot 0.6.1")
     parser.add_argument("--compiled-peer", action="store_true", help="also measure the peer under torch.compile")
-    parser.add_argument("--batching", action="store_true", help="also measure eight robots together")
-    parser.add_argument("--sharing", action="store_true", help="also measure memory of eight sessions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=2, help="inferences per round and side")
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be given again")
@@ -472,15 +412,6 @@ def main() -> None:
                 f"({figures['ours_over_it_at_best']:.2f} at best)  difference {figures['largest_difference']:.1e}",
                 flush=True,
             )
-    if options.batching:
-        result["batching"] = figures = measure_batching(options.rounds)
-        print(f"eight robots together: {figures['ratio']:.2f} times as many answers as one at a time")
-    if options.sharing:
-        result["sharing"] = figures = measure_sharing()
-        print(
-            f"memory: weights {figures['weights_mb']:.0f} MB, one session {figures['one_session_mb']:.0f} MB, "
-            f"eight {figures['eight_sessions_mb']:.0f} MB"
-        )
     write(options.output, result)
 
 

@@ -8,7 +8,6 @@
   both from the same files), once with a policy that computes nothing.
 - in process: the same ACT without a server, from NumPy to NumPy, beside LeRobot's in eager torch and under
   ``torch.compile``; ``benchmarks/act_latency.py`` has more sizes.
-- openpi's server and client: ``benchmarks/transport_overhead.py`` measures them; its figures are repeated here.
 
 A ratio is theirs over ours, the median of the rounds' ratios: 2 means that ours takes half as long. Behind servers,
 OpenMP's threads wait passively, or those of whoever had its turn before would take the cores. What cannot run is left
@@ -20,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ import numpy as np
 from benchmarks.act_latency import measure as measure_in_process
 from benchmarks.cold_start import CAMERAS, JOINTS, LEROBOT, PEER_SIZE, free_port, wait_for
 from benchmarks.measured import RESULTS, ROOT, percentiles, quietness, result, write
-from benchmarks.pictures import bars
 from benchmarks.processes import call, child, say
 
 HERE = Path(__file__)
@@ -157,17 +155,6 @@ def in_process(python: str | None, rounds: int, count: int) -> dict[str, Any]:
     }
 
 
-def openpi(left_out: dict[str, str]) -> Mapping[str, Any]:
-    """What the other benchmark found."""
-    path = RESULTS / "transport_overhead.json"
-    if not path.is_file():
-        left_out["openpi's websocket server"] = "no results yet: run benchmarks/transport_overhead.py"
-        return {}
-    found = json.loads(path.read_text())
-    unwanted = ("question", "command", "machine", "rounds", "bare_loop_lateness_ms")
-    return {name: value for name, value in found.items() if name not in unwanted}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lerobot-python", help="a Python with lerobot 0.4.4 and grpcio")
@@ -213,21 +200,10 @@ def main() -> None:
         rounds=rounds,
         payload="2 images of 224x224 as uint8, 14 joints; a chunk of 100 actions",
         cases_ms=cases,
-        openpi=openpi(left_out),
         left_out=left_out,
         peer=peer_versions(python),
     )
     write(options.output, found)
-    rows = {f"{name}: {side}": one["p50"] for name, sides in cases.items() for side, one in sides.items()}
-    title = "One observation to its chunk (p50)"
-    bars(
-        options.output.with_suffix(".png"),
-        title,
-        rows,
-        "ms",
-        [row for row in rows if row.endswith(f": {OURS}")],
-        is_log=True,
-    )
 
 
 def peer_versions(python: str | None) -> dict[str, str]:
