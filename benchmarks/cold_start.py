@@ -1,7 +1,7 @@
 """How long until it is ready? From the start of the process to the first action, and LeRobot's policy server likewise.
 
-    python benchmarks/cold_start.py                                            # ours alone
-    python benchmarks/cold_start.py --lerobot-python VENV/bin/python           # one with lerobot 0.4.4 and grpcio
+    python -m benchmarks.cold_start                                            # ours alone
+    python -m benchmarks.cold_start --lerobot-python VENV/bin/python           # one with lerobot 0.4.4 and grpcio
 
 Seconds since the process was started, medians of ``--rounds`` starts, taken in turns; files are in the system's cache.
 ``policy`` says which: the one that ships (0.6 M parameters, one camera of 96x96), or LeRobot's ACT of its default size
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.act_latency import write_policy
 from benchmarks.glass_to_action import CAMERA, Robot, in_rooms
 from benchmarks.measured import RESULTS, ROOT, SHIPPED, quietness, result, write
 from benchmarks.processes import Child, Refused, call, child
@@ -144,6 +145,15 @@ def peer(python: str, folder: Path) -> Times:
     return times
 
 
+def write_act(folder: Path, lerobot: str | None) -> None:
+    """Write an ACT of LeRobot's default size, with LeRobot if there is a Python that has it."""
+    if lerobot is None:
+        write_policy(folder, *PEER_SIZE.values())
+        return
+    with child(str(LEROBOT), "ask", "--port", "1", python=lerobot) as writing:
+        writing.order(do="write", folder=str(folder), **PEER_SIZE)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -177,19 +187,14 @@ def medians(rounds: Sequence[Times]) -> dict[str, float]:
 def measure(rounds: int, lerobot: str | None, scratch: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Rows in turns, and why others are left out."""
     left_out: dict[str, str] = {}
-    folder = scratch / "act"
+    write_act(folder := scratch / "act", lerobot)
     ways: dict[str, Callable[[], Times]] = {
         "robojax, shipped policy, first": lambda: shipped(scratch / f"cache-{time.monotonic_ns()}"),
         "robojax, shipped policy, again": lambda: shipped(scratch / "cache"),
     }
     if lerobot is None:
         left_out["LeRobot's policy server"] = "no --lerobot-python"
-        from benchmarks.act_latency import write_policy
-
-        write_policy(folder, *PEER_SIZE.values())
     else:
-        with child(str(LEROBOT), "ask", "--port", "1", python=lerobot) as writing:
-            writing.order(do="write", folder=str(folder), **PEER_SIZE)
         ways["LeRobot's policy server, ACT of 52 M"] = lambda: peer(lerobot, folder)
     ways["robojax, ACT of 52 M, first"] = lambda: big(folder, scratch / f"cache-{time.monotonic_ns()}")
     ways["robojax, ACT of 52 M, again"] = lambda: big(folder, scratch / "cache")
@@ -222,7 +227,7 @@ def main() -> None:
         rows, left_out = measure(options.rounds, options.lerobot_python, scratch)
     found = result(
         "seconds from the start of the process to --help, listening, a policy that is ready, the first action",
-        "python benchmarks/cold_start.py --lerobot-python VENV/bin/python",
+        "python -m benchmarks.cold_start --lerobot-python VENV/bin/python",
         quiet,
         rounds=options.rounds,
         help_s=round(statistics.median(helps), 3),

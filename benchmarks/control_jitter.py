@@ -1,8 +1,8 @@
 """How late are control ticks while a policy computes, compared with bare loops that only send?
 
-    python benchmarks/control_jitter.py                      # the shipped policy, 8 sessions at 50 Hz
-    python benchmarks/control_jitter.py --policy FOLDER --sessions 32 --seconds 20
-    python benchmarks/control_jitter.py --devices cpu:0 cpu:0 --output FILE    # two batches at a time
+    python -m benchmarks.control_jitter                      # the shipped policy, 8 sessions at 50 Hz
+    python -m benchmarks.control_jitter --policy FOLDER --sessions 32 --seconds 20
+    python -m benchmarks.control_jitter --devices cpu:0 cpu:0 --output FILE    # two batches at a time
 
 Two kinds of rounds take turns in one process, on one event loop:
 
@@ -190,7 +190,7 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
     server = await asyncio.start_server(sink, "127.0.0.1", 0)
     transport = SocketTransport(server.sockets[0].getsockname()[1])
     devices = jaxmodels.name_devices(options.devices) if options.devices else ()
-    engine = Engine(niceness=options.niceness, switch_interval=options.switch_interval, devices=devices)
+    engine = Engine(devices=devices)
     sessions = Sessions(
         transport=transport,
         load=loader_of(engine),
@@ -239,9 +239,6 @@ async def main(options: argparse.Namespace) -> dict[str, object]:
         "sessions": options.sessions,
         "rate_hz": options.rate,
         "seconds_per_round": options.seconds,
-        "loop": options.loop,
-        "niceness": options.niceness,
-        "switch_interval_s": options.switch_interval,
         "policy": options.policy.name,
         "devices": options.devices or ["the default one"],
         "machine": machine(),
@@ -274,13 +271,10 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=50.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="of one round")
     parser.add_argument("--rounds", type=int, default=9, help="of each kind")
-    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop")
-    parser.add_argument("--niceness", type=int, default=5, help="of the device and loader threads")
-    parser.add_argument("--switch-interval", type=float, default=0.001, help="Python's own, in seconds")
     parser.add_argument("--devices", nargs="+", default=[], help="cpu:0 cpu:0: two batches at a time")
     parser.add_argument("--output", type=Path, default=RESULTS / "control_jitter.json")
     options = parser.parse_args()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if options.loop == "uvloop" else None) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(main(options))
     write(options.output, result)
     print(json.dumps({key: result[key] for key in SHOWN}))

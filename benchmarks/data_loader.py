@@ -1,6 +1,6 @@
 """How many images a second come out of a dataset for training? LeRobot's loader beside ours, on the same files.
 
-    python benchmarks/data_loader.py --lerobot-python VENV/bin/python         # one with lerobot 0.4.4
+    python -m benchmarks.data_loader --lerobot-python VENV/bin/python         # one with lerobot 0.4.4
 
 Two cameras of 480x640, a state, and chunks of 100 actions, in batches of 8, shuffled: what ``lerobot-train`` asks for
 by default. Two datasets: one that this package wrote (H.264), and one that LeRobot wrote (AV1; needs its Python).
@@ -30,8 +30,7 @@ import numpy as np
 from benchmarks.measured import RESULTS, quietness, result, write
 from benchmarks.processes import Child, child, say
 
-HERE = Path(__file__)
-PEER = HERE.with_name("data_loader_peer.py")
+PEER = Path(__file__).with_name("data_loader_peer.py")
 CAMERAS, SIZE, JOINTS, FPS, CHUNK, BATCH = ("front", "wrist"), (480, 640), 6, 30, 100, 8
 CACHED, DECODED = "robojax, from its cache", "robojax, decoding each time"
 # More than anybody prepares ahead.
@@ -97,8 +96,8 @@ def measure(folder: Path, scratch: Path, python: str | None, rounds: int, batche
     with ExitStack() as stack:
         sides: dict[str, Child] = {}
         began: dict[str, Any] = {}
-        commands = {CACHED: (str(HERE), "--serve", str(folder), "--cache", str(scratch / "cache"))}
-        commands[DECODED] = (str(HERE), "--serve", str(folder), "--cache", "none")
+        commands = {CACHED: ("-m", "benchmarks.data_loader", "--serve", str(folder), "--cache", str(scratch / "cache"))}
+        commands[DECODED] = ("-m", "benchmarks.data_loader", "--serve", str(folder), "--cache", "none")
         for side, command in commands.items():
             sides[side] = stack.enter_context(child(*command))
             began[side] = sides[side].told("ready")
@@ -163,7 +162,7 @@ def main() -> None:
             print(f"{name}: ratio {cases[name].get('ratio', 'without LeRobot, none')}", flush=True)
     found = result(
         "images per second that come out of a dataset for training, ours and LeRobot's on the same files",
-        "python benchmarks/data_loader.py --lerobot-python VENV/bin/python",
+        "python -m benchmarks.data_loader --lerobot-python VENV/bin/python",
         quiet,
         "av",
         "pyarrow",

@@ -1,7 +1,7 @@
 """Does a robot notice sixty clients that send to its server as fast as they can?
 
-    python benchmarks/floods.py                       # every kind, about three minutes
-    python benchmarks/floods.py --only pings,cameras --seconds 10
+    python -m benchmarks.floods                       # every kind, about three minutes
+    python -m benchmarks.floods --only pings,cameras --seconds 10
 
 The server is ``robojax serve`` with the shipped policy and one robot at 50 commands a second, in a process of its own.
 Beside it, in turns: nothing, a process that only burns a core, and each kind of flood (``tests/hostile/flood.py``, and
@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -28,8 +27,6 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import aiohttp
 import av
@@ -162,7 +159,7 @@ async def flooding(kind: str, url: str, watched: list[Rooms], seconds: float) ->
         command = ["-c", BURN, str(seconds)]
     elif kind == "cameras":
         rooms = json.dumps([{**vars(each), "cameras": dict(each.cameras)} for each in watched])
-        command = [__file__, "--cameras", url, rooms, "--seconds", str(seconds)]
+        command = ["-m", "benchmarks.floods", "--cameras", url, rooms, "--seconds", str(seconds)]
     else:
         what, path = FLOODS[kind]
         command = ["-m", "tests.hostile.flood", what, host, port, path, str(SOCKETS), str(seconds)]
@@ -271,7 +268,7 @@ def main() -> None:
     late = {kind: each["late_by_more_than_a_period"] for kind, each in found.items()}
     slow = {kind: each["stop_ms"].get("max") for kind, each in found.items()}
     question = "Does a robot notice sixty clients that send to its server as fast as they can?"
-    told = result(question, "python benchmarks/floods.py", quiet, "uvloop", sockets=SOCKETS, seconds=options.seconds)
+    told = result(question, "python -m benchmarks.floods", quiet, "uvloop", sockets=SOCKETS, seconds=options.seconds)
     is_met = not any(late[kind] for kind in late) and all(each is not None and each < 100 for each in slow.values())
     write(options.output, told | {"kinds": found, "is_met": is_met})
     print(json.dumps({"late": late, "slowest_stop_ms": slow, "is_met": is_met}))

@@ -1,7 +1,7 @@
 """How long from light to motion? From a picture being taken to the command that used it, stage by stage.
 
-    python benchmarks/glass_to_action.py                          # rooms and direct, with and without computing
-    python benchmarks/glass_to_action.py --seconds 5 --case "rooms, ACT"
+    python -m benchmarks.glass_to_action                          # rooms and direct, with and without computing
+    python -m benchmarks.glass_to_action --seconds 5 --case "rooms, ACT"
 
 The robot of this process shows pictures whose bars say when they were taken, 30 a second. The server is a process of
 its own. Its policy reads the bars and says them in every action, so that each command tells which picture it came
@@ -20,6 +20,7 @@ person sees: from something that happens at a random moment to the first command
 
 import argparse
 import asyncio
+import io
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -29,10 +30,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import uvloop
+from PIL import Image
 
+import jaxmodels
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, sleep_until, write
-from benchmarks.processes import Child, Refused, call, child
-from benchmarks.timed_pictures import BASE, number_of, picture, stamp
+from benchmarks.processes import Child, Refused, call, child, say
+from benchmarks.timed_pictures import BASE, number_of, picture, pose_of, stamp, stamp_of
+from jaxmodels import Requirements
+from robojax.client import AsyncClient, Command
+from robojax.client.stream import AsyncStream
+from service.app import create_app
+from service.http.server import listen, run
+from service.settings import Settings
+from service.testing import ScriptedPolicy
 from service.transport.client.robot import connect_robot
 from service.transport.link import Rooms
 
@@ -209,54 +219,38 @@ async def in_rooms(url: str, session: Mapping[str, Any], robot: Robot) -> AsyncI
 
 
 class Stream:
-    """Through ``WS /sessions/{id}/stream``; pictures go as JPEG."""
+    """Robot on ``WS /sessions/{id}/stream``; pictures are sent as JPEG, together with the joints."""
 
-    def __init__(self, socket: Any):
-        self._socket = socket
+    def __init__(self, stream: AsyncStream):
+        self._stream = stream
         self._sending: set[asyncio.Task[None]] = set()
         self._image: bytes | None = None
 
     def show(self, camera: str, image: np.ndarray) -> None:
-        import io
-
-        from PIL import Image
-
         file = io.BytesIO()
         Image.fromarray(image).save(file, "JPEG", quality=90)
         self._image = file.getvalue()
 
     def send_joints(self, values: Mapping[str, float]) -> None:
-        """The picture goes with them."""
-        import msgpack
-
-        packed = msgpack.packb({"kind": "observation", "images": {CAMERA: self._image}, "state": dict(values)})
-        assert packed is not None
-        task = asyncio.create_task(self._socket.send_bytes(packed))
+        images = {} if self._image is None else {CAMERA: self._image}
+        task = asyncio.create_task(self._stream.observe(images, dict(values)))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
 
 @asynccontextmanager
 async def by_stream(url: str, session_id: str, robot: Robot) -> AsyncIterator[Eye]:
-    """Without rooms."""
-    import aiohttp
-    import msgpack
-
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/sessions/{session_id}/stream") as socket:
+    """Connect the robot to the session's stream, without rooms."""
+    async with AsyncClient(url) as client, client.session(session_id).stream() as stream:
 
         async def listen() -> None:
-            async for message in socket:
-                now = time.monotonic()
-                if message.type is aiohttp.WSMsgType.BINARY:
-                    told = msgpack.unpackb(message.data)
-                    if told["kind"] == "command":
-                        robot.obey(told["joints"], now)
-                    elif told["kind"] == "error":
-                        raise RuntimeError(f"the stream says {told['code']}: {told['detail']}")
+            async for message in stream:
+                if isinstance(message, Command):
+                    robot.obey(message.joints, time.monotonic())
 
         listening = asyncio.create_task(listen())
         try:
-            yield Stream(socket)
+            yield Stream(stream)
             if listening.done():
                 listening.result()
         finally:
@@ -359,7 +353,7 @@ def main() -> None:
         print(f"{name}: light to motion p50 {found['light_to_motion_ms']['p50']:.1f} ms; {stages}")
     found = result(
         "milliseconds from a picture being taken to the command that used it, by stage",
-        "python benchmarks/glass_to_action.py",
+        "python -m benchmarks.glass_to_action",
         quiet,
         seconds=options.seconds,
         pictures=f"{SIZE[1]}x{SIZE[0]} at {FPS:g} a second",

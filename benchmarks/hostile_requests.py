@@ -1,6 +1,6 @@
 """What do ten thousand malformed requests do to a server, and to the robot that runs on it meanwhile?
 
-    python benchmarks/hostile_requests.py --requests 10000
+    python -m benchmarks.hostile_requests --requests 10000
 
 Half of the requests are made by schemathesis from the server's two OpenAPI documents (values that fit and values that
 do not), half are bytes: valid requests that were cut, repeated, spliced and flipped, and heads and bodies that are
@@ -14,12 +14,9 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measured import RESULTS, machine, write
+from benchmarks.processes import child
 
 BESIDE = "beside"  # the session that must not notice
 RATE = 50.0
@@ -359,48 +357,25 @@ def _measure(count: int, seed: int, hub: str) -> dict[str, Any]:
     from service.api.openapi import full_document, specified_document
 
     documents = [specified_document(ROUTES), full_document(ROUTES)]
-    with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | {"HF_ENDPOINT": hub},
-        )
-        question, told = child.stdin, child.stdout
-        assert question is not None
-        assert told is not None
-
-        def ask() -> dict[str, Any]:
-            question.write("\n")
-            question.flush()
-            return json.loads(told.readline())
-
-        try:
-            host, _, port = told.readline().strip().removeprefix("http://").partition(":")
-            # Code paths and caches that the first of each kind fills are no growth.
-            began = time.monotonic()
-            made = list(from_documents(documents, count - count // 2, seed))
-            making = time.monotonic() - began
-            asyncio.run(assail(host, int(port), made[: count // 10]))
-            asyncio.run(assail(host, int(port), bytes_of(count // 10, seed + 1)))
-            quiet = ask()
-            time.sleep(10)
-            before = ask()
-            began = time.monotonic()
-            first = asyncio.run(assail(host, int(port), made))
-            second = asyncio.run(assail(host, int(port), bytes_of(count - len(made), seed)))
-            seconds = time.monotonic() - began
-            after = ask()
-            failed = asyncio.run(server_errors(host, int(port)))
-        finally:
-            question.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)
-            child.kill()
-        log.seek(0)
-        text = log.read()
+    with child("-m", "benchmarks.hostile_requests", "--serve", env={"HF_ENDPOINT": hub}) as server:
+        host, _, port = server.url().removeprefix("http://").partition(":")
+        began = time.monotonic()
+        made = list(from_documents(documents, count - count // 2, seed))
+        making = time.monotonic() - began
+        # The first requests of each kind fill caches, which is not growth.
+        asyncio.run(assail(host, int(port), made[: count // 10]))
+        asyncio.run(assail(host, int(port), bytes_of(count // 10, seed + 1)))
+        quiet = server.order()
+        time.sleep(10)
+        before = server.order()
+        began = time.monotonic()
+        first = asyncio.run(assail(host, int(port), made))
+        second = asyncio.run(assail(host, int(port), bytes_of(count - len(made), seed)))
+        seconds = time.monotonic() - began
+        after = server.order()
+        failed = asyncio.run(server_errors(host, int(port)))
+        server.errors.seek(0)
+        text = server.errors.read()
     return {
         "requests": sum(first.statuses.values()) + sum(second.statuses.values()),
         "seconds": round(seconds, 1),

@@ -1,8 +1,8 @@
 """Does the server keep its times under load? The table L1 to L9, each row beside bare loops that send the same.
 
-    python benchmarks/load.py                              # everything, about seven minutes
-    python benchmarks/load.py --only L1,L8 --seconds 20
-    python benchmarks/load.py --only L6 --soak 30          # minutes
+    python -m benchmarks.load                              # everything, about seven minutes
+    python -m benchmarks.load --only L1,L8 --seconds 20
+    python -m benchmarks.load --only L6 --soak 30          # minutes
 
 Real processes: the server (``robojax serve`` with its policy replaced by one that needs no computing where a row says
 so, ``load_server.py``), a rooms server (``robojax transport``), and the robots (``load_robots.py``). Bare loops are a
@@ -18,49 +18,16 @@ import http.client
 import json
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from benchmarks.cold_start import Times, help_time, server
-from benchmarks.load_cameras import l2_l4_l6, l3
+from benchmarks.load_cameras import l2_l6, l3
 from benchmarks.load_scene import LIMIT, Row, Scene, is_wanted, lateness, row
-from benchmarks.measured import RESULTS, SHIPPED, machine, write
+from benchmarks.measured import RESULTS, machine, write
 from benchmarks.processes import Child, call
-
-
-def l7(options: argparse.Namespace) -> list[Row]:
-    """Start-up; the best of a few, as other work can only make it longer."""
-    helps = [help_time() for _ in range(5)]
-    with tempfile.TemporaryDirectory() as cache:
-        _start(Path(cache))  # compiles what the others find compiled
-        starts = [_start(Path(cache)) for _ in range(3)]
-    figure = {"help_s": round(min(helps), 2)}
-    figure |= {name: round(min(one[name] for one in starts), 2) for name in starts[0]}
-    figure["health_before_jax"] = all(one["health_before_jax"] for one in starts)
-    return [
-        row(
-            "L7",
-            "--help 0.5 s, listening 2 s, /health before JAX is imported, session ready (compiled before) 3 s",
-            figure,
-            figure["help_s"] <= 0.5
-            and figure["listening_s"] <= 2
-            and bool(figure["health_before_jax"])
-            and figure["session_ready_s"] <= 3,
-        )
-    ]
-
-
-def _start(cache: Path) -> Times:
-    with server(cache) as (made, url, times):
-        began = time.monotonic()
-        body = {"session_id": "first", "policy_path": str(SHIPPED), "transport_server_url": url}
-        call(f"{url}/sessions", "POST", body)
-        now = time.monotonic()
-        return times | {"session_ready_s": now - began, "session_ready_after_start_s": now - made.began}
 
 
 def l1_l8_l9(options: argparse.Namespace) -> list[Row]:
@@ -184,16 +151,15 @@ def _l9(scene: Scene, robots: Child) -> Row:
 
 
 GROUPS: Sequence[tuple[frozenset[str], Callable[[argparse.Namespace], list[Row]]]] = (
-    (frozenset({"L7"}), l7),
     (frozenset({"L1", "L8", "L9"}), l1_l8_l9),
-    (frozenset({"L2", "L4", "L6"}), l2_l4_l6),
+    (frozenset({"L2", "L6"}), l2_l6),
     (frozenset({"L3"}), l3),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="L1,L2,L3,L4,L7,L8,L9", help="rows, with commas between")
+    parser.add_argument("--only", default="L1,L2,L3,L8,L9", help="rows, with commas between")
     parser.add_argument("--seconds", type=float, default=60.0, help="of L1; the others take a third of it")
     parser.add_argument("--sessions", type=int, default=32, help="of L1")
     parser.add_argument("--soak", type=float, default=0.0, help="minutes of L6")
@@ -211,7 +177,7 @@ def main() -> None:
     known |= {one["row"]: one | {"machine": machine(), "seconds": options.seconds} for one in rows}
     found = {
         "question": "are the times of the server kept under load?",
-        "command": "python benchmarks/load.py",
+        "command": "python -m benchmarks.load",
         "took_s": round(time.monotonic() - began),
         "rows": [known[name] for name in sorted(known)],
     }

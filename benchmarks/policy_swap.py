@@ -1,6 +1,6 @@
 """Does a policy that is loaded, judged and swapped in cost the running robots ticks?
 
-    python benchmarks/policy_swap.py                         # the shipped policy, 4 sessions at 50 Hz
+    python -m benchmarks.policy_swap                         # the shipped policy, 4 sessions at 50 Hz
 
 Two kinds of rounds take turns in one process: ``steady``, real sessions that only work, and ``swapping``, the same
 sessions while one after the other gets another policy: loaded from a folder beside the running one, compiled, tried out

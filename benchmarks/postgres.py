@@ -57,14 +57,6 @@ class PostgresServer:
             self._process.wait(20)
             self._process = None
 
-    def pause(self) -> None:
-        """Its processes stand still: it takes connections and answers nothing."""
-        self._signal_all(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """They run again."""
-        self._signal_all(signal.SIGCONT)
-
     def sql(self, statement: str) -> list[list[str]]:
         """Rows of texts."""
         found = self._run(
@@ -72,14 +64,6 @@ class PostgresServer:
             self.url,
         )  # fmt: skip
         return [line.split("\t") for line in found.splitlines() if line]
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        import psutil
-
-        assert self._process is not None, "it runs"
-        parent = psutil.Process(self._process.pid)
-        for one in (parent, *parent.children(recursive=True)):
-            one.send_signal(number)
 
     def _call(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -1,7 +1,7 @@
 """How long does a forward pass of the 2D transformer take, beside diffusers' own in torch, eager and compiled?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/transformer2d_latency.py --compiled-peer
-    python benchmarks/transformer2d_latency.py --device gpu --compiled-peer --peak-tflops 989   # H200, dense bfloat16
+    OMP_WAIT_POLICY=PASSIVE python -m benchmarks.transformer2d_latency --compiled-peer
+    python -m benchmarks.transformer2d_latency --device gpu --compiled-peer   # H200, dense bfloat16
 
 Each side is a process of its own (benchmarks/transformer2d_sides.py) over the same files, and they take turns in short
 rounds, so that whatever else the machine does meets all alike. float32 on two threads of a CPU, bfloat16 on a GPU. The
@@ -207,10 +207,10 @@ def serve(side: Any) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def run_side(name: str, device: str, dtype: str, mode: str) -> None:
+def run_side(name: str, device: str, dtype: str) -> None:
     """Answer the orders of this benchmark: ``robojax``, or diffusers' ``eager`` or ``compile``."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # diffusers: a layer_norm config that means ada_norm
-    serve(Ours(device, dtype) if name == "robojax" else Theirs(device, dtype, mode if name == "compile" else None))
+    serve(Ours(device, dtype) if name == "robojax" else Theirs(device, dtype, "default" if name == "compile" else None))
 
 
 # The comparison.
@@ -261,28 +261,16 @@ def measure(commands: Mapping[str, list[str]], device: str, name: str, rounds: i
     return results
 
 
-def describe(case: Case, figures: dict[str, Any], peak: float | None) -> str:
-    """Teraflops per second of the products, and what part of the peak they are; both are added to the figures."""
-    reached = case.operations() / figures["p50_ms"] / 1e9
-    figures["tflops"] = round(reached, 3)
-    if peak is None:
-        return f"{reached:7.2f} TFLOP/s"
-    figures["share_of_peak"] = round(reached / peak, 4)
-    return f"{reached:7.2f} TFLOP/s {reached / peak:6.1%} of peak"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as the device suits")
     parser.add_argument("--compiled-peer", action="store_true", help="torch.compile, too: about a minute per case")
-    parser.add_argument("--compile-mode", default="default", help="of torch.compile, e.g. max-autotune")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in this dtype; 989 for an H200 in bfloat16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=2.0, help="per round and side, at least one call")
     parser.add_argument("--case", action="append", help="only those whose name has this in it; may be given again")
-    parser.add_argument("--output", "--out", type=Path, default=RESULTS / "transformer2d_latency.json")
-    parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "transformer2d_latency.json")
+    parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         run_side(*options.side)
@@ -295,7 +283,7 @@ def main() -> None:
         raise SystemExit(f"no such case; there are: {'; '.join(CASES[device])}")
     sides = {OURS: "robojax", EAGER: "eager"} | ({COMPILED: "compile"} if options.compiled_peer else {})
     command = [sys.executable, "-m", "benchmarks.transformer2d_latency", "--side"]
-    commands = {side: [*command, name, device, dtype, options.compile_mode] for side, name in sides.items()}
+    commands = {side: [*command, name, device, dtype] for side, name in sides.items()}
     # Figures of other devices and of cases that are not run this time stay in the file.
     result = json.loads(options.output.read_text()) if options.output.exists() else {}
     section = result.setdefault(f"{device} {dtype}", {"cases": {}})
@@ -304,10 +292,9 @@ def main() -> None:
         figures = measure(commands, device, name, options.rounds, options.seconds)
         section["cases"][name] = figures
         for side, values in figures.items():
-            speed = describe(CASES[device][name], values, options.peak_tflops)
             print(
                 f"{name:36} {side:24} p50 {values['p50_ms']:9.2f} ms  min {values['min_ms']:9.2f} ms  "
-                f"ours is {values['ours_over_it']:5.2f} of it  {speed}  "
+                f"ours is {values['ours_over_it']:5.2f} of it  "
                 f"difference {values['largest_difference']:.1e} of {values['largest_output']:.1f}",
                 flush=True,
             )
