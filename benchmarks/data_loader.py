@@ -77,7 +77,8 @@ def serve(folder: Path, cache: str) -> None:
         state=Feature("observation.state", "STATE", (JOINTS,)),
         environment_state=None,
         action=Feature("action", "ACTION", (JOINTS,)),
-        chunk_size=CHUNK,
+        observation_steps=1,
+        action_delta_indices=range(CHUNK),
     )
     loader = Loader(dataset, policy, batch_size=BATCH, seed=0, cache=Path(cache) if cache != "none" else False)
     batches = loader.batches(0, 1 << 40)

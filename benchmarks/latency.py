@@ -43,7 +43,8 @@ def serve(load: Callable[..., Act]) -> None:
             found["chunk"] = chunk[0].tolist()
         else:
             assert act is not None, "The first order loads a policy."
-            found = time_calls(partial(act, **order), order.pop("count"))
+            count = order.pop("count")
+            found = time_calls(partial(act, **order), count)
         print(json.dumps(found), file=answers, flush=True)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 # Where Debian has the programs that start one; elsewhere they are on the PATH.
 _DEBIAN = Path("/usr/lib/postgresql")
 # PostgreSQL does not run as root; Debian's package makes this user.
@@ -56,6 +58,13 @@ class PostgresServer:
             self._process.send_signal(how)
             self._process.wait(20)
             self._process = None
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes, such as SIGSTOP: then it accepts connections and answers nothing."""
+        assert self._process is not None, "The server runs."
+        parent = psutil.Process(self._process.pid)
+        for one in (parent, *parent.children(recursive=True)):
+            one.send_signal(number)
 
     def sql(self, statement: str) -> list[list[str]]:
         """Rows of texts."""

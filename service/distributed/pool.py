@@ -4,8 +4,8 @@ The pool is one actor for all servers, which Ray restarts elsewhere when its mac
 meanwhile, and it finds them by their names.
 
 What Ray does as well is Ray's: places for engines, this actor's restarts, news of processes that ended, and with
-KubeRay machines for engines that wait for one. What it does not do, or more slowly (`python benchmarks/ray_serve.py`,
-Ray 2.60): A call through Serve's handle took 1.75 times as long as one to an actor (7.5 and 4.2 ms at the median, 25
+KubeRay machines for engines that wait for one. What it does not do, or more slowly (measured
+with Ray 2.60): A call through Serve's handle took 1.75 times as long as one to an actor (7.5 and 4.2 ms at the median, 25
 and 18 at 99 %), with a picture of 96x96 1.9 times, of 480x640 1.3 times; and its router chooses the replica, so that
 a front would not know which engine owes it an answer, to ask another one in time. Growing is no reason: the second
 engine answered after 14.6 s here, and after 14.2 s by Serve's autoscaler; but that counts requests under way, not how
