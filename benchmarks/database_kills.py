@@ -3,19 +3,16 @@
     python -m benchmarks.database_kills                      # 20 kills
     python -m benchmarks.database_kills --kills 4 --seed 7
 
-Three real server processes, each with a state folder of its own, share one PostgreSQL; twelve clients create, start,
-stop, restart, delete, stop in an emergency and reset sessions over HTTP as fast as they can, each time at whichever
-server, and follow to where they are sent. At a random moment one server gets SIGKILL. Then it is either started again,
-or another one adopts its sessions before it is. All three are asked then, and what they say is compared with what was
-acknowledged:
+Three server processes share one PostgreSQL. Twelve clients create, start, stop, restart, delete, stop in an emergency
+and reset sessions at random servers. At a random moment one server gets SIGKILL. Then it is started again, or another
+server adopts its sessions before that. The lists of all three are compared with what was acknowledged:
 
-- a session whose creation was acknowledged, and whose deletion was not asked for, is on one server (``lost``), and on
-  no second one (``owned_twice``); one whose deletion was acknowledged is on none (``ghosts``);
-- all servers list the same (``lists_differ``);
-- those of the killed one are ``interrupted`` and nobody is in their rooms; none runs that was not started
-  (``moved_by_themselves``);
-- an emergency stop that was acknowledged is latched, wherever the session is now; one whose reset was acknowledged is
-  not (``latches_wrong``).
+- ``lost``, ``owned_twice``, ``ghosts``: a session is on no server, on two, or listed after its deletion;
+- ``lists_differ``: the servers do not list the same sessions;
+- ``moved_by_themselves``: a session of the killed server is not ``interrupted``, or a client is in its rooms;
+- ``latches_wrong``: an acknowledged emergency stop is not latched, or an acknowledged reset is not in effect.
+
+Last figure, AMD EPYC, 2 cores: 20 kills, no fault.
 """
 
 import argparse

