@@ -15,9 +15,14 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxmodels.normalization import build_normalization
 from jaxmodels.policies import lerobot_folder
+from jaxmodels.policies.act import Act, ActConfig
+from jaxmodels.policies.lerobot_folder import Checkpoint, Sidecar
 from jaxmodels.types import Feature
+from jaxmodels.weights import flatten
 from service.app import create_app
 from service.http.server import listen, serve_app
 from service.settings import Settings
@@ -25,7 +30,7 @@ from service.transport.client.connection import TransportTimeouts
 from service.transport.client.robot import Robot, connect_robot
 from service.transport.link import EmergencyStop, Rooms
 from service.transport.server.app import TransportSettings, serve_transport
-from tests.testing.models import make_checkpoint, small_config
+from tests.testing.compiling import compiling_quickly
 from tests.testing.pauses import Pauses
 
 RATE = 25.0
@@ -37,15 +42,31 @@ QUICK = TransportTimeouts(retry_first=0.05, retry_longest=0.2, greet=0.05)
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A very small ACT with random weights; its actions stay near the middle of the joints' ranges."""
-    config = small_config(
-        cameras=("front",),
-        output_features=(Feature("action", "ACTION", (6,)),),
+    inputs = (Feature("observation.state", "STATE", (6,)), Feature("observation.images.front", "VISUAL", (3, 32, 32)))
+    outputs = (Feature("action", "ACTION", (6,)),)
+    config = ActConfig(
+        input_features=inputs,
+        output_features=outputs,
         chunk_size=20,
         n_action_steps=5,
+        vision_backbone="small_cnn",
+        pretrained_backbone_weights=None,
+        dim_model=32,
+        n_heads=2,
+        dim_feedforward=32,
+        n_encoder_layers=1,
         use_vae=False,
     )
+    vector = {"mean": np.zeros(6, np.float32), "std": np.full(6, 20, np.float32)}
+    image = {"mean": np.full((3, 1, 1), 0.5, np.float32), "std": np.full((3, 1, 1), 0.25, np.float32)}
+    stats = {"observation.state": vector, "action": vector, "observation.images.front": image}
+    with compiling_quickly():  # a program for each shape that is drawn
+        weights = {name: np.asarray(array) for name, array in flatten(Act(config, rngs=nnx.Rngs(0))).items()}
+    normalization = build_normalization(inputs, outputs, config.normalization_mapping, stats)
     folder = tmp_path_factory.mktemp("policy") / "act"
-    lerobot_folder.write_checkpoint(folder, make_checkpoint(config, rate=RATE, joint_names=JOINTS))
+    lerobot_folder.write_checkpoint(
+        folder, Checkpoint(config, weights, normalization, Sidecar(rate=RATE, joint_names=JOINTS))
+    )
     return folder
 
 
