@@ -338,7 +338,7 @@ def serve(
     """Receive webhooks with the functions of a module until Ctrl-C."""
     from dataclasses import replace
 
-    from hooks.server.script import ServerNotFound, load_server
+    from hooks.server.server import ServerNotFound, load_server
 
     try:
         secret = hooks.find_secret(file=secret_file)

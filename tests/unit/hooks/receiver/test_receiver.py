@@ -16,12 +16,10 @@ from pydantic import BaseModel
 
 from hooks.errors import HooksError, InvalidWebhook
 from hooks.payload import WebhookPayload
-from hooks.receiver import intake
+from hooks.receiver import receiver as receiving
 from hooks.receiver.endpoint import ReceiverSettings
-from hooks.receiver.events import Event, Status
-from hooks.receiver.intake import RateLimiter
-from hooks.receiver.receiver import Receiver
-from hooks.signatures import sign_github, sign_standard
+from hooks.receiver.inbox import Event, Status
+from hooks.receiver.receiver import RateLimiter, Receiver
 from tests.testing.pauses import Pauses
 
 SECRET = "a-secret-of-sixteen"
@@ -149,7 +147,7 @@ async def test_other_methods_are_405(serving, method: str) -> None:
 # The peer: 200.
 async def test_a_body_of_50_MB_is_413_before_it_is_kept(serving, monkeypatch) -> None:
     # Where it takes longer to send, the connection may end before the answer is read.
-    monkeypatch.setattr("hooks.receiver.intake.DISCARD_TIMEOUT", 60.0)
+    monkeypatch.setattr("hooks.receiver.receiver.DISCARD_TIMEOUT", 60.0)
     receiver = Receiver(ReceiverSettings(secrets=(SECRET,), max_body=1 << 20))
     receiver.add(echo)
 
@@ -180,52 +178,11 @@ async def test_a_source_that_sends_too_much_is_429(serving) -> None:
     assert int(told[2].headers["retry-after"]) > 50
 
 
-async def test_secrets_rotate_and_an_endpoint_may_have_its_own(serving) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=("old-secret", "new-secret"), github_secrets=("hub",)))
-    receiver.add(echo)
-    receiver.add(echo, "own", secret="own-secret")
-    body = b'{"a": 1}'
-    async with serving(receiver) as sender:
-        for path, good in (("echo", ["old-secret", "new-secret"]), ("own", ["own-secret"])):
-            for secret in ("old-secret", "new-secret", "own-secret"):
-                told = await sender.post(f"/webhooks/{path}", data=body, headers={"x-webhook-secret": secret})
-                assert told.status == (200 if secret in good else 403)
-        signed = {"x-hub-signature-256": sign_github("hub", body)}
-        assert (await sender.post("/webhooks/echo", data=body, headers=signed)).status == 200
-        assert (await sender.post("/webhooks/own", data=body, headers=signed)).status == 401
-
-
-async def test_standard_webhooks_are_verified_over_the_bytes_that_came(serving) -> None:
-    receiver = Receiver(ReceiverSettings(standard_secrets=("whsec_AAAA",)))
-    receiver.add(echo)
-    body, at = b'{ "a" : 1 }', int(time.time())
-    headers = {"webhook-id": "msg_1", "webhook-timestamp": str(at)}
-    async with serving(receiver) as sender:
-        for signed, status in ((body, 200), (b'{"a":1}', 403)):
-            signature = sign_standard("whsec_AAAA", "msg_1", at, signed)
-            told = await sender.post("/webhooks/echo", data=body, headers={**headers, "webhook-signature": signature})
+async def test_secrets_rotate(serving) -> None:
+    async with serving(Receiver(ReceiverSettings(secrets=("old-secret", "new-secret"))), echo) as sender:
+        for secret, status in (("old-secret", 200), ("new-secret", 200), ("other-secret", 403)):
+            told = await sender.post("/webhooks/echo", {"a": 1}, headers={"x-webhook-secret": secret})
             assert told.status == status
-        assert (await sender.post("/webhooks/echo", data=body)).status == 401
-
-
-async def test_what_is_filtered_out_is_ignored_and_never_runs(serving, make_payload) -> None:
-    receiver, seen = Receiver(), []
-    async with serving(
-        receiver, lambda payload: seen.append(payload.repo.name), "x", repos="robots/*", scopes="repo", refs="main"
-    ) as sender:
-        told = [
-            await sender.post("/webhooks/x", payload)
-            for payload in (
-                make_payload("others/act"),
-                make_payload(event={"action": "create", "scope": "discussion"}),
-                make_payload(updatedRefs=[{"ref": "refs/pr/1", "newSha": "c"}]),
-            )
-        ]
-        assert [(one.status, one.json) for one in told] == [(200, {"status": "ignored"})] * 3
-        assert (await sender.post("/webhooks/x", make_payload())).json is None
-        events = await receiver.events(status=Status.IGNORED)
-    assert seen == ["robots/act"]
-    assert len(events) == 3
 
 
 @pytest.mark.parametrize(
@@ -366,7 +323,7 @@ async def test_unrelated_requests_are_quick_while_slow_sync_handlers_run(serving
 
 
 async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payload, until) -> None:
-    receiver = Receiver(ReceiverSettings(max_waiting=2, retry_after=7))
+    receiver = Receiver(ReceiverSettings(max_waiting=2))
     goes_on = asyncio.Event()
 
     async def wait(payload: dict) -> None:
@@ -378,7 +335,7 @@ async def test_a_full_receiver_says_503_and_when_to_come_back(serving, make_payl
             return await sender.post("/webhooks/wait", make_payload(f"a/{number}"), headers={"webhook-id": str(number)})
 
         assert [(await send(number)).status for number in range(3)] == [202, 202, 503]
-        assert (await send(2)).headers["retry-after"] == "7"
+        assert (await send(2)).headers["retry-after"] == "5"
         assert (await send(1)).status == 202  # a duplicate takes no place
         goes_on.set()
         await until(receiver)
@@ -509,10 +466,6 @@ def test_what_cannot_be_added_is_refused() -> None:
         {"path": "a b"},
         {"path": "<id>"},
         {"mode": "later"},
-        {"coalesce": "all"},
-        {"retry": 3},
-        {"timeout": 0},
-        {"secret": ""},
     ):
         with pytest.raises(InvalidWebhook):
             receiver.add(lambda: None, **{"path": "x", **wrong})
@@ -582,7 +535,7 @@ async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving,
     async def look(request: sanic.Request) -> None:
         seen.append((request.json, request.headers["user-agent"], request.path))
 
-    async with serving(receiver, look, mode="queue", secret=SECRET) as sender:
+    async with serving(receiver, look, mode="queue") as sender:
         await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
         await until(receiver)
     assert seen == [(make_payload(), "hub", "/webhooks/look")]
@@ -598,7 +551,7 @@ def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:
 
 
 def test_sources_are_forgotten_before_they_fill_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(intake, "MAX_SOURCES", 2)
+    monkeypatch.setattr(receiving, "MAX_SOURCES", 2)
     limit = RateLimiter(rate=1.0, burst=1)
     for source in ("a", "b", "c"):
         limit.take_token(source, 0.0)
