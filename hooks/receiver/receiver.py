@@ -210,7 +210,8 @@ class Receiver:
     """Receiver of webhooks: its endpoints and their events. Nothing runs before a server with its blueprint starts.
 
     Args:
-        settings: secrets, limits and the file of events; without secrets the receiver is open to everyone.
+        settings: secrets, limits and the file of events, as the attribute of this name; without secrets the receiver is
+            open to everyone.
         prefix: prefix of all paths.
         is_guarded: whether the app decides who may deliver without a secret; then the receiver logs no warning.
     """
@@ -289,10 +290,12 @@ class Receiver:
             if not self.settings.secrets and not self._is_guarded:
                 paths = ", ".join(self._endpoints)
                 log.warning("no webhook secret is set: anybody who reaches this server may deliver to %s", paths)
+            self._rate_limiter = RateLimiter(self.settings.rate, self.settings.burst)
             self._worker = await Worker.open(self.settings, self._endpoints, app)
 
         @blueprint.before_server_stop
         async def stop_webhooks(app: Sanic) -> None:
+            self._is_built = False
             if self._worker is not None:
                 await self._worker.close()
                 self._worker = None

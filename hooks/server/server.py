@@ -43,6 +43,11 @@ OPEN = (
     "For more details about webhook secrets, see https://huggingface.co/docs/hub/webhooks#webhook-secret"
 )
 CLOSED = "Webhook secret is correctly defined."
+# Printed once, because the Hub needs the secret.
+SECRET_MADE = (
+    "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the webhook:\n"
+    "    {secret}"
+)
 
 
 def print_notice(text: str) -> None:
@@ -61,14 +66,6 @@ def format_addresses(local: str, public: str | None, paths: Sequence[str]) -> st
     lines += [f"  - POST {url}{path}" for path in paths] or ["  (none yet: decorate a function with add_webhook)"]
     lines.append("Go to https://huggingface.co/settings/webhooks to setup your webhooks.")
     return "\n".join(lines)
-
-
-def format_generated_secret(secret: str) -> str:
-    """Format the notice of a generated secret; it is shown this one time, because the Hub needs it."""
-    return (
-        "The address is public and no secret was set, so one was made for this run. Give it to the Hub with the "
-        f"webhook:\n    {secret}"
-    )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -113,11 +110,9 @@ class WebhooksServer:
     ):
         self._ui = None if ui is None else pages.check_ui(ui)
         self._host, self._port, self._share, self._tunnel = host, port, share, tunnel
-        self._settings = resolve_settings(
-            settings, webhook_secret, database, has_script=not is_script_being_loaded.get()
+        self._receiver = Receiver(
+            resolve_settings(settings, webhook_secret, database, has_script=not is_script_being_loaded.get())
         )
-        self._added: list[tuple[Callable[..., Any], str | None, dict[str, Any]]] = []
-        self._receiver = Receiver(self._settings)
         self._app: WebhooksApp | None = None
         self._background: BackgroundServer | None = None
         self._local: str | None = None
@@ -126,19 +121,14 @@ class WebhooksServer:
         self._at_exit = AtExit(self.launch)
 
     @property
-    def _has_secret(self) -> bool:
-        return bool(self._settings.secrets)
-
-    @property
     def settings(self) -> ReceiverSettings:
         """Settings of the receiver; they can be replaced while the server is stopped."""
-        return self._settings
+        return self._receiver.settings
 
     @settings.setter
     def settings(self, settings: ReceiverSettings) -> None:
         self._refuse_while_running("change its settings")
-        self._settings = settings
-        self._rebuild_receiver()
+        self._receiver.settings, self._app = settings, None
 
     def _refuse_while_running(self, what: str) -> None:
         if self.is_running:
@@ -222,14 +212,7 @@ class WebhooksServer:
         if path is not None and path.strip("/").split("/")[0] in RESERVED:
             raise InvalidWebhook(f"webhook path {path!r} is a page of the server; give it another one")
         self._receiver.add(function, path, **options)
-        self._added.append((function, path, options))
         return function
-
-    def _rebuild_receiver(self) -> None:
-        """Build a new receiver with the same endpoints, because the routes of one with an app are fixed."""
-        self._receiver, self._app = Receiver(self._settings), None
-        for function, path, options in self._added:
-            self._receiver.add(function, path, **options)
 
     def start_at_exit(self) -> None:
         """Serve when the script has ended, unless ``launch`` was called before or the script crashed."""
@@ -286,8 +269,10 @@ class WebhooksServer:
         command: Sequence[str] | None = None
         if share:
             command = choose_command(self._tunnel)
-            if not self._has_secret:
-                self._make_secret()
+            if not self.settings.secrets:
+                secret = secrets.token_urlsafe(32)
+                self._receiver.settings = replace(self.settings, secrets=(secret,))
+                print_notice(SECRET_MADE.format(secret=secret))
         where, ports = choose_address(host, port)
         listener = open_listener(where, ports)
         self._stop.clear()
@@ -299,10 +284,10 @@ class WebhooksServer:
                 app, listener, lambda: self._share_publicly(command, build_url(listener))
             )
         except BaseException:
-            self._rebuild_receiver()
+            self._app = None
             raise
         _close_at_exit(self)
-        print_notice(CLOSED if self._has_secret else OPEN)
+        print_notice(CLOSED if self.settings.secrets else OPEN)
 
     @asynccontextmanager
     async def _share_publicly(self, command: Sequence[str] | None, local: str) -> AsyncIterator[None]:
@@ -316,12 +301,6 @@ class WebhooksServer:
             finally:
                 self._public = None
 
-    def _make_secret(self) -> None:
-        secret = secrets.token_urlsafe(32)
-        self._settings = replace(self._settings, secrets=(secret,))
-        self._rebuild_receiver()
-        print_notice(format_generated_secret(secret))
-
     def block_thread(self) -> None:
         """Wait until Ctrl-C, SIGTERM or ``close`` ends the server; a second signal ends the process at once."""
         serve_until_signal(self._stop, lambda: self.is_running, self.close)
@@ -333,7 +312,7 @@ class WebhooksServer:
         background, self._background = self._background, None
         if background is not None:
             background.stop()
-            self._rebuild_receiver()
+            self._app = None
 
     def __enter__(self) -> "WebhooksServer":
         """Serve in the background within a ``with``."""
@@ -345,9 +324,9 @@ class WebhooksServer:
         self.close()
 
     def _new_app(self) -> WebhooksApp:
-        app = build_app(self._settings.max_body)
+        app = build_app(self.settings.max_body)
         app.blueprint(self._receiver.blueprint())
-        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self._settings.secrets))
+        app.blueprint(event_routes.build_blueprint(self._receiver, lambda: self.settings.secrets))
         if self._ui is None:
             links = {"Health": "/healthz"}
             app.blueprint(pages.build_blueprint(self._receiver, "/", base=lambda: self._public, links=links))
