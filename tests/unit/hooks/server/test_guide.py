@@ -13,7 +13,7 @@ PYTHON = [text for language, text in BLOCKS if language == "python"]
 
 def test_every_block_is_python_or_commands():
     assert {language for language, _ in BLOCKS} == {"python", "bash"}
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 2
 
 
 def test_the_first_script_serves_both_of_its_endpoints(script):
