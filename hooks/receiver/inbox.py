@@ -324,7 +324,7 @@ def fail_event(
     Args:
         attempts: runs that may fail.
         retry_at: when it may run again; None for never.
-        to_sender: its sender still waits and would be told.
+        to_sender: whether the sender still waits and would get the failure.
 
     Returns:
         ``failed`` when its sender has to send it again, ``waiting`` when it is tried again here, else ``dead``.
@@ -373,7 +373,7 @@ def get_data_version(connection: sqlite3.Connection) -> int:
 
 
 def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -> Event:
-    """Set an event to run again, whatever its state; one that waits runs now.
+    """Set an event in any state to run again; a waiting event runs now.
 
     Raises:
         UnknownEvent: there is none of this id.
@@ -390,7 +390,7 @@ def replay_event(connection: sqlite3.Connection, event_id: str, *, now: float) -
 class Inbox:
     """Inbox of events in a file, or in memory when ``path`` is None.
 
-    The methods here wait for the database: they are for programs that read and replay beside a running receiver.
+    The methods wait for the database: they are for programs that read and replay while a receiver runs elsewhere.
 
     Raises:
         StoreError: it cannot be opened.

@@ -358,7 +358,7 @@ class Receiver:
         return await self._running.inbox.database.run(inbox.get_event, event_id)
 
     async def replay(self, event_id: str) -> Event:
-        """Set an event to run again, whatever its state.
+        """Set an event in any state to run again.
 
         Raises:
             UnknownEvent: there is no event of this id.

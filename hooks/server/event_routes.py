@@ -82,8 +82,8 @@ def build_blueprint(
     """Build the routes that list, show and replay events.
 
     Args:
-        allowed: secrets of whoever may look; when there are none, only visitors from this machine may.
-        is_allowed: who may look without one, because the server around it knows them.
+        allowed: returns the secrets that give access; without secrets only visitors from this machine have access.
+        is_allowed: whether the app around the routes gives the sender of a request access without a secret.
     """
     made = Blueprint(f"events-{secrets.token_hex(4)}", url_prefix=f"{prefix}/_events")
 

@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import sanic
 from pydantic import BaseModel
@@ -48,27 +47,6 @@ async def test_a_handler_has_the_head_sha_and_its_value_is_the_answer(serving, m
         assert (told.status, told.json) == (200, {"sha": "c" * 40})
 
 
-# The peer: 422 for a bucket, another type and version 4; new fields are dropped.
-@pytest.mark.parametrize("model", [WebhookPayload, huggingface_hub.WebhookPayload, dict])
-async def test_buckets_unknown_types_version_4_and_new_fields_pass_and_are_kept(serving, make_payload, model) -> None:
-    receiver, seen = Receiver(), []
-
-    def handler(payload) -> None:
-        seen.append(payload if isinstance(payload, dict) else payload.model_dump(by_alias=True, exclude_unset=True))
-
-    handler.__annotations__["payload"] = model
-    receiver.add(handler, "x")
-    sent = [make_payload(f"robots/{number}", later={"number": number}) for number in range(3)]
-    sent[0]["repo"]["type"] = "bucket"
-    sent[0]["updatedFiles"] = [{"path": "a.bin", "action": "add", "xetHash": "1", "size": 2}]
-    sent[1]["repo"]["type"] = "something-new"
-    sent[2]["webhook"]["version"] = 4
-    async with serving(receiver) as sender:
-        told = [await sender.post("/webhooks/x", payload) for payload in sent]
-    assert [(one.status, one.json) for one in told] == [(200, None)] * 3
-    assert seen == sent
-
-
 # The peer: 422 and its schema, before the secret is looked at.
 @pytest.mark.parametrize("body", [b"{", b'{"event": 1}', b"", b"\xff" * 100])
 async def test_a_bad_body_without_the_secret_tells_nothing_but_401(serving, body: bytes) -> None:
@@ -96,45 +74,11 @@ async def test_a_payload_that_cannot_be_used_is_named_by_its_fields_alone(servin
         assert told.status == 200
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_all_four_kinds_of_handlers_are_called_with_or_without_a_body(serving, make_payload, is_async) -> None:
-    receiver = Receiver(ReceiverSettings(secrets=(SECRET,)))
-
-    def both(payload: WebhookPayload, request: sanic.Request) -> list:
-        return [payload.repo.name, request.json["repo"]["name"]]
-
-    def only_payload(payload: WebhookPayload) -> str:
-        return payload.repo.name
-
-    def only_request(request: sanic.Request) -> str:
-        return request.method
-
-    def nothing() -> int:
-        return 3
-
-    for function in (both, only_payload, only_request, nothing):
-
-        async def later(*arguments, function=function, **named):
-            return function(*arguments, **named)
-
-        later.__wrapped__ = function  # type: ignore[attr-defined]
-        receiver.add(later if is_async else function, function.__name__)
-    async with serving(receiver) as sender:
-        told = {
-            name: await sender.post(f"/webhooks/{name}", make_payload(), headers=SIGNED)
-            for name in ("both", "only_payload", "only_request", "nothing")
-        }
-        assert {name: (one.status, one.json) for name, one in told.items()} == {
-            "both": (200, ["robots/act"] * 2),
-            "only_payload": (200, "robots/act"),
-            "only_request": (200, "POST"),
-            "nothing": (200, 3),
-        }
-        for name in ("only_request", "nothing"):
-            for _ in range(2):
-                empty = await sender.post(f"/webhooks/{name}", headers=SIGNED)
-                assert empty.status == 200
-                assert "x-webhook-duplicate" not in empty.headers
+async def test_two_deliveries_without_a_body_are_two_events(serving) -> None:
+    async with serving(Receiver(), lambda: 3, "nothing") as sender:
+        for _ in range(2):
+            empty = await sender.post("/webhooks/nothing")
+            assert (empty.status, empty.json, "x-webhook-duplicate" in empty.headers) == (200, 3, False)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
@@ -205,7 +149,8 @@ async def test_any_value_is_told_as_json(serving, value: object, told: object) -
 
 async def test_a_response_of_the_handlers_own_passes(serving) -> None:
     def own(payload: dict) -> sanic.HTTPResponse:
-        return sanic.json({"made": payload["n"]}, 201, {"x-own": "1"})
+        wrong = {"Content-Length": "500", "Transfer-Encoding": "chunked"}  # of another server
+        return sanic.HTTPResponse(json.dumps({"made": payload["n"]}), 201, {"x-own": "1"} | wrong, "application/json")
 
     async with serving(Receiver(), own) as sender:
         for _ in range(2):
@@ -283,17 +228,6 @@ async def test_a_slow_handler_is_accepted_within_the_deadline_and_goes_on_once(
         last = await sender.post("/webhooks/slow", make_payload(), headers=same)
         assert (last.status, last.json, last.headers["x-webhook-duplicate"]) == (200, "done", "true")
         assert len(runs) == 1
-
-
-async def test_queued_endpoints_are_told_202_at_once(serving, make_payload) -> None:
-    receiver, ran = Receiver(), asyncio.Event()
-
-    async def later(payload: dict) -> None:
-        ran.set()
-
-    async with serving(receiver, later, mode="queue") as sender:
-        assert (await sender.post("/webhooks/later", make_payload())).status == 202
-        await asyncio.wait_for(ran.wait(), 30)
 
 
 # The peer: 6.0 s, as three sync handlers of 2 s run on its loop; benchmarks/webhook_receive.py has both.
@@ -404,15 +338,6 @@ async def test_a_handler_cannot_end_the_server(serving, error: BaseException, ca
     async with serving(receiver, lambda: 3, "well") as sender:
         assert [(await sender.post(f"/webhooks/{name}")).status for name in ("ends", "ends_too")] == [500, 500]
         assert (await sender.post("/webhooks/well")).json == 3
-
-
-async def test_a_response_of_a_handler_is_sent_whole_whatever_its_headers_say_of_its_length(serving) -> None:
-    receiver, headers = Receiver(), {"Content-Length": "500", "Transfer-Encoding": "chunked", "X-Of": "another server"}
-    async with serving(
-        receiver, lambda: sanic.HTTPResponse('"short"', 201, headers, "application/json"), "passed_on"
-    ) as sender:
-        told = await sender.post("/webhooks/passed_on")
-    assert (told.status, told.json, told.headers["x-of"]) == (201, "short", "another server")
 
 
 async def test_headers_of_an_event_have_no_secrets(serving, make_payload) -> None:
@@ -527,18 +452,6 @@ async def test_a_body_whose_encoding_is_broken_is_400(serving) -> None:
         )
         assert told.startswith(b"HTTP/1.1 400 ")
         assert b'{"error":"The body cannot be read."}' in told
-
-
-async def test_a_queued_handler_has_a_request_after_its_sender_has_gone(serving, make_payload, until) -> None:
-    receiver, seen = Receiver(), []
-
-    async def look(request: sanic.Request) -> None:
-        seen.append((request.json, request.headers["user-agent"], request.path))
-
-    async with serving(receiver, look, mode="queue") as sender:
-        await sender.post("/webhooks/look", make_payload(), headers={**SIGNED, "user-agent": "hub"})
-        await until(receiver)
-    assert seen == [(make_payload(), "hub", "/webhooks/look")]
 
 
 def test_a_burst_is_let_through_and_then_so_many_per_second() -> None:

@@ -22,25 +22,16 @@ from tests.unit.hooks.server.conftest import ask
 SECRET = {"x_webhook_secret": "my_webhook_secret"}
 
 
-@pytest.mark.parametrize("path", ["implicit", "/explicit/", "robots//left"])
+@pytest.mark.parametrize("path", [None, "implicit", "/explicit/", "robots//left"])
 def test_webhooks_are_registered_under_webhooks_and_the_function_comes_back(make, path):
     server = make()
 
     def implicit():
         pass
 
-    assert server.add_webhook(path)(implicit) is implicit
-    assert dict(server.registered_webhooks) == {f"/webhooks/{path.strip('/')}": implicit}
-
-
-def test_a_bare_decorator_takes_the_functions_name(make):
-    server = make()
-
-    @server.add_webhook
-    async def handler():
-        pass
-
-    assert server.registered_webhooks["/webhooks/handler"] is handler
+    decorate = server.add_webhook if path is None else server.add_webhook(path)
+    assert decorate(implicit) is implicit
+    assert dict(server.registered_webhooks) == {f"/webhooks/{(path or 'implicit').strip('/')}": implicit}
 
 
 def test_a_path_is_given_once(make):
@@ -255,7 +246,8 @@ def test_a_request_that_comes_byte_by_byte_is_cut(make, monkeypatch, start):
                 with contextlib.suppress(OSError):
                     line.sendall(b"a")
             line.settimeout(30)
-            assert b"" in iter(lambda: line.recv(4096), None), "the connection stays open"
+            with contextlib.suppress(ConnectionResetError):
+                assert b"" in iter(lambda: line.recv(4096), None), "the connection stays open"
     assert told.startswith((b"HTTP/1.1 408 ", b"HTTP/1.1 503 "))
 
 
