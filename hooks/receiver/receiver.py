@@ -183,7 +183,7 @@ def build_incoming_event(endpoint: Endpoint, request: Request, content: bytes) -
     except InvalidPayload as error:
         # A handler without a payload accepts any body.
         if takes_payload:
-            more = {"fields": list(error.fields)} if error.fields else {}
+            more: dict[str, Any] = {"fields": list(error.fields)} if error.fields else {}
             raise Refused(build_error(422, f"{str(error).capitalize()}.", **more)) from None
     delivery_id = next((request.headers[name] for name in ID_HEADERS if request.headers.get(name)), None)
     if delivery_id is not None and (len(delivery_id) > LONGEST_ID or not delivery_id.isprintable()):
