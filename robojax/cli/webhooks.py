@@ -236,7 +236,7 @@ def serve(
     database: Annotated[File, option(f"File of the events; default: what the module says, or {DATABASE}.")] = None,
 ) -> None:
     """Receive webhooks with the functions of a module until Ctrl-C."""
-    from hooks.server.script import load_server
+    from hooks.server.server import load_server
 
     secret = hooks.find_secret(file=secret_file)
     server = load_server(target)
