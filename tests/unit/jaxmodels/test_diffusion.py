@@ -105,8 +105,10 @@ def test_without_noise_the_same_observation_has_the_same_answer_in_any_batch(pol
     several = policy.act(observation(3))
     assert several.shape == (3, 8, 2)
     assert np.array_equal(several, policy.act(observation(3)))
-    first = {name: array[:1] for name, array in observation(3).items()}
-    assert np.abs(policy.act(first) - several[:1]).max() < 1e-4 * np.abs(several).max()
+    other = {name: np.concatenate((array[:1], 1 - array[1:])) for name, array in observation(3).items()}
+    found = policy.act(other)
+    assert np.abs(found[:1] - several[:1]).max() < 1e-4 * np.abs(several).max()
+    assert np.abs(found[1:] - several[1:]).max() > 0.1
     noise = np.random.default_rng(1).standard_normal((3, 16, 2)).astype(np.float32)
     assert np.abs(policy.act(observation(3), noise=noise) - several).max() > 0.1
 

@@ -18,8 +18,8 @@ CALIBRATION = {name: JointCalibration(servo, 0, 0, LOW, HIGH) for name, servo in
 
 @pytest.fixture
 def servos(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedBus]:
-    # The servos are a thread of this machine, which may stand still for longer than real ones ever take to answer.
-    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 1000.0)
+    # On a busy machine the thread of the servos answers later than real servos, which take 50 ms at most.
+    monkeypatch.setattr(_scservo, "PACKET_TIMEOUT", 300.0)
     made = {servo: Servo() for servo in JOINTS.values()}
     for servo in made.values():
         servo[registers.MIN_POSITION], servo[registers.MAX_POSITION] = LOW, HIGH
