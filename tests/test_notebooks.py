@@ -60,7 +60,7 @@ def text(path: Path) -> str:
 
 
 def shortened(source: str) -> str:
-    """Return a cell with a twentieth of its steps of training and timed calls, and two sizes of a batch instead of four.
+    """Return a cell with a twentieth of its training steps and timed calls, and two sizes of a batch instead of four.
 
     Each size of a batch is one more program to compile.
     """

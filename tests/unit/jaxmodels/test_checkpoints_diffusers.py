@@ -411,6 +411,10 @@ def test_configs_of_the_split_classes_have_their_own_defaults() -> None:
     )
     assert (pixart.inner_dim, pixart.outputs, pixart.norm_eps, pixart.kind) == (1152, 8, 1e-6, "patches")
     assert (pixart.has_conditions, pixart.position_scale, pixart.cross_attention_dim) == (True, 2, 1152)
+    for size in (64, 32):
+        small = read_model_config({"_class_name": "PixArtTransformer2DModel", "sample_size": size})
+        assert (small.has_conditions, small.position_scale) == (False, 1)
+        assert small.to_json()["use_additional_conditions"] is None
     with pytest.raises(ConfigError, match="norm_type is 'layer_norm'; wanted 'ada_norm_single'"):
         read_model_config({"_class_name": "PixArtTransformer2DModel", "norm_type": "layer_norm"})
 
@@ -425,5 +429,8 @@ def test_the_published_models_have_the_tensors_that_were_published() -> None:
         shapes = [place.shape for place in tensor_names(read_model_config(values))]
         sizes[name] = (len(shapes), sum(math.prod(shape) for shape in shapes))
     assert sizes["ithq"] == (1015, 1_359_274_624)
+    discrete = read_model_config(ithq)
+    assert (discrete.kind, discrete.inner_dim, discrete.to_json()["norm_type"]) == ("discrete", 1408, "layer_norm")
+    assert read_model_config(discrete.to_json()) == discrete
     assert sizes["dit"][1] == 749_826_464
     assert sizes["pixart"][1] == 611_349_152

@@ -294,39 +294,3 @@ def test_a_fresh_process_needs_no_torch_and_fills_the_cache(small, checkpoint_of
     first = start()
     assert first
     assert start() == first  # nothing had to be compiled anew
-
-
-def test_importing_the_package_does_not_import_jax() -> None:
-    code = "import sys, jaxmodels, jaxmodels.errors, jaxmodels.types; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_public_names_are_exactly_these() -> None:
-    assert jaxmodels.__all__ == [
-        "POLICY_FILES",
-        "LoadedModel",
-        "Policy",
-        "PolicyFolder",
-        "Requirements",
-        "TemporalEnsembler",
-        "Transformer2DConfig",
-        "Transformer2DModel",
-        "cache_folder",
-        "find_policy",
-        "hub_limits",
-        "is_model",
-        "is_policy_file",
-        "join_hosts",
-        "list_policy_files",
-        "load_model",
-        "load_policy",
-        "name_devices",
-        "open_file",
-        "read_requirements",
-        "user_cache",
-    ]
-    assert {name for name in dir(jaxmodels) if name in jaxmodels.__all__} == set(jaxmodels.__all__)
-    for name in jaxmodels.__all__:
-        assert getattr(getattr(jaxmodels, name), "__name__", name) == name
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = jaxmodels.nothing

@@ -143,24 +143,6 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
         dataset.frames(FRONT, np.array([20]))
 
 
-def test_the_public_names_are_these():
-    import jaxmodels.data
-
-    expected = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
-    assert jaxmodels.data.__all__ == expected
-    assert set(jaxmodels.data.__all__) <= set(dir(jaxmodels.data))
-    for name in jaxmodels.data.__all__:
-        assert getattr(jaxmodels.data, name).__module__.startswith("jaxmodels.data.")
-    with pytest.raises(AttributeError, match="no attribute 'Episodes'"):
-        _ = jaxmodels.data.Episodes
-
-
-def test_importing_the_package_imports_neither_jax_nor_pyarrow_nor_a_codec():
-    code = "import sys, jaxmodels.data; print([name for name in ('jax', 'pyarrow', 'av') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == "[]"
-
-
 def test_without_pyarrow_it_is_said_what_to_install():
     code = "import sys; sys.modules['pyarrow'] = None; from jaxmodels.data import open_dataset"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
