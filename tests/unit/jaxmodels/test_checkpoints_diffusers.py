@@ -19,6 +19,7 @@ from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, dif
 from jaxmodels.transformer2d.diffusers_config import read_model_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from jaxmodels.weights import blueprint
+from tests.testing.models import edit_json
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -76,10 +77,6 @@ def folder(tmp_path: Path) -> Path:
     """A written model that a test may spoil."""
     diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL))
     return tmp_path / "model"
-
-
-def edit(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
@@ -271,9 +268,7 @@ def sharded(tmp_path: Path) -> Path:
     "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", "..", ".x.safetensors", 3, None]
 )
 def test_an_index_cannot_lead_out_of_its_folder(sharded: Path, name) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["norm.bias"] = name
-    (sharded / INDEX).write_text(json.dumps(index))
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({"norm.bias": name}))
     with pytest.raises(CheckpointError, match=r"index\.json: weight_map names .*wanted plain names"):
         diffusers_folder.read(sharded)
 
@@ -291,7 +286,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(sharded: Path) -> None:
     (sharded / files[0]).unlink()
     with pytest.raises(CheckpointError, match=f"{files[0]}: cannot be read"):
         diffusers_folder.read(sharded)
-    edit(sharded / INDEX, weight_map=[1])
+    edit_json(sharded / INDEX, weight_map=[1])
     with pytest.raises(CheckpointError, match="has no weight_map"):
         diffusers_folder.read(sharded)
 
@@ -380,13 +375,13 @@ def test_a_part_of_a_pipeline_is_read_by_its_subfolder(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["AutoencoderKL", "../..", None, 3])
 def test_another_models_config_is_refused(folder: Path, name) -> None:
-    edit(folder / "config.json", _class_name=name)
+    edit_json(folder / "config.json", _class_name=name)
     with pytest.raises(ConfigError, match=r"_class_name is .*known: Transformer2DModel, DiT"):
         diffusers_folder.read(folder)
 
 
 def test_more_layers_than_a_file_can_hold_are_refused_at_once(folder: Path) -> None:
-    edit(folder / "config.json", num_layers=1 << 60)
+    edit_json(folder / "config.json", num_layers=1 << 60)
     with pytest.raises(ConfigError, match="num_layers is"):
         diffusers_folder.read(folder)
 

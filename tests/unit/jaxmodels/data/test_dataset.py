@@ -6,6 +6,7 @@ import pytest
 
 from jaxmodels.data import open_dataset
 from jaxmodels.errors import DatasetError
+from tests.testing.models import edit_json
 from tests.unit.jaxmodels.data.demonstrations import (
     ACTION,
     FRONT,
@@ -17,7 +18,6 @@ from tests.unit.jaxmodels.data.demonstrations import (
     TASKS,
     frames,
     level,
-    rewrite,
     write_video,
 )
 
@@ -102,7 +102,7 @@ def test_statistics_of_some_episodes_are_not_those_that_were_written_of_all(writ
 def test_statistics_that_were_written_are_read(copy):
     folder = copy("v3.0")
     wrong = {"mean": [7.0, 8.0], "std": [1.0, 1.0], "min": [0, 0], "max": [9, 9], "count": [20]}
-    rewrite(folder / "meta/stats.json", action=wrong)
+    edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]
     assert found["mean"].tolist() == [7, 8]
     np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # which is missing there
