@@ -114,9 +114,7 @@ def measure_chunk(policy: jaxmodels.Policy, folder: Path, **renamed: str) -> flo
     """Return the largest error of the recorded chunk, as a share of the largest action."""
     with np.load(folder / "io.npz") as file:
         names = [key.removeprefix("in.0.") for key in file if key.startswith("in.0.")]
-        observation: dict[str, Any] = {
-            renamed.get(name.rpartition(".")[2], name): file[f"in.0.{name}"] for name in names
-        }
+        observation: Any = {renamed.get(name.rpartition(".")[2], name): file[f"in.0.{name}"] for name in names}
         wanted = file["out.0.chunk"]
     return float(np.abs(policy.act(observation) - wanted).max() / np.abs(wanted).max())
 
