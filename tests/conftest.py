@@ -29,35 +29,23 @@ def pauses() -> Iterator[Pauses]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Iterator[Path]:
     """An untrained DiT of two layers, in a pipeline's folder ``transformer``."""
-    import jax.numpy as jnp
-    import numpy as np
+    from tests.testing.transformers import random_transformer
 
-    from jaxmodels.transformer2d import Transformer2DModel
-    from jaxmodels.weights import blueprint
-
-    plan = blueprint(
-        lambda rngs: Transformer2DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
-            in_channels=4,
-            patch_size=2,
-            sample_size=8,
-            norm_type="ada_norm_zero",
-            num_embeds_ada_norm=7,
-            activation_fn="gelu-approximate",
-            rngs=rngs,
-        )
+    model = random_transformer(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        in_channels=4,
+        patch_size=2,
+        sample_size=8,
+        norm_type="ada_norm_zero",
+        num_embeds_ada_norm=7,
+        activation_fn="gelu-approximate",
     )
-    random = np.random.default_rng(0)
-    weights = {
-        name: jnp.asarray(random.standard_normal(array.shape) / array.shape[-1] ** 0.5, jnp.float32)
-        for name, array in plan.shapes.items()
-    }
     pipeline = tmp_path_factory.mktemp("models") / "pipeline"
     folder = pipeline / "transformer"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROBOJAX_COMPILE_CACHE", "off")
-        plan.assemble(weights).save_pretrained(folder)
+        model.save_pretrained(folder)
         (pipeline / "model_index.json").write_text('{"_class_name": "DiTPipeline"}')
         yield folder

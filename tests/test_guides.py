@@ -2,7 +2,8 @@
 
 A block runs when the line before its fence is ``<!-- run -->``; with ``<!-- run: save app.py -->`` the block is written
 to that file. All commands of a page run in one shell, and all its Python in one interpreter, so that a server started
-in one block answers the next. The reader's Hub is a local stub that has the repositories which the guides name.
+in one block answers the next. Blocks of docs/start that repeat README.md, or a command that the tests of the demo run,
+have no mark. The reader's Hub is a local stub that has the repositories which the guides name.
 """
 
 import os

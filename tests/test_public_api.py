@@ -1,16 +1,27 @@
-"""What the package exports."""
+"""What the packages export."""
 
 import subprocess
 import sys
+from importlib import import_module
+
+import pytest
 
 import hooks
 
+PACKAGES = ("hooks", "jaxmodels", "jaxmodels.data", "jaxmodels.samplers", "robojax.client")
 
-def test_public_names_are_exactly_those_that_are_listed() -> None:
-    assert sorted(hooks._HOMES) == sorted(hooks.__all__)
-    for name in hooks.__all__:
-        assert getattr(hooks, name).__name__ == name
-    assert set(hooks.__all__) <= set(dir(hooks))
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_listed_name_is_exported_and_no_other(package: str) -> None:
+    module = import_module(package)
+    names = module.__all__
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(dir(module))
+    assert sorted(getattr(module, "_HOMES", names)) == sorted(names)
+    for name in names:
+        assert getattr(getattr(module, name), "__name__", name) == name
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = module.nothing
 
 
 def test_names_of_huggingface_hub_are_here_too() -> None:
@@ -21,9 +32,16 @@ def test_names_of_huggingface_hub_are_here_too() -> None:
     assert set(theirs) <= set(hooks.__all__), set(theirs) - set(hooks.__all__)
 
 
-def test_importing_it_imports_nothing_else() -> None:
-    script = (
-        "import sys, hooks; print(*(name for name in ('sanic', 'pydantic', 'huggingface_hub') if name in sys.modules))"
-    )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == []
+@pytest.mark.parametrize(
+    ("imported", "heavy"),
+    [
+        ("hooks", "sanic pydantic huggingface_hub"),
+        ("jaxmodels, jaxmodels.errors, jaxmodels.types", "jax"),
+        ("jaxmodels.data", "jax pyarrow av"),
+        ("jaxmodels.text", "tokenizers"),
+    ],
+)
+def test_importing_a_package_imports_nothing_heavy(imported: str, heavy: str) -> None:
+    script = f"import sys, {imported}; print(*(name for name in '{heavy}'.split() if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -28,6 +28,14 @@ from tests.testing.compiling import PROGRAMS, compiling_quickly, use_programs
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object] | None = None, **values: Any) -> None:
+    """Change the object of a JSON file by a function, or replace its values of these names."""
+    content = json.loads(path.read_text())
+    if change is not None:
+        change(content)
+    path.write_text(json.dumps(content | values))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Quick, for a whole module as its fixtures compute too, but where the programs have to be those that users run."""

@@ -12,10 +12,8 @@ from flax import nnx
 
 from jaxmodels.transformer2d import Transformer2DModel
 from tests.parity.transformer2d.conftest import SINGLE
-from tests.testing.compiling import compiling_quickly
 from tests.testing.peers import require_peers
 
-pytestmark = pytest.mark.fully_compiled
 TOLERANCE = 1e-5  # largest absolute difference on outputs of order 1
 STEADY = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -49,7 +47,7 @@ def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of)
     model, inputs = model_of(config), arguments(name, config, inputs_for)
     wanted = np.asarray(model(**inputs).sample)
     if name == "continuous ada":  # operation by operation is slow to start
-        with jax.disable_jit(), compiling_quickly():
+        with jax.disable_jit():
             eager = np.asarray(model(**inputs).sample)
         assert np.abs(eager - wanted).max() <= TOLERANCE
     graph, state = nnx.split(model)
@@ -61,7 +59,6 @@ def test_compiled_traced_and_eager_agree(name: str, small, inputs_for, model_of)
     assert np.abs(np.asarray(ahead(**inputs)) - wanted).max() <= TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous ada", "continuous only cross", "zero", "single"])
 def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
@@ -82,7 +79,6 @@ def test_prepared_conditioning_changes_nothing(name: str, small, inputs_for, mod
     assert np.abs(np.asarray(run(state, inputs["hidden_states"], conditioning)) - wanted).max() <= TOLERANCE
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous ada", "discrete", "zero", "single"])
 def test_an_element_does_not_depend_on_its_batch(name: str, small, inputs_for, model_of) -> None:
     kind, fields = KINDS[name]
@@ -107,7 +103,6 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ["continuous", "discrete", "zero", "single"])
 def test_bfloat16_is_as_close_to_float32_as_in_torch(name: str, small, inputs_for, pair_of, to_torch) -> None:
     require_peers("torch", "diffusers")

@@ -12,118 +12,88 @@ from flax import nnx
 from jaxmodels.errors import ConfigError, JaxModelsError
 from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel
 
-# name -> constructor arguments, what the message must say (any case), whether diffusers refuses it in its constructor
-CONFIGS: Mapping[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
-    "nothing": ({}, ("in_channels", "num_vector_embeds", "patch_size"), True),
+# Name: arguments of the constructor, words of the message in any case, whether diffusers refuses them too.
+PATCHES = {"in_channels": 4, "patch_size": 2, "sample_size": 8}
+ONE_HEAD = {**PATCHES, "norm_type": "ada_norm_single", "num_attention_heads": 1}
+CONFIGS: Mapping[str, tuple[dict[str, Any], str, bool]] = {
+    "nothing": ({}, "in_channels num_vector_embeds patch_size", True),
     "patches without channels": (
         {"patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_single"},
-        ("in_channels", "patches"),
+        "in_channels patches",
         True,
     ),
     "continuous and discrete": (
         {"in_channels": 32, "num_vector_embeds": 5, "sample_size": 4},
-        ("in_channels", "num_vector_embeds", "continuous", "discrete"),
+        "in_channels num_vector_embeds continuous discrete",
         True,
     ),
     "patches and discrete": (
-        {
-            "in_channels": 4,
-            "patch_size": 2,
-            "num_vector_embeds": 5,
-            "sample_size": 4,
-            "norm_type": "ada_norm_single",
-        },
-        ("num_vector_embeds", "patches", "discrete"),
+        {**PATCHES, "num_vector_embeds": 5, "sample_size": 4, "norm_type": "ada_norm_single"},
+        "num_vector_embeds patches discrete",
         True,
     ),
-    "patches with layer norm": (
-        {"in_channels": 4, "patch_size": 2, "sample_size": 8},
-        ("patches", "layer_norm", "ada_norm_zero"),
-        True,
-    ),
+    "patches with layer norm": ({**PATCHES}, "patches layer_norm ada_norm_zero", True),
     "patches with ada norm": (
-        {"in_channels": 4, "patch_size": 2, "sample_size": 8, "norm_type": "ada_norm", "num_embeds_ada_norm": 5},
-        ("patches", "ada_norm"),
-        False,  # it fails in the forward pass
+        {**PATCHES, "norm_type": "ada_norm", "num_embeds_ada_norm": 5},
+        "patches ada_norm",
+        False,
     ),
     "patches with ada norm zero without classes": (
-        {"in_channels": 4, "patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_zero"},
-        ("patches", "num_embeds_ada_norm"),
+        {**PATCHES, "norm_type": "ada_norm_zero"},
+        "patches num_embeds_ada_norm",
         True,
     ),
     "ada norm without timesteps": (
         {"in_channels": 32, "norm_type": "ada_norm"},
-        ("continuous", "num_embeds_ada_norm"),
+        "continuous num_embeds_ada_norm",
         True,
     ),
     "discrete ada norm zero without classes": (
         {"num_vector_embeds": 5, "sample_size": 4, "norm_type": "ada_norm_zero"},
-        ("discrete", "num_embeds_ada_norm"),
+        "discrete num_embeds_ada_norm",
         True,
     ),
-    "discrete without size": ({"num_vector_embeds": 5}, ("discrete", "sample_size"), True),
+    "discrete without size": ({"num_vector_embeds": 5}, "discrete sample_size", True),
     "patches without size": (
         {"in_channels": 4, "patch_size": 2, "norm_type": "ada_norm_single"},
-        ("patches", "sample_size"),
+        "patches sample_size",
         True,
     ),
-    "channels that groups do not divide": ({"in_channels": 33}, ("continuous", "33", "32", "norm_num_groups"), True),
-    "other output channels": (
-        {"in_channels": 32, "out_channels": 16},
-        ("continuous", "out_channels", "16", "32"),
-        False,
-    ),
+    "channels that groups do not divide": ({"in_channels": 33}, "continuous 33 32 norm_num_groups", True),
+    "other output channels": ({"in_channels": 32, "out_channels": 16}, "continuous out_channels 16 32", False),
     "one output channel of a linear projection": (
         {"in_channels": 32, "out_channels": 1, "use_linear_projection": True},
-        ("continuous", "out_channels"),
+        "continuous out_channels",
         False,
     ),
     "ada norm continuous": (
         {"in_channels": 32, "norm_type": "ada_norm_continuous", "num_embeds_ada_norm": 5},
-        ("continuous", "ada_norm_continuous"),
+        "continuous ada_norm_continuous",
         True,
     ),
-    "i2vgen": ({"in_channels": 32, "norm_type": "layer_norm_i2vgen"}, ("continuous", "layer_norm_i2vgen"), False),
-    "unknown norm": ({"in_channels": 32, "norm_type": "rms_norm"}, ("continuous", "rms_norm", "layer_norm"), False),
-    "unknown activation": ({"in_channels": 32, "activation_fn": "relu"}, ("continuous", "relu", "geglu"), True),
-    "activation in capitals": ({"in_channels": 32, "activation_fn": "GEGLU"}, ("GEGLU", "geglu"), True),
+    "i2vgen": ({"in_channels": 32, "norm_type": "layer_norm_i2vgen"}, "continuous layer_norm_i2vgen", False),
+    "unknown norm": ({"in_channels": 32, "norm_type": "rms_norm"}, "continuous rms_norm layer_norm", False),
+    "unknown activation": ({"in_channels": 32, "activation_fn": "relu"}, "continuous relu geglu", True),
+    "activation in capitals": ({"in_channels": 32, "activation_fn": "GEGLU"}, "GEGLU geglu", True),
     "gated without cross attention": (
         {"in_channels": 32, "attention_type": "gated"},
-        ("continuous", "gated", "cross_attention_dim"),
+        "continuous gated cross_attention_dim",
         True,
     ),
-    "unknown attention": ({"in_channels": 32, "attention_type": "fast"}, ("continuous", "fast", "gated"), False),
-    "positions need four": (
-        {
-            "in_channels": 4,
-            "patch_size": 2,
-            "sample_size": 8,
-            "norm_type": "ada_norm_single",
-            "num_attention_heads": 1,
-            "attention_head_dim": 6,
-        },
-        ("patches", "inner_dim", "6", "4"),
-        False,
-    ),
+    "unknown attention": ({"in_channels": 32, "attention_type": "fast"}, "continuous fast gated", False),
+    "positions need four": ({**ONE_HEAD, "attention_head_dim": 6}, "patches inner_dim 6 4", False),
     "conditions need three": (
-        {
-            "in_channels": 4,
-            "patch_size": 2,
-            "sample_size": 128,
-            "norm_type": "ada_norm_single",
-            "num_attention_heads": 1,
-            "attention_head_dim": 8,
-        },
-        ("patches", "inner_dim", "8", "3"),
+        {**ONE_HEAD, "sample_size": 128, "attention_head_dim": 8},
+        "patches inner_dim 8 3",
         False,
     ),
-    "no heads": ({"in_channels": 32, "num_attention_heads": 0}, ("num_attention_heads", "0"), False),
-    "no layers": ({"in_channels": 32, "num_layers": 0}, ("num_layers", "0"), False),
-    "dropout above one": ({"in_channels": 32, "dropout": 1.5}, ("dropout", "1.5"), True),
-    "one class": ({"num_vector_embeds": 1, "sample_size": 4}, ("discrete", "num_vector_embeds"), False),
+    "no heads": ({"in_channels": 32, "num_attention_heads": 0}, "num_attention_heads 0", False),
+    "no layers": ({"in_channels": 32, "num_layers": 0}, "num_layers 0", False),
+    "dropout above one": ({"in_channels": 32, "dropout": 1.5}, "dropout 1.5", True),
+    "one class": ({"num_vector_embeds": 1, "sample_size": 4}, "discrete num_vector_embeds", False),
     "image smaller than a patch": (
         {"in_channels": 4, "patch_size": 16, "sample_size": 8, "norm_type": "ada_norm_single"},
-        ("patches", "sample_size", "8", "16"),
+        "patches sample_size 8 16",
         False,
     ),
 }
@@ -139,27 +109,17 @@ def test_a_config_that_makes_no_sense_is_refused(name: str) -> None:
     ):
         with pytest.raises(ConfigError) as refusal:
             build()
-        for part in said:
+        for part in said.split():
             assert part.lower() in str(refusal.value).lower()
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name][2]])
 def test_what_diffusers_refuses_to_build_is_in_the_list(name: str, theirs_of) -> None:
-    # It says so with NotImplementedError, ValueError, AssertionError, TypeError or UnboundLocalError.
     theirs_of({"in_channels": 32})  # skips where diffusers is missing, and shows that the others are at fault
     with pytest.raises(Exception, match=r".") as refusal:
         theirs_of(CONFIGS[name][0])
-    assert type(refusal.value).__name__ in REFUSALS_OF_DIFFUSERS
-
-
-REFUSALS_OF_DIFFUSERS = (
-    "NotImplementedError",
-    "ValueError",
-    "AssertionError",
-    "TypeError",
-    "UnboundLocalError",
-    "RuntimeError",
-)
+    errors = (NotImplementedError, ValueError, AssertionError, TypeError, UnboundLocalError, RuntimeError)
+    assert isinstance(refusal.value, errors)
 
 
 def ids(*shape: int, low: int = 0, high: int = 9) -> np.ndarray:
@@ -171,28 +131,19 @@ def reals(*shape: int) -> np.ndarray:
 
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
+IMAGES = {"in_channels": 3, "patch_size": 2, "sample_size": 8}
+SINGLE = {**IMAGES, "norm_type": "ada_norm_single"}
+CONTINUOUS = {"in_channels": 16, "norm_num_groups": 4}
+DISCRETE = {"num_vector_embeds": 11, "sample_size": 4}
+ADA = {"norm_type": "ada_norm", "num_embeds_ada_norm": 9}
 MODELS: Mapping[str, dict[str, Any]] = {
-    "continuous": {"in_channels": 16, "norm_num_groups": 4, "cross_attention_dim": 20},
-    "continuous ada": {"in_channels": 16, "norm_num_groups": 4, "norm_type": "ada_norm", "num_embeds_ada_norm": 9},
-    "discrete": {"num_vector_embeds": 11, "sample_size": 4, "cross_attention_dim": 20},
-    "discrete ada": {"num_vector_embeds": 11, "sample_size": 4, "norm_type": "ada_norm", "num_embeds_ada_norm": 9},
-    "zero": {
-        "in_channels": 3,
-        "patch_size": 2,
-        "sample_size": 8,
-        "norm_type": "ada_norm_zero",
-        "num_embeds_ada_norm": 9,
-    },
-    "single": {"in_channels": 3, "patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_single"},
-    "conditions": {
-        "in_channels": 3,
-        "patch_size": 2,
-        "sample_size": 8,
-        "norm_type": "ada_norm_single",
-        "use_additional_conditions": True,
-        "cross_attention_dim": 24,
-        "caption_channels": 18,
-    },
+    "continuous": {**CONTINUOUS, "cross_attention_dim": 20},
+    "continuous ada": {**CONTINUOUS, **ADA},
+    "discrete": {**DISCRETE, "cross_attention_dim": 20},
+    "discrete ada": {**DISCRETE, **ADA},
+    "zero": {**IMAGES, "norm_type": "ada_norm_zero", "num_embeds_ada_norm": 9},
+    "single": SINGLE,
+    "conditions": {**SINGLE, "use_additional_conditions": True, "cross_attention_dim": 24, "caption_channels": 18},
 }
 CALLS: Mapping[str, dict[str, Any]] = {
     "continuous": {"hidden_states": reals(2, 16, 3, 5), "encoder_hidden_states": reals(2, 7, 20)},
@@ -208,76 +159,72 @@ CALLS: Mapping[str, dict[str, Any]] = {
         "added_cond_kwargs": {"resolution": reals(2, 2), "aspect_ratio": reals(2, 1)},
     },
 }
-# model, arguments in place of the right ones (None takes one away), what the message must say
-WRONG: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "lists": ("continuous", {"hidden_states": [[1.0, 2.0]]}, ("hidden_states",)),
-    "nothing": ("continuous", {"hidden_states": None}, ("hidden_states",)),
-    "an image without its batch": ("continuous", {"hidden_states": reals(16, 3, 5)}, ("hidden_states", "16, 3, 5")),
-    "other channels": ("continuous", {"hidden_states": reals(2, 15, 3, 5)}, ("hidden_states", "15", "16")),
-    "channels last": ("continuous", {"hidden_states": reals(2, 3, 5, 16)}, ("hidden_states", "3", "16")),
-    "whole numbers for an image": ("continuous", {"hidden_states": ids(2, 16, 3, 5)}, ("hidden_states", "int")),
-    "reals for ids": ("discrete", {"hidden_states": reals(2, 13)}, ("hidden_states", "float")),
-    "an id too large": ("discrete", {"hidden_states": ids(2, 13, high=9) + 3}, ("hidden_states", "11")),
-    "a negative id": ("discrete", {"hidden_states": ids(2, 13) - 1}, ("hidden_states", "-1")),
-    "too many ids": ("discrete", {"hidden_states": ids(2, 17)}, ("hidden_states", "17", "16")),
-    "ids as an image": ("discrete", {"hidden_states": ids(2, 4, 4)}, ("hidden_states", "4, 4")),
-    "encoder width": ("continuous", {"encoder_hidden_states": reals(2, 7, 21)}, ("encoder_hidden_states", "21", "20")),
-    "encoder batch": ("continuous", {"encoder_hidden_states": reals(1, 7, 20)}, ("encoder_hidden_states", "1", "2")),
-    "an encoder without tokens": ("continuous", {"encoder_hidden_states": reals(2, 0, 20)}, ("encoder_hidden_states",)),
-    "encoder rank": ("continuous", {"encoder_hidden_states": reals(2, 20)}, ("encoder_hidden_states", "2, 20")),
-    "no encoder where widths differ": ("continuous", {"encoder_hidden_states": None}, ("encoder_hidden_states", "20")),
-    "attention mask length": ("continuous", {"attention_mask": np.ones((2, 14))}, ("attention_mask", "14", "15")),
-    "attention mask batch": ("continuous", {"attention_mask": np.ones((3, 15))}, ("attention_mask", "3", "2")),
-    "encoder mask length": (
-        "continuous",
-        {"encoder_attention_mask": np.ones((2, 8))},
-        ("encoder_attention_mask", "8", "7"),
-    ),
-    "encoder mask rank": ("continuous", {"encoder_attention_mask": np.ones(7)}, ("encoder_attention_mask", "7")),
-    "attention mask of other heads": ("continuous", {"attention_mask": reals(6, 15, 15)}, ("attention_mask", "6")),
-    "discrete mask length": ("discrete", {"attention_mask": np.ones((2, 16))}, ("attention_mask", "16", "13")),
-    "no timestep": ("continuous ada", {"timestep": None}, ("timestep", "ada_norm")),
-    "a timestep too late": ("continuous ada", {"timestep": np.array([0, 9])}, ("timestep", "9", "8")),
-    "one timestep too late": ("discrete ada", {"timestep": 100}, ("timestep", "100", "9")),
-    "a negative timestep": ("continuous ada", {"timestep": np.array(-1)}, ("timestep", "-1")),
-    "a timestep between two": ("continuous ada", {"timestep": np.array([0.5, 1.0])}, ("timestep", "float")),
-    "timesteps of another batch": ("continuous ada", {"timestep": np.array([1, 2, 3])}, ("timestep", "3", "2")),
-    "text for a timestep": ("continuous ada", {"timestep": "3"}, ("timestep",)),
-    "no timestep for classes": ("zero", {"timestep": None}, ("timestep",)),
-    "no labels": ("zero", {"class_labels": None}, ("class_labels",)),
-    "a class too many": ("zero", {"class_labels": np.array([0, 10])}, ("class_labels", "10", "9")),
-    "a negative class": ("zero", {"class_labels": np.array([0, -2])}, ("class_labels", "-2")),
-    "labels as one-hot rows": ("zero", {"class_labels": np.eye(10)[:2]}, ("class_labels",)),
-    "real labels": ("zero", {"class_labels": np.array([0.0, 1.0])}, ("class_labels", "float")),
-    "labels of another batch": ("zero", {"class_labels": np.array([0, 1, 2])}, ("class_labels", "3", "2")),
-    "no timestep for patches": ("single", {"timestep": None}, ("timestep",)),
-    "timesteps of another batch for patches": ("single", {"timestep": np.array([1, 2, 3])}, ("timestep", "3", "2")),
-    "an image below one patch": ("single", {"hidden_states": reals(2, 3, 8, 1)}, ("hidden_states", "1", "2")),
-    "other channels of patches": ("single", {"hidden_states": reals(2, 4, 8, 8)}, ("hidden_states", "4", "3")),
-    "no conditions": ("conditions", {"added_cond_kwargs": None}, ("added_cond_kwargs", "resolution")),
+# Name: model, arguments in place of the right ones (None removes one), words of the message.
+WRONG: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "lists": ("continuous", {"hidden_states": [[1.0, 2.0]]}, "hidden_states"),
+    "nothing": ("continuous", {"hidden_states": None}, "hidden_states"),
+    "an image without its batch": ("continuous", {"hidden_states": reals(16, 3, 5)}, "hidden_states|16, 3, 5"),
+    "other channels": ("continuous", {"hidden_states": reals(2, 15, 3, 5)}, "hidden_states|15|16"),
+    "channels last": ("continuous", {"hidden_states": reals(2, 3, 5, 16)}, "hidden_states|3|16"),
+    "whole numbers for an image": ("continuous", {"hidden_states": ids(2, 16, 3, 5)}, "hidden_states|int"),
+    "reals for ids": ("discrete", {"hidden_states": reals(2, 13)}, "hidden_states|float"),
+    "an id too large": ("discrete", {"hidden_states": ids(2, 13, high=9) + 3}, "hidden_states|11"),
+    "a negative id": ("discrete", {"hidden_states": ids(2, 13) - 1}, "hidden_states|-1"),
+    "too many ids": ("discrete", {"hidden_states": ids(2, 17)}, "hidden_states|17|16"),
+    "ids as an image": ("discrete", {"hidden_states": ids(2, 4, 4)}, "hidden_states|4, 4"),
+    "encoder width": ("continuous", {"encoder_hidden_states": reals(2, 7, 21)}, "encoder_hidden_states|21|20"),
+    "encoder batch": ("continuous", {"encoder_hidden_states": reals(1, 7, 20)}, "encoder_hidden_states|1|2"),
+    "an encoder without tokens": ("continuous", {"encoder_hidden_states": reals(2, 0, 20)}, "encoder_hidden_states"),
+    "encoder rank": ("continuous", {"encoder_hidden_states": reals(2, 20)}, "encoder_hidden_states|2, 20"),
+    "no encoder where widths differ": ("continuous", {"encoder_hidden_states": None}, "encoder_hidden_states|20"),
+    "attention mask length": ("continuous", {"attention_mask": np.ones((2, 14))}, "attention_mask|14|15"),
+    "attention mask batch": ("continuous", {"attention_mask": np.ones((3, 15))}, "attention_mask|3|2"),
+    "encoder mask length": ("continuous", {"encoder_attention_mask": np.ones((2, 8))}, "encoder_attention_mask|8|7"),
+    "encoder mask rank": ("continuous", {"encoder_attention_mask": np.ones(7)}, "encoder_attention_mask|7"),
+    "attention mask of other heads": ("continuous", {"attention_mask": reals(6, 15, 15)}, "attention_mask|6"),
+    "discrete mask length": ("discrete", {"attention_mask": np.ones((2, 16))}, "attention_mask|16|13"),
+    "no timestep": ("continuous ada", {"timestep": None}, "timestep|ada_norm"),
+    "a timestep too late": ("continuous ada", {"timestep": np.array([0, 9])}, "timestep|9|8"),
+    "one timestep too late": ("discrete ada", {"timestep": 100}, "timestep|100|9"),
+    "a negative timestep": ("continuous ada", {"timestep": np.array(-1)}, "timestep|-1"),
+    "a timestep between two": ("continuous ada", {"timestep": np.array([0.5, 1.0])}, "timestep|float"),
+    "timesteps of another batch": ("continuous ada", {"timestep": np.array([1, 2, 3])}, "timestep|3|2"),
+    "text for a timestep": ("continuous ada", {"timestep": "3"}, "timestep"),
+    "no timestep for classes": ("zero", {"timestep": None}, "timestep"),
+    "no labels": ("zero", {"class_labels": None}, "class_labels"),
+    "a class too many": ("zero", {"class_labels": np.array([0, 10])}, "class_labels|10|9"),
+    "a negative class": ("zero", {"class_labels": np.array([0, -2])}, "class_labels|-2"),
+    "labels as one-hot rows": ("zero", {"class_labels": np.eye(10)[:2]}, "class_labels"),
+    "real labels": ("zero", {"class_labels": np.array([0.0, 1.0])}, "class_labels|float"),
+    "labels of another batch": ("zero", {"class_labels": np.array([0, 1, 2])}, "class_labels|3|2"),
+    "no timestep for patches": ("single", {"timestep": None}, "timestep"),
+    "timesteps of another batch for patches": ("single", {"timestep": np.array([1, 2, 3])}, "timestep|3|2"),
+    "an image below one patch": ("single", {"hidden_states": reals(2, 3, 8, 1)}, "hidden_states|1|2"),
+    "other channels of patches": ("single", {"hidden_states": reals(2, 4, 8, 8)}, "hidden_states|4|3"),
+    "no conditions": ("conditions", {"added_cond_kwargs": None}, "added_cond_kwargs|resolution"),
     "half the conditions": (
         "conditions",
         {"added_cond_kwargs": {"resolution": reals(2, 2)}},
-        ("added_cond_kwargs", "aspect_ratio"),
+        "added_cond_kwargs|aspect_ratio",
     ),
-    "no captions": ("conditions", {"encoder_hidden_states": None}, ("encoder_hidden_states",)),
-    "caption width": ("conditions", {"encoder_hidden_states": reals(2, 7, 24)}, ("encoder_hidden_states", "24", "18")),
+    "no captions": ("conditions", {"encoder_hidden_states": None}, "encoder_hidden_states"),
+    "caption width": ("conditions", {"encoder_hidden_states": reals(2, 7, 24)}, "encoder_hidden_states|24|18"),
     "unknown keyword arguments": (
         "continuous",
         {"cross_attention_kwargs": {"temperature": 1.0, "ip_adapter_masks": None}},
-        ("cross_attention_kwargs", "temperature", "ip_adapter_masks"),
+        "cross_attention_kwargs|temperature|ip_adapter_masks",
     ),
     "a mask in the keyword arguments": (
         "continuous",
         {"cross_attention_kwargs": {"attention_mask": np.ones((2, 15))}},
-        ("cross_attention_kwargs", "attention_mask"),
+        "cross_attention_kwargs|attention_mask",
     ),
     "objects without a fuser": (
         "continuous",
         {"cross_attention_kwargs": {"gligen": {"objs": reals(2, 3, 20)}}},
-        ("gligen", "attention_type"),
+        "gligen|attention_type",
     ),
-    "text for an image": ("continuous", {"hidden_states": "image"}, ("hidden_states",)),
+    "text for an image": ("continuous", {"hidden_states": "image"}, "hidden_states"),
 }
 
 
@@ -297,7 +244,7 @@ def test_a_wrong_argument_is_refused_by_name(name: str, models) -> None:
     with pytest.raises(ValueError, match=r".") as refusal:
         models(which)(**CALLS[which] | wrong)
     assert isinstance(refusal.value, JaxModelsError)  # not one that NumPy or XLA happened to raise
-    for part in said:
+    for part in said.split("|"):
         assert re.search(rf"(?<![0-9]){re.escape(part)}", str(refusal.value)), str(refusal.value)
 
 
@@ -307,6 +254,8 @@ PREPARED = [
     if not {"hidden_states", "attention_mask", "encoder_attention_mask", "cross_attention_kwargs"} & wrong.keys()
     # How many elements a batch has, prepare learns from what it is given.
     and "batch" not in name
+    # A later call compares the widths.
+    and name != "no encoder where widths differ"
 ]
 
 
@@ -315,9 +264,7 @@ def test_a_wrong_argument_is_refused_when_preparing(name: str, models) -> None:
     which, wrong, said = WRONG[name]
     steady = ("encoder_hidden_states", "timestep", "added_cond_kwargs", "class_labels")
     arguments = {key: value for key, value in (CALLS[which] | wrong).items() if key in steady}
-    if name == "no encoder where widths differ":
-        pytest.skip("prepared without encoder, a call says which widths differ")
-    with pytest.raises(ValueError, match=said[0]) as refusal:
+    with pytest.raises(ValueError, match=said.split("|")[0]) as refusal:
         models(which).prepare(**arguments)
     assert isinstance(refusal.value, JaxModelsError)
 

@@ -175,12 +175,6 @@ def test_attention_in_parts_is_the_whole_one(name: str, monkeypatch: pytest.Monk
     np.testing.assert_allclose(found, formula(q, k, v, bias), atol=2e-6)
 
 
-def test_blocks_of_queries_are_whole_and_their_rest_is_filled_up() -> None:
-    parts = attention_kernels.split_rows(numbers(2, 7, 3), 1, 3)
-    assert parts.shape == (3, 2, 3, 3)
-    assert not parts[2, :, 1:].any()
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_shapes_of_these_tests_reach_the_ways_they_are_named_for(shape: tuple[int, ...]) -> None:
     name = next(name for name, other in SHAPES.items() if other == shape)

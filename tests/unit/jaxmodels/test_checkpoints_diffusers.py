@@ -19,6 +19,7 @@ from jaxmodels.transformer2d import Transformer2DConfig, Transformer2DModel, dif
 from jaxmodels.transformer2d.diffusers_config import read_model_config
 from jaxmodels.transformer2d.diffusers_folder import tensor_names
 from jaxmodels.weights import blueprint
+from tests.testing.models import edit_json
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transformer2d"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -76,10 +77,6 @@ def folder(tmp_path: Path) -> Path:
     """A written model that a test may spoil."""
     diffusers_folder.write(tmp_path / "model", SMALL, random_weights(SMALL))
     return tmp_path / "model"
-
-
-def edit(path: Path, **changes) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def spoil(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
@@ -271,9 +268,7 @@ def sharded(tmp_path: Path) -> Path:
     "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "weights.bin", "..", ".x.safetensors", 3, None]
 )
 def test_an_index_cannot_lead_out_of_its_folder(sharded: Path, name) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"]["norm.bias"] = name
-    (sharded / INDEX).write_text(json.dumps(index))
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({"norm.bias": name}))
     with pytest.raises(CheckpointError, match=r"index\.json: weight_map names .*wanted plain names"):
         diffusers_folder.read(sharded)
 
@@ -291,7 +286,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(sharded: Path) -> None:
     (sharded / files[0]).unlink()
     with pytest.raises(CheckpointError, match=f"{files[0]}: cannot be read"):
         diffusers_folder.read(sharded)
-    edit(sharded / INDEX, weight_map=[1])
+    edit_json(sharded / INDEX, weight_map=[1])
     with pytest.raises(CheckpointError, match="has no weight_map"):
         diffusers_folder.read(sharded)
 
@@ -380,13 +375,13 @@ def test_a_part_of_a_pipeline_is_read_by_its_subfolder(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["AutoencoderKL", "../..", None, 3])
 def test_another_models_config_is_refused(folder: Path, name) -> None:
-    edit(folder / "config.json", _class_name=name)
+    edit_json(folder / "config.json", _class_name=name)
     with pytest.raises(ConfigError, match=r"_class_name is .*known: Transformer2DModel, DiT"):
         diffusers_folder.read(folder)
 
 
 def test_more_layers_than_a_file_can_hold_are_refused_at_once(folder: Path) -> None:
-    edit(folder / "config.json", num_layers=1 << 60)
+    edit_json(folder / "config.json", num_layers=1 << 60)
     with pytest.raises(ConfigError, match="num_layers is"):
         diffusers_folder.read(folder)
 
@@ -411,6 +406,10 @@ def test_configs_of_the_split_classes_have_their_own_defaults() -> None:
     )
     assert (pixart.inner_dim, pixart.outputs, pixart.norm_eps, pixart.kind) == (1152, 8, 1e-6, "patches")
     assert (pixart.has_conditions, pixart.position_scale, pixart.cross_attention_dim) == (True, 2, 1152)
+    for size in (64, 32):
+        small = read_model_config({"_class_name": "PixArtTransformer2DModel", "sample_size": size})
+        assert (small.has_conditions, small.position_scale) == (False, 1)
+        assert small.to_json()["use_additional_conditions"] is None
     with pytest.raises(ConfigError, match="norm_type is 'layer_norm'; wanted 'ada_norm_single'"):
         read_model_config({"_class_name": "PixArtTransformer2DModel", "norm_type": "layer_norm"})
 
@@ -425,5 +424,8 @@ def test_the_published_models_have_the_tensors_that_were_published() -> None:
         shapes = [place.shape for place in tensor_names(read_model_config(values))]
         sizes[name] = (len(shapes), sum(math.prod(shape) for shape in shapes))
     assert sizes["ithq"] == (1015, 1_359_274_624)
+    discrete = read_model_config(ithq)
+    assert (discrete.kind, discrete.inner_dim, discrete.to_json()["norm_type"]) == ("discrete", 1408, "layer_norm")
+    assert read_model_config(discrete.to_json()) == discrete
     assert sizes["dit"][1] == 749_826_464
     assert sizes["pixart"][1] == 611_349_152

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jaxmodels
 from jaxmodels.errors import CheckpointError, ConfigError, WeightsMismatch
 from jaxmodels.policies import lerobot_folder
+from tests.testing.models import edit_json
 
 LEROBOTS_FILES = {
     "config.json",
@@ -29,11 +30,6 @@ LEROBOTS_FILES = {
 def folder(golden_folder, tmp_path: Path) -> Path:
     """A copy of a real LeRobot policy that a test may spoil."""
     return Path(shutil.copytree(golden_folder("act_state_only"), tmp_path / "policy"))
-
-
-def edit(path: Path, **changes) -> None:
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, **changes}))
 
 
 @pytest.mark.parametrize("name", ["act_state_only", "act_one_camera", "act_two_cameras_no_vae"])
@@ -95,6 +91,12 @@ def _save_any(path: Path, tensors: dict[str, np.ndarray]) -> None:
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(array.tobytes() for array in tensors.values()))
 
 
+def test_requirements_are_read_without_the_weights(folder: Path) -> None:
+    loaded = jaxmodels.load_policy(folder).requirements
+    (folder / "model.safetensors").write_bytes(b"not read")
+    assert jaxmodels.read_requirements(folder) == loaded
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_refused_by_name(folder: Path, value: float) -> None:
     tensors = load_file(folder / "model.safetensors")
@@ -133,7 +135,7 @@ def test_missing_files_are_named(folder: Path) -> None:
 
 
 def test_an_unknown_policy_type_is_refused_with_the_known_ones(folder: Path) -> None:
-    edit(folder / "config.json", type="groot")
+    edit_json(folder / "config.json", type="groot")
     with pytest.raises(ConfigError, match="'groot'; known: act, diffusion"):
         lerobot_folder.read_checkpoint(folder)
 
@@ -188,9 +190,8 @@ def test_a_sidecar_that_makes_no_sense_is_refused(folder: Path, values, words: s
 
 
 def test_joint_names_of_the_features_are_used_and_kept_out_of_lerobots_file(folder: Path, tmp_path: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    values["output_features"]["action"]["names"] = {"motors": list("abcdef")}
-    (folder / "config.json").write_text(json.dumps(values))
+    names = {"motors": list("abcdef")}
+    edit_json(folder / "config.json", lambda values: values["output_features"]["action"].update(names=names))
     checkpoint = lerobot_folder.read_checkpoint(folder)
     assert checkpoint.sidecar.joint_names == tuple("abcdef")
     lerobot_folder.write_checkpoint(tmp_path / "back", checkpoint)
@@ -237,22 +238,6 @@ def test_joint_names_come_from_sidecar_then_config_then_features(name: str, gold
     write()
     with pytest.raises(CheckpointError, match=r"has 7 names .*, but the feature 'action' has 6 numbers"):
         read()
-
-
-def test_a_policy_of_ours_comes_back_as_it_was(small, checkpoint_of, observation_of, tmp_path: Path) -> None:
-    config = small(cameras=("front",))
-    checkpoint = checkpoint_of(config, rate=25.0, joint_names=tuple("abcde"))
-    lerobot_folder.write_checkpoint(tmp_path / "policy", checkpoint)
-    back = lerobot_folder.read_checkpoint(tmp_path / "policy")
-    assert back.config == config
-    assert back.sidecar == checkpoint.sidecar
-    assert {name: array.tobytes() for name, array in back.weights.items()} == {
-        name: array.tobytes() for name, array in checkpoint.weights.items()
-    }
-    observation = observation_of(config)
-    np.testing.assert_array_equal(
-        jaxmodels.load_policy(tmp_path / "policy").act(observation), jaxmodels.Policy(back).act(observation)
-    )
 
 
 def test_writing_over_a_policy_replaces_every_file(small, checkpoint_of, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import jax, numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxmodels.transformer2d import diffusers_folder
 from jaxmodels.devices import build_shardings
@@ -28,7 +29,7 @@ from jaxmodels.weights import flatten
 
 folder = Path(sys.argv[1])
 config, _ = diffusers_folder.restore_orbax(folder)
-model = Transformer2DModel.from_config(config)
+model = nnx.eval_shape(lambda: Transformer2DModel.from_config(config))
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 named = dict(zip(flatten(model), jax.tree.leaves(build_shardings(model, mesh)), strict=True))
 _, weights = diffusers_folder.restore_orbax(folder, shardings=named)
@@ -39,7 +40,7 @@ diffusers_folder.save_orbax(folder.parent / "spread", config, weights)
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def weights() -> dict[str, jax.Array]:
     return flatten(Transformer2DModel.from_config(CONFIG))
 

@@ -18,6 +18,7 @@ from jaxmodels.errors import CheckpointError, ConfigError, ObservationError
 from jaxmodels.normalization import Affine
 from jaxmodels.policies import get_policy_type, integrity, lerobot_folder
 from jaxmodels.policy import Prompts
+from tests.testing.models import edit_json
 
 SMOLVLA, PI05, RELATIVE = "smolvla_two_cameras", "pi05_two_cameras", "pi05_relative_actions"
 PREPROCESSOR = "policy_preprocessor.json"
@@ -46,12 +47,6 @@ def recorded(folder: Path) -> tuple[dict[str, Any], np.ndarray]:
             name.removeprefix("in.0."): io[name] for name in io.files if name.startswith("in.0.observation")
         }
         return seen | {"task": io["in.0.task"].tolist()}, io["in.0.noise"]
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values))
 
 
 def step(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def test_a_tokenizer_is_read_from_the_folder_or_the_cache_and_never_fetched(
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_of_another_model(folder) -> None:
     policy = folder(SMOLVLA)
-    edit(policy / "vlm" / "tokenizer.json", lambda values: values["model"]["vocab"].update(strange=999))
+    edit_json(policy / "vlm" / "tokenizer.json", lambda values: values["model"]["vocab"].update(strange=999))
     with pytest.raises(CheckpointError, match=r"a vocabulary of 352; they are not of one model"):
         jaxmodels.load_policy(policy)
 
@@ -114,7 +109,7 @@ def test_weights_may_be_in_shards(folder, golden_folder) -> None:
 
 
 def move_tensor(policy: Path) -> None:
-    edit(policy / INDEX, lambda values: values["weight_map"].update({min(values["weight_map"]): SHARDS[1]}))
+    edit_json(policy / INDEX, lambda values: values["weight_map"].update({min(values["weight_map"]): SHARDS[1]}))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +120,8 @@ def move_tensor(policy: Path) -> None:
         (lambda policy: shutil.copy(policy / SHARDS[0], policy / "model.safetensors"), "in shards .*keep one of them"),
         (lambda policy: shutil.copy(policy / SHARDS[0], policy / SHARDS[0].replace("1", "3")), "names no tensor"),
         (move_tensor, f"is in {SHARDS[0]}, not in {SHARDS[1]}"),
-        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a="../x.safetensors")), "wanted plain"),
-        (lambda policy: edit(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
+        (lambda policy: edit_json(policy / INDEX, lambda v: v["weight_map"].update(a="../x")), "wanted plain"),
+        (lambda policy: edit_json(policy / INDEX, lambda v: v["weight_map"].update(a=SHARDS[0])), "a is not in"),
     ],
     ids=["missing", "no index", "twice", "stray", "moved", "elsewhere", "unknown"],
 )  # fmt: skip
@@ -154,7 +149,7 @@ def test_shards_that_do_not_fit_their_index_are_refused(change, text: str, folde
 )  # fmt: skip
 def test_steps_that_mean_something_else_are_refused(name: str, change, text: str, folder) -> None:
     policy = folder(name)
-    edit(policy / PREPROCESSOR, change)
+    edit_json(policy / PREPROCESSOR, change)
     with pytest.raises(CheckpointError, match=text):
         jaxmodels.load_policy(policy)
 
@@ -437,6 +432,6 @@ def test_language_models_are_in_bfloat16_on_accelerators(kind: str, asked, platf
 
 def test_a_model_that_nobody_knows_the_sizes_of_is_refused(folder) -> None:
     policy = folder(SMOLVLA)
-    edit(policy / "config.json", lambda values: values.update(vlm_model_name="somebody/model"))
+    edit_json(policy / "config.json", lambda values: values.update(vlm_model_name="somebody/model"))
     with pytest.raises(ConfigError, match=r"somebody/model.*whose sizes are not known"):
         jaxmodels.load_policy(policy)

@@ -10,13 +10,10 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmodels.errors import WeightsMismatch
 from jaxmodels.layers import feed_forward, vision
-from jaxmodels.layers.embeddings import sinusoidal, sinusoidal_2d
 from jaxmodels.layers.feed_forward import DIFFUSERS_ACTIVATIONS, LEROBOT_ACTIVATIONS, FeedForward, dropout
-from jaxmodels.layers.norm import BatchNorm, FrozenBatchNorm, GroupNorm, LayerNorm
+from jaxmodels.layers.norm import BatchNorm, LayerNorm
 from jaxmodels.layers.vision import max_pool
-from jaxmodels.weights import blueprint, check_fit, flatten
 
 
 def numbers(*shape: int, seed: int = 0) -> jax.Array:
@@ -60,23 +57,6 @@ def test_layer_norm_keeps_its_digits_far_from_zero() -> None:
     np.testing.assert_allclose(LayerNorm(64)(x), wanted, atol=1e-3)
 
 
-def test_group_norm_normalises_neighbouring_channels_together() -> None:
-    x = numbers(2, 3, 5, 8) * 3 + 1
-    groups = np.asarray(GroupNorm(8, 2)(x)).reshape(2, 15, 2, 4)
-    np.testing.assert_allclose(groups.mean((1, 3)), 0, atol=1e-5)
-    np.testing.assert_allclose(groups.std((1, 3)), 1, atol=1e-4)
-    nnxs = nnx.GroupNorm(8, 2, epsilon=1e-5, rngs=nnx.Rngs(0))(x)
-    np.testing.assert_allclose(GroupNorm(8, 2)(x), nnxs, atol=1e-5)
-
-
-def test_frozen_batch_norm_uses_what_it_was_given() -> None:
-    layer = FrozenBatchNorm(3)
-    for name, value in {"scale": 2.0, "bias": 0.5, "mean": 1.0, "variance": 4.0}.items():
-        getattr(layer, name)[...] = jnp.full(3, value)
-    x = numbers(1, 2, 2, 3)
-    np.testing.assert_allclose(layer(x), (x - 1.0) / np.sqrt(4.0 + 1e-5) * 2.0 + 0.5, atol=1e-6)
-
-
 def test_batch_norm_learns_statistics_from_each_batch_and_uses_them_when_it_serves() -> None:
     """As torch.nn.BatchNorm2d: normalised by the biased variance, a tenth of the unbiased one is remembered."""
     layer, x = BatchNorm(3), numbers(4, 2, 5, 3) * 3 + 1
@@ -92,34 +72,12 @@ def test_batch_norm_learns_statistics_from_each_batch_and_uses_them_when_it_serv
     )
 
 
-def test_the_border_never_wins_a_max_pool() -> None:
-    pooled = max_pool(-jnp.ones((1, 5, 4, 2)))
-    assert pooled.shape == (1, 3, 2, 2)
-    assert (pooled == -1).all()
-
-
 def test_a_max_pool_passes_its_gradient_to_the_first_of_the_largest() -> None:
     x = jnp.zeros((1, 4, 4, 1)).at[0, 2, 3, 0].set(1.0)
     slope = np.asarray(jax.jit(jax.grad(lambda x: max_pool(x).sum()))(x))[0, :, :, 0]
     assert slope.sum() == 4  # of four windows
     assert slope[0, 0] == slope[0, 1] == slope[1, 0] == 1  # as in PyTorch; elsewhere all are equal
     assert slope[2, 3] == 1
-
-
-def test_positions_are_sines_and_cosines() -> None:
-    table = sinusoidal(7, 8)
-    np.testing.assert_allclose(table[:, 0], np.sin(np.arange(7)), atol=1e-6)
-    np.testing.assert_allclose(table[:, 1], np.cos(np.arange(7)), atol=1e-6)
-    np.testing.assert_allclose(table[3, 2:4], [np.sin(3 / 10000**0.25), np.cos(3 / 10000**0.25)], atol=1e-6)
-
-
-def test_positions_of_an_image_tell_the_row_first_and_then_the_column() -> None:
-    table = sinusoidal_2d(3, 5, 8)
-    assert table.shape == (3, 5, 8)
-    assert (table[:, :1, :4] == table[:, :, :4]).all()
-    assert (table[:1, :, 4:] == table[:, :, 4:]).all()
-    np.testing.assert_allclose(table[:, 0, 0], np.sin(np.arange(1, 4) / 3 * 2 * np.pi), atol=1e-5)
-    np.testing.assert_allclose(table[0, :, 5], np.cos(np.arange(1, 6) / 5 * 2 * np.pi), atol=1e-5)
 
 
 def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
@@ -129,34 +87,6 @@ def test_dropout_keeps_the_mean_and_zeroes_its_share() -> None:
     assert abs(float(out.mean()) - 1.0) < 0.03
     assert dropout(x, 0.25, None) is x
     assert dropout(x, 0.0, nnx.Rngs(dropout=0)) is x
-
-
-def test_weights_go_out_of_a_module_and_back_by_name() -> None:
-    def build(rngs: nnx.Rngs) -> FeedForward:
-        return FeedForward(4, 6, LEROBOT_ACTIVATIONS["relu"], rngs=rngs)
-
-    plan = blueprint(build)
-    module = build(nnx.Rngs(0))
-    weights = flatten(module)
-    assert {name: shape.shape for name, shape in plan.shapes.items()} == {
-        "down.bias": (4,),
-        "down.kernel": (6, 4),
-        "up.bias": (6,),
-        "up.kernel": (4, 6),
-    }
-    x = numbers(1, 2, 4)
-    np.testing.assert_array_equal(plan.assemble(weights)(x), module(x))
-
-
-def test_a_misfit_is_silent_only_when_there_is_none() -> None:
-    check_fit({"a": (1,)}, {"a": (1,)}, where="file")
-    with pytest.raises(WeightsMismatch) as caught:
-        check_fit({"a": (1,), "b": (2,)}, {"a": (3,), "c": ()}, where="file")
-    assert str(caught.value).splitlines()[1:] == [
-        "  missing: c []",
-        "  unused: b [2]",
-        "  misshaped: a: found [1], wanted [3]",
-    ]
 
 
 def test_a_cpu_computes_many_tokens_in_parts_with_the_same_outputs_and_gradients(

@@ -61,29 +61,6 @@ def counted(policy: jaxmodels.Policy, monkeypatch: pytest.MonkeyPatch) -> list[i
     return encoded
 
 
-def test_requirements_say_that_it_is_told_what_to_do(policy, tmp_path: Path) -> None:
-    assert policy.requirements.language
-    policy.save(tmp_path)
-    assert jaxmodels.read_requirements(tmp_path).language
-    assert lerobot_folder.read_checkpoint(tmp_path).config == CONFIG
-
-
-def test_what_it_is_told_decides_what_it_does(policy) -> None:
-    red, blue = policy.act(seen(RED)), policy.act(seen(BLUE))
-    assert np.abs(red - blue).max() > 1e-3
-    np.testing.assert_array_equal(red, policy.act(seen(RED)))
-
-
-def test_each_of_a_batch_is_told_something_else(policy) -> None:
-    together = policy.act(seen(RED, BLUE, RED))
-    for member, task in enumerate((RED, BLUE, RED)):
-        np.testing.assert_allclose(together[member], policy.act(seen(task))[0], atol=1e-5)
-
-
-def test_texts_come_as_a_list_or_as_an_array(policy) -> None:
-    np.testing.assert_array_equal(policy.act({**seen(RED), TASK: [RED]}), policy.act(seen(RED)))
-
-
 def test_a_text_is_encoded_once(policy, monkeypatch) -> None:
     encoded = counted(policy, monkeypatch)
     policy.act(seen("one"))

@@ -120,15 +120,14 @@ def test_a_policy_with_a_camera_follows_its_instruction_and_does_the_same_once_s
     assert policy.requirements.language
     pictures = np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3), np.uint8)
     observation = {**observe(config, 1), CAMERA.name: pictures, **plan([0], [0])}
-    red, blue = (
-        policy.act({**observation, "task": np.array([f"lift the {colour} cube"])}) for colour in ("red", "blue")
-    )
+    red, blue = (policy.act({**observation, "task": [f"lift the {colour} cube"]}) for colour in ("red", "blue"))
     least = {"tokens2d": 1e-4}.get(kind, 1e-3)  # of 100
     assert np.abs(red - blue).max() > 2 * least
     both = {name: np.repeat(array, 2, axis=0) for name, array in observation.items()}
     together = policy.act({**both, "task": np.array(["lift the blue cube", "lift the red cube"])})
     np.testing.assert_allclose(together, np.concatenate((blue, red)), atol=least)
     policy.save(tmp_path / "policy")
+    assert jaxmodels.read_requirements(tmp_path / "policy").language
     again = jaxmodels.load_policy(tmp_path / "policy", like=policy)
     np.testing.assert_array_equal(again.act({**observation, "task": np.array(["lift the red cube"])}), red)
 

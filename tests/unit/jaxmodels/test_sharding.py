@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,15 +11,15 @@ from jax.sharding import Mesh
 
 from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, build_shardings, get_logical_axes
 from jaxmodels.errors import ConfigError
-from jaxmodels.transformer2d import Transformer2DModel
 from tests.testing.compiling import process_environment
+from tests.testing.transformers import random_transformer
 
-SMALL = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
+SMALL: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2}
 PROGRAM = """
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmodels.devices import FULLY_SHARDED, TENSOR_PARALLEL, shard
-from jaxmodels.transformer2d import Transformer2DModel
+from tests.testing.transformers import random_transformer
 
 rng = np.random.default_rng(0)
 floats = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -39,7 +40,7 @@ cases = {
 }
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 for kind, (config, call) in cases.items():
-    model = Transformer2DModel(**small, **config)
+    model = random_transformer(**small, **config)
     single = np.asarray(model(**call).sample)
     for rules in (TENSOR_PARALLEL, FULLY_SHARDED, {**TENSOR_PARALLEL, **FULLY_SHARDED}):
         shard(model, mesh, rules)
@@ -65,17 +66,9 @@ def test_data_and_tensor_parallel_forwards_equal_the_one_on_a_single_device() ->
 
 
 def test_every_weight_names_its_axes() -> None:
-    model = Transformer2DModel(
-        **SMALL,
-        in_channels=4,
-        patch_size=2,
-        sample_size=8,
-        norm_type="ada_norm_zero",
-        num_embeds_ada_norm=5,
-        cross_attention_dim=24,
-        attention_type="gated",
-        attention_bias=True,
-    )
+    patches = {"in_channels": 4, "patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_zero"}
+    gated = {"cross_attention_dim": 24, "attention_type": "gated", "attention_bias": True}
+    model = random_transformer(**SMALL, **patches, **gated, num_embeds_ada_norm=5)
     named = get_logical_axes(model)
     assert all(any(name is not None for name in axes) or axes == () for axes in named.values()), named
     axes = {".".join(map(str, path)): names for path, names in named.items()}
@@ -84,7 +77,7 @@ def test_every_weight_names_its_axes() -> None:
 
 
 def test_an_axis_that_the_mesh_does_not_divide_stays_whole() -> None:
-    model = Transformer2DModel(**SMALL, num_vector_embeds=10, sample_size=4)
+    model = random_transformer(**SMALL, num_vector_embeds=10, sample_size=4)
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     specs = jax.tree.leaves(build_shardings(model, mesh, TENSOR_PARALLEL))
     assert any("model" in sharding.spec for sharding in specs)
@@ -93,4 +86,4 @@ def test_an_axis_that_the_mesh_does_not_divide_stays_whole() -> None:
 def test_a_rule_for_an_axis_the_mesh_does_not_have_is_refused() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     with pytest.raises(ConfigError, match="rules name data; the mesh has axes model"):
-        build_shardings(Transformer2DModel(**SMALL, in_channels=32), mesh, FULLY_SHARDED)
+        build_shardings(random_transformer(**SMALL, in_channels=32), mesh, FULLY_SHARDED)

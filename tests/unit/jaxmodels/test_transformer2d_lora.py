@@ -1,7 +1,6 @@
 """Low-rank adapters: files of every kind, calls with a scale, and the numbers of merged weights and of peft."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,10 @@ SIZES = {
 ATTENTIONS = {name: size for name, size in SIZES.items() if ".attn" in name}
 
 
-def factors_of(sizes: dict[str, tuple[int, int]], rank: int = RANK) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+Factors = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def factors_of(sizes: dict[str, tuple[int, int]], rank: int = RANK) -> Factors:
     """Down and up of each weight, as files have them."""
     rng = np.random.default_rng(0)
     return {
@@ -49,41 +51,32 @@ def factors_of(sizes: dict[str, tuple[int, int]], rank: int = RANK) -> dict[str,
     }
 
 
-def peft_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    return {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+# Kind of file: the names that it gives the factors of a layer, of whose name "{}" has all and "{_}" has underscores.
+NAMINGS = {
+    "peft": ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight"),
+    "pipeline": ("transformer.{}.lora_A.weight", "transformer.{}.lora_B.weight"),
+    "adapter": ("{}.lora_A.default.weight", "{}.lora_B.default.weight"),
+    "down up": ("unet.{}.lora.down.weight", "unet.{}.lora.up.weight"),
+    "kohya": ("lora_unet_{_}.lora_down.weight", "lora_unet_{_}.lora_up.weight"),
+    "processor": ("{attention}.processor.{layer}_lora.down.weight", "{attention}.processor.{layer}_lora.up.weight"),
+}
 
 
-def pipeline_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    if name.startswith("proj"):  # files keep 1x1 convolutions as such
-        down, up = down[:, :, None, None], up[:, :, None, None]
-    return {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
+def rename(naming: str, factors: Factors) -> dict[str, np.ndarray]:
+    """The tensors of a file of this kind."""
+    tensors = {}
+    for name, pair in factors.items():
+        attention, _, layer = name.removesuffix(".0").rpartition(".")
+        parts = {"_": name.replace(".", "_"), "attention": attention, "layer": layer}
+        for key, array in zip(NAMINGS[naming], pair, strict=True):
+            is_convolution = naming == "pipeline" and name.startswith("proj")  # 1x1, which these files keep as such
+            tensors[key.format(name, **parts)] = array[:, :, None, None] if is_convolution else array
+    return tensors
 
 
-def adapter_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    return {f"{name}.lora_A.default.weight": down, f"{name}.lora_B.default.weight": up}
-
-
-def down_up_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    return {f"unet.{name}.lora.down.weight": down, f"unet.{name}.lora.up.weight": up}
-
-
-def processor_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    attention, layer = name.removesuffix(".0").rsplit(".", 1)
-    start = f"{attention}.processor.{layer}_lora"
-    return {f"{start}.down.weight": down, f"{start}.up.weight": up}
-
-
-def kohya_names(name: str, down: np.ndarray, up: np.ndarray) -> dict[str, np.ndarray]:
-    start = f"lora_unet_{name.replace('.', '_')}"
-    return {f"{start}.lora_down.weight": down, f"{start}.lora_up.weight": up}
-
-
-Naming = Callable[[str, np.ndarray, np.ndarray], dict[str, np.ndarray]]
-
-
-def write(path: Path, naming: Naming, factors: dict[str, tuple[np.ndarray, np.ndarray]], **more: np.ndarray) -> Path:
-    tensors = {key: array for name, pair in factors.items() for key, array in naming(name, *pair).items()}
-    save_file({key: np.ascontiguousarray(array) for key, array in (tensors | more).items()}, path)
+def write(path: Path, naming: str, factors: Factors, **more: np.ndarray) -> Path:
+    tensors = rename(naming, factors) | more
+    save_file({key: np.ascontiguousarray(array) for key, array in tensors.items()}, path)
     return path
 
 
@@ -101,7 +94,7 @@ def call() -> dict[str, np.ndarray]:
     }
 
 
-def merged(model: Transformer2DModel, factors: dict[str, tuple[np.ndarray, np.ndarray]], scale: float) -> Any:
+def merged(model: Transformer2DModel, factors: Factors, scale: float) -> Any:
     """The model with ``W + scale up down`` by hand, in our arrays."""
     weights = {name: np.array(array) for name, array in flatten(model).items()}
     for name, (down, up) in factors.items():
@@ -131,19 +124,9 @@ def sample(model: Any, call: dict[str, np.ndarray], scale: float | None = None, 
     return np.asarray(model(**call, **options, **more).sample)
 
 
-@pytest.mark.parametrize(
-    ("naming", "sizes"),
-    [
-        (peft_names, SIZES),
-        (pipeline_names, SIZES),
-        (adapter_names, SIZES),
-        (down_up_names, SIZES),
-        (kohya_names, SIZES),
-        (processor_names, ATTENTIONS),
-    ],
-)
-def test_every_kind_of_file_gives_the_output_of_merged_weights(naming, sizes, model, call, tmp_path: Path) -> None:
-    factors = factors_of(sizes)
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_every_kind_of_file_gives_the_output_of_merged_weights(naming: str, model, call, tmp_path: Path) -> None:
+    factors = factors_of(ATTENTIONS if naming == "processor" else SIZES)
     wanted = {scale: sample(merged(model, factors, scale), call) for scale in (1.0, 0.25)}
     before = sample(model, call)
     lora.load(model, write(tmp_path / "adapter.safetensors", naming, factors))
@@ -155,7 +138,7 @@ def test_every_kind_of_file_gives_the_output_of_merged_weights(naming, sizes, mo
 
 
 def test_prepared_and_compiled_calls_are_scaled_alike(model, call, tmp_path: Path) -> None:
-    lora.load(model, write(tmp_path / "adapter.safetensors", peft_names, factors_of(SIZES)))
+    lora.load(model, write(tmp_path / "adapter.safetensors", "peft", factors_of(SIZES)))
     options = {"cross_attention_kwargs": {"scale": 0.5}}
     wanted = sample(model, call, 0.5)
     conditioning = model.prepare(call["encoder_hidden_states"], **options)
@@ -173,15 +156,15 @@ def test_prepared_and_compiled_calls_are_scaled_alike(model, call, tmp_path: Pat
 def test_two_adapters_add_up_each_with_its_scale(model, call, tmp_path: Path) -> None:
     first, second = factors_of(SIZES, rank=2), factors_of(ATTENTIONS, rank=4)
     wanted = sample(merged(merged(model, first, 0.5), second, 2.0), call)
-    lora.load(model, write(tmp_path / "first.safetensors", peft_names, first), scale=0.5)
-    lora.load(model, write(tmp_path / "second.safetensors", kohya_names, second), scale=2.0)
+    lora.load(model, write(tmp_path / "first.safetensors", "peft", first), scale=0.5)
+    lora.load(model, write(tmp_path / "second.safetensors", "kohya", second), scale=2.0)
     np.testing.assert_allclose(sample(model, call), wanted, atol=5e-5)
 
 
 def test_an_adapter_can_be_fused_or_taken_away(model, call, tmp_path: Path) -> None:
     factors = factors_of(SIZES)
     before, wanted = sample(model, call), sample(merged(model, factors, 0.5), call)
-    path = write(tmp_path / "adapter.safetensors", peft_names, factors)
+    path = write(tmp_path / "adapter.safetensors", "peft", factors)
     names = set(flatten(model))
     lora.load(model, path)
     with pytest.raises(ConfigError, match=r"has adapters.*lora\.fuse or lora\.detach"):
@@ -200,7 +183,7 @@ def test_an_adapter_can_be_fused_or_taken_away(model, call, tmp_path: Path) -> N
 
 
 def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
-    lora.load(model, write(tmp_path / "adapter.safetensors", peft_names, factors_of(SIZES)))
+    lora.load(model, write(tmp_path / "adapter.safetensors", "peft", factors_of(SIZES)))
     graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     def loss(adapters: Any) -> jax.Array:
@@ -212,15 +195,14 @@ def test_an_adapter_alone_can_be_trained(model, call, tmp_path: Path) -> None:
     assert all(float(jnp.abs(x.get_value()).max()) > 0 for x in gradients.values())
 
 
-@pytest.mark.parametrize("naming", [peft_names, kohya_names, down_up_names])
-def test_alpha_in_the_file_scales_by_alpha_over_rank(naming: Naming, model, call, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("naming", "key"),
+    [("peft", "base_model.model.{}.alpha"), ("kohya", "lora_unet_{_}.alpha"), ("down up", "unet.{}.alpha")],
+)
+def test_alpha_in_the_file_scales_by_alpha_over_rank(naming: str, key: str, model, call, tmp_path: Path) -> None:
     factors = factors_of(SIZES)
-    start = "base_model.model." if naming is peft_names else "unet." if naming is down_up_names else None
-    alphas = {
-        f"{start}{name}.alpha" if start else f"lora_unet_{name.replace('.', '_')}.alpha": np.float32(ALPHA)
-        for name in SIZES
-    }
-    path = write(tmp_path / "adapter.safetensors", naming, factors, **{k: np.array(v) for k, v in alphas.items()})
+    alphas = {key.format(name, _=name.replace(".", "_")): np.array(ALPHA, np.float32) for name in SIZES}
+    path = write(tmp_path / "adapter.safetensors", naming, factors, **alphas)
     wanted = sample(merged(model, factors, ALPHA / RANK), call)
     lora.load(model, path)
     np.testing.assert_allclose(sample(model, call), wanted, atol=2e-4)
@@ -240,24 +222,23 @@ def test_pefts_settings_beside_the_file_or_in_it_are_heeded(
 ) -> None:
     factors = factors_of(ATTENTIONS)
     wanted = sample(merged(model, factors, scale), call)
-    write(tmp_path / "adapter_model.safetensors", peft_names, factors)
+    write(tmp_path / "adapter_model.safetensors", "peft", factors)
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     inside = tmp_path / "inside.safetensors"
-    tensors = {key: x for name, pair in factors.items() for key, x in pipeline_names(name, *pair).items()}
     metadata = {f"transformer.{key}": value for key, value in settings.items()}
     beside = nnx.clone(model)
     lora.load(beside, tmp_path)
     np.testing.assert_allclose(sample(beside, call), wanted, atol=1e-4)
     (tmp_path / "adapter_config.json").unlink()
-    save_file(tensors, inside, metadata={"lora_adapter_metadata": json.dumps(metadata)})
+    save_file(rename("pipeline", factors), inside, metadata={"lora_adapter_metadata": json.dumps(metadata)})
     lora.load(model, inside)
     np.testing.assert_allclose(sample(model, call), wanted, atol=1e-4)
 
 
 def test_an_adapter_of_a_whole_unet_is_read_for_one_of_its_transformers(model, tmp_path: Path) -> None:
     factors = factors_of(SIZES)
-    for naming in (down_up_names, kohya_names, processor_names):
-        sizes = ATTENTIONS if naming is processor_names else SIZES
+    for naming in ("down up", "kohya", "processor"):
+        sizes = ATTENTIONS if naming == "processor" else SIZES
         here = {f"mid_block.attentions.0.{name}": pair for name, pair in factors.items() if name in sizes}
         there = {f"up_blocks.1.attentions.0.{name}": pair for name, pair in factors.items() if name in sizes}
         others = {"text_encoder.layers.0.q.lora_A.weight": np.zeros((2, 2), np.float32)}
@@ -278,7 +259,7 @@ def test_ranks_may_differ_between_weights(model, call, tmp_path: Path) -> None:
     factors = factors_of({"transformer_blocks.0.attn1.to_q": (16, 16)}, rank=1)
     factors |= factors_of({"transformer_blocks.1.attn1.to_q": (16, 16)}, rank=5)
     wanted = sample(merged(model, factors, 1.0), call)
-    path = write(tmp_path / "adapter.safetensors", peft_names, factors)
+    path = write(tmp_path / "adapter.safetensors", "peft", factors)
     down, up = files.read(path, CONFIG)["transformer_blocks.attn1.to_qkv"]
     assert (down.shape, up.shape) == ((2, 16, 3, 5), (2, 5, 3, 16))
     lora.load(model, path)
@@ -288,7 +269,7 @@ def test_ranks_may_differ_between_weights(model, call, tmp_path: Path) -> None:
 def test_adapters_that_do_not_fit_into_memory_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few factors of a large rank: all layers that are stacked with theirs get as many zeros."""
     few = {"transformer_blocks.0.attn1.to_q": (16, 16)}
-    path = write(tmp_path / "adapter.safetensors", peft_names, factors_of(few, rank=64))
+    path = write(tmp_path / "adapter.safetensors", "peft", factors_of(few, rank=64))
     size = sum(down.nbytes + up.nbytes for down, up in files.read(path, CONFIG).values())
     assert size > 2 * path.stat().st_size
     monkeypatch.setattr(memory, "SPARE", 0)
@@ -300,8 +281,7 @@ def test_adapters_that_do_not_fit_into_memory_are_not_made(tmp_path: Path, monke
 
 
 def test_what_does_not_fit_is_refused_with_all_of_it(model, tmp_path: Path) -> None:
-    factors = factors_of(SIZES)
-    tensors = {key: array for name, pair in factors.items() for key, array in peft_names(name, *pair).items()}
+    tensors = rename("peft", factors_of(SIZES))
     start = "base_model.model.transformer_blocks"
     del tensors[f"{start}.0.attn1.to_q.lora_B.weight"]
     tensors[f"{start}.1.attn2.to_v.lora_A.weight"] = np.zeros((3, 13), np.float32)
@@ -328,7 +308,7 @@ def test_what_does_not_fit_is_refused_with_all_of_it(model, tmp_path: Path) -> N
     ],
 )
 def test_settings_that_are_not_understood_are_refused(settings, words: str, tmp_path: Path) -> None:
-    write(tmp_path / "adapter_model.safetensors", peft_names, factors_of(ATTENTIONS))
+    write(tmp_path / "adapter_model.safetensors", "peft", factors_of(ATTENTIONS))
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=words):
         files.read(tmp_path, CONFIG)
@@ -340,8 +320,8 @@ def test_files_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
     factors = factors_of(ATTENTIONS)
     factors["transformer_blocks.0.attn1.to_q"][0][1, 1] = np.nan
     with pytest.raises(CheckpointError, match=r"NaN or an infinity: transformer_blocks\.0\.attn1\.to_q"):
-        files.read(write(tmp_path / "x.safetensors", peft_names, factors), CONFIG)
-    tensors = peft_names("proj_in", *factors_of(SIZES)["proj_in"])
+        files.read(write(tmp_path / "x.safetensors", "peft", factors), CONFIG)
+    tensors = rename("peft", {"proj_in": factors_of(SIZES)["proj_in"]})
     for text in ("{", "[]", "[" * 100_000):
         save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": text})
         with pytest.raises(CheckpointError, match="lora_adapter_metadata is"):
@@ -376,28 +356,11 @@ def test_a_scale_that_nothing_has_use_for_is_refused(model, call) -> None:
 
 
 def test_adapters_of_timesteps_captions_and_narrow_models(tmp_path: Path) -> None:
-    config = Transformer2DConfig(
-        2,
-        8,
-        4,
-        4,
-        2,
-        patch_size=2,
-        sample_size=8,
-        norm_type="ada_norm_single",
-        cross_attention_dim=16,
-        caption_channels=9,
-    )
+    patches = {"patch_size": 2, "sample_size": 8, "norm_type": "ada_norm_single"}
+    config = Transformer2DConfig(2, 8, 4, 4, 2, **patches, cross_attention_dim=16, caption_channels=9)
     model = Transformer2DModel.from_config(config, dtype=jnp.bfloat16)
-    sizes = {"adaln_single.linear": (96, 16), "caption_projection.linear_1": (16, 9), "proj_out": (16, 16)}
-    lora.load(
-        model,
-        write(
-            tmp_path / "adapter.safetensors",
-            pipeline_names,
-            {name: pair for name, pair in factors_of(sizes).items() if name != "proj_out"},
-        ),
-    )
+    sizes = {"adaln_single.linear": (96, 16), "caption_projection.linear_1": (16, 9)}
+    lora.load(model, write(tmp_path / "adapter.safetensors", "pipeline", factors_of(sizes)))
     assert {x.dtype for name, x in flatten(model).items() if ".lora_" in name} == {jnp.dtype(jnp.bfloat16)}
     rng = np.random.default_rng(0)
     call = {"hidden_states": rng.standard_normal((1, 4, 8, 8), np.float32), "timestep": np.array([3])}

@@ -126,11 +126,6 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rewrite(path: Path, **values: Any) -> None:
-    """Other values of a JSON object."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def policy(
     *,
     size: tuple[int, int] = SIZE,

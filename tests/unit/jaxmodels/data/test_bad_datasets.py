@@ -10,7 +10,8 @@ import pytest
 
 from jaxmodels.data import DatasetWriter, metadata, open_dataset, table_files
 from jaxmodels.errors import DatasetError
-from tests.unit.jaxmodels.data.demonstrations import FPS, FRONT, ROWS, frames, lines, png, rewrite, write_video
+from tests.testing.models import edit_json
+from tests.unit.jaxmodels.data.demonstrations import FPS, FRONT, ROWS, frames, lines, png, write_video
 
 VIDEO = f"videos/chunk-000/{FRONT}/episode_000001.mp4"
 TIMES = [row / FPS for row in range(9)]
@@ -63,34 +64,34 @@ def test_everything_wrong_with_a_description_is_said_at_once(copy):
     entries = features(folder) | {"observation.images.b": {"dtype": "video", "shape": [4, 4], "names": None}}
     entries["observation.images.c"] = {"shape": [4, 4, 3]}
     del entries["action"]
-    rewrite(folder / "meta/info.json", fps=0, total_frames="many", features=entries)
+    edit_json(folder / "meta/info.json", fps=0, total_frames="many", features=entries)
     refused(folder, "fps is 0", "total_frames is 'many'", "'observation.images.b': shape is [4, 4]", "'dtype'")
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "observation.images.a/b", ".hidden", "a\\b", "a" * 200, "a\nb"])
 def test_a_name_that_is_a_path_is_refused(copy, name):
     folder = copy("v3.0")
-    rewrite(folder / "meta/info.json", features={**features(folder), name: features(folder)[FRONT]})
+    edit_json(folder / "meta/info.json", features={**features(folder), name: features(folder)[FRONT]})
     refused(folder, "the name cannot be used")
 
 
 def test_paths_that_a_description_names_are_not_followed(copy):
     folder = copy("v3.0")
-    rewrite(folder / "meta/info.json", data_path="../../../etc/passwd", video_path="/dev/zero")
+    edit_json(folder / "meta/info.json", data_path="../../../etc/passwd", video_path="/dev/zero")
     look(open_dataset(folder))
 
 
 def test_frames_that_would_fill_the_memory_are_refused(copy):
     folder = copy("v3.0")
     entry = features(folder)[FRONT] | {"shape": [1 << 20, 1 << 20, 3]}
-    rewrite(folder / "meta/info.json", features={**features(folder), FRONT: entry})
+    edit_json(folder / "meta/info.json", features={**features(folder), FRONT: entry})
     refused(folder, f"frames of {1 << 20}x{1 << 20} pixels")
 
 
 @pytest.mark.parametrize("name", ["v3.0", "v2.1"])
 def test_a_dataset_that_contradicts_itself_is_refused(copy, name):
     folder = copy(name)
-    rewrite(folder / "meta/info.json", total_frames=ROWS + 1)
+    edit_json(folder / "meta/info.json", total_frames=ROWS + 1)
     refused(folder, f"speaks of 3 episodes and {ROWS + 1} frames; meta/episodes describes 3 and {ROWS}")
 
 
@@ -228,7 +229,7 @@ def test_files_that_are_not_in_the_order_of_the_episodes_are_refused(copy):
 @pytest.mark.parametrize("fps", [10, 19.98, 20.02, 25, 100])
 def test_a_rate_that_the_timestamps_contradict_is_refused(copy, name, fps):
     folder = copy(name)
-    rewrite(folder / "meta/info.json", fps=fps)
+    edit_json(folder / "meta/info.json", fps=fps)
     file = "data/chunk-000/file-000.parquet" if name == "v3.0" else "data/chunk-000/episode_000000.parquet"
     refused(folder, f"meta/info.json says fps {fps}", f"of episode 0 in {file} are 0.05 s apart, 20 per second")
 
@@ -236,7 +237,7 @@ def test_a_rate_that_the_timestamps_contradict_is_refused(copy, name, fps):
 @pytest.mark.parametrize("fps", [20.000001, 20.005])
 def test_a_rate_that_the_timestamps_do_not_clearly_contradict_is_accepted(copy, fps):
     folder = copy("v3.0")
-    rewrite(folder / "meta/info.json", fps=fps)
+    edit_json(folder / "meta/info.json", fps=fps)
     assert open_dataset(folder).fps == fps
 
 
@@ -266,7 +267,7 @@ def test_jitter_rounding_and_gaps_do_not_contradict_the_rate(tmp_path, spoil):
     table = parquet.read_table(path)
     parquet.write_table(replaced(table, "timestamp", spoil(np.arange(count) / 30).astype(np.float32)), path)
     assert len(open_dataset(folder)) == count
-    rewrite(folder / "meta/info.json", fps=29.97)
+    edit_json(folder / "meta/info.json", fps=29.97)
     refused(folder, "says fps 29.97", "of episode 0")
 
 
@@ -405,7 +406,7 @@ def test_a_picture_that_is_none_is_refused(copy, picture, said):
 @pytest.mark.parametrize("values", [{"mean": [1.0]}, {"std": [None, 1]}, {"min": "no"}, {"mean": [[1.0, 2.0]]}])
 def test_statistics_of_another_shape_are_refused(copy, values):
     folder = copy("v3.0")
-    rewrite(folder / "meta/stats.json", action=values)
+    edit_json(folder / "meta/stats.json", action=values)
     refused(folder, "meta/stats.json", "of action", ask=lambda dataset: dataset.statistics())
 
 

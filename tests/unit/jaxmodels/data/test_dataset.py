@@ -6,6 +6,7 @@ import pytest
 
 from jaxmodels.data import open_dataset
 from jaxmodels.errors import DatasetError
+from tests.testing.models import edit_json
 from tests.unit.jaxmodels.data.demonstrations import (
     ACTION,
     FRONT,
@@ -17,7 +18,6 @@ from tests.unit.jaxmodels.data.demonstrations import (
     TASKS,
     frames,
     level,
-    rewrite,
     write_video,
 )
 
@@ -102,7 +102,7 @@ def test_statistics_of_some_episodes_are_not_those_that_were_written_of_all(writ
 def test_statistics_that_were_written_are_read(copy):
     folder = copy("v3.0")
     wrong = {"mean": [7.0, 8.0], "std": [1.0, 1.0], "min": [0, 0], "max": [9, 9], "count": [20]}
-    rewrite(folder / "meta/stats.json", action=wrong)
+    edit_json(folder / "meta/stats.json", action=wrong)
     found = open_dataset(folder).statistics()["action"]
     assert found["mean"].tolist() == [7, 8]
     np.testing.assert_allclose(found["q50"], np.quantile(ACTION, 0.5, axis=0), rtol=1e-5)  # which is missing there
@@ -141,24 +141,6 @@ def test_what_is_asked_for_wrongly_is_refused(folder):
             ask()
     with pytest.raises(IndexError, match="there are 0 to 19"):
         dataset.frames(FRONT, np.array([20]))
-
-
-def test_the_public_names_are_these():
-    import jaxmodels.data
-
-    expected = ["Batch", "Dataset", "DatasetWriter", "Loader", "decode_picture", "open_dataset", "resize_frames"]
-    assert jaxmodels.data.__all__ == expected
-    assert set(jaxmodels.data.__all__) <= set(dir(jaxmodels.data))
-    for name in jaxmodels.data.__all__:
-        assert getattr(jaxmodels.data, name).__module__.startswith("jaxmodels.data.")
-    with pytest.raises(AttributeError, match="no attribute 'Episodes'"):
-        _ = jaxmodels.data.Episodes
-
-
-def test_importing_the_package_imports_neither_jax_nor_pyarrow_nor_a_codec():
-    code = "import sys, jaxmodels.data; print([name for name in ('jax', 'pyarrow', 'av') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == "[]"
 
 
 def test_without_pyarrow_it_is_said_what_to_install():

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.tree_util import Partial
 
-import jaxmodels.samplers as samplers
 from jaxmodels.errors import ConfigError, InputError
 from jaxmodels.samplers import (
     FlowSchedule,
@@ -74,13 +73,6 @@ class Counter:
             return weight * x
         favourite = (jnp.arange(CLASSES - 1) == 1)[:, None].astype(jnp.float32)
         return jnp.broadcast_to(weight * favourite, (x.shape[0], CLASSES - 1, x.shape[1]))
-
-
-def test_public_names_are_sorted_and_there() -> None:
-    assert samplers.__all__ == sorted(samplers.__all__)
-    assert all(hasattr(samplers, name) for name in samplers.__all__)
-    public = {name for name, value in vars(samplers).items() if not name.startswith("_") and callable(value)}
-    assert public == set(samplers.__all__)
 
 
 @pytest.mark.parametrize("name", list(ALL))

@@ -351,10 +351,10 @@ def test_bfloat16_computes_in_it_and_keeps_float32(
 
 
 def test_events_are_written_as_tensorboard_reads_them(
-    dataset: Dataset, tiny: Callable[..., Start], tmp_path: Path, config: Callable[..., TrainingConfig]
+    few: tuple[Dataset, Start], tmp_path: Path, config: Callable[..., TrainingConfig]
 ) -> None:
     events = pytest.importorskip("tensorboardX.proto.event_pb2")
-    train(dataset, tiny(), config(tensorboard=True), tmp_path / "run")
+    train(*few, config(tensorboard=True, steps=8), tmp_path / "run")
     (file,) = (tmp_path / "run" / "tensorboard").iterdir()
     data, found, at = file.read_bytes(), {}, 0
     while at < len(data):  # length (8 bytes), its checksum (4), an event, its checksum (4)
@@ -362,7 +362,7 @@ def test_events_are_written_as_tensorboard_reads_them(
         event = events.Event.FromString(data[at + 12 : at + 12 + size])
         found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
         at += size + 16
-    assert found["train/loss", 24] == pytest.approx(losses(tmp_path / "run")[-1])
+    assert found["train/loss", 8] == pytest.approx(losses(tmp_path / "run")[-1])
     assert ("train/learning_rate", 4) in found
 
 

@@ -8,7 +8,7 @@ import pytest
 from robojax.sim import arm as scene
 from robojax.sim.arm import JOINTS, LIFTED, Arm
 from robojax.sim.expert import Kinematics, interpolate_targets, plan_legs
-from robojax.sim.tasks import BEARING, BLUE, PICK, RADIUS, RED, TASKS, TWO_CUBES
+from robojax.sim.tasks import BEARING, BLUE, PICK, RADIUS, RED, TWO_CUBES
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +16,6 @@ def two() -> Iterator[Arm]:
     two = Arm(TWO_CUBES)
     yield two
     two.close()
-
-
-def test_the_table_finds_tasks_by_their_name():
-    assert {name: task.name for name, task in TASKS.items()} == {name: name for name in ("pick", "two-cubes")}
-    assert TWO_CUBES.instructions == ("pick up the red cube", "pick up the blue cube")
-    assert PICK.instructions == ("pick up the red cube",)
 
 
 def test_the_task_of_one_cube_has_the_places_that_its_policy_and_its_scores_are_from():
