@@ -142,7 +142,7 @@ def create_app(
         read_requirements: how it is found out what a policy needs before it is loaded; likewise when None.
     """
     settings = settings or Settings()
-    rooms = TransportSettings(origins=settings.server.origins, is_odd=settings.transport.transport_oddities)
+    rooms = TransportSettings(origins=settings.server.origins)
     context = _create_context(settings, rooms, read_requirements or make_requirements_reader(settings.policies))
     # Sanic keeps every app in a registry by name and refuses a second one of the same name.
     name = f"robojax-{secrets.token_hex(4)}"

@@ -40,7 +40,6 @@ class TransportSettings:
         origins: web pages that may call it besides those of this machine, as exact origins, or ``*`` for all.
             Requests without an Origin header (every client that is no browser) always may. The reference lets
             every page in, which lets every page move the robot.
-        is_odd: reproduce the reference server's accidents (see ``service.transport.server.rooms``).
         limits: how much the room table holds.
         outbox: how far one peer may fall behind.
         join_timeout: how long an open socket may wait before its join.
@@ -49,7 +48,6 @@ class TransportSettings:
     """
 
     origins: Sequence[str] = ()
-    is_odd: bool = False
     limits: RoomLimits = field(default_factory=RoomLimits)
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
     join_timeout: float = 30.0
@@ -60,7 +58,7 @@ class TransportSettings:
 
     def table(self, authority: Authority = lambda path, owner: None) -> RoomTable:
         """Create an empty room table with these settings; ``authority`` as of `RoomTable`."""
-        return RoomTable(self.limits, self.is_odd, authority)
+        return RoomTable(self.limits, authority)
 
 
 def add_transport(app: Sanic, table: RoomTable, settings: TransportSettings, prefix: str = "") -> None:
