@@ -16,7 +16,7 @@ from hooks.database import Database
 from hooks.errors import StoreError
 from hooks.registry.delivery import PinnedResolver, resolve_host
 from service.api import pages
-from service.api.blueprint import PREFIXES, ROUTES, build_blueprint, build_config, install_middleware
+from service.api.blueprint import API_ROUTES, ROUTES, build_blueprint, build_config, install_middleware
 from service.api.context import App, Context
 from service.api.metrics import Metrics
 from service.api.openapi import full_document, specified_document
@@ -154,10 +154,10 @@ def create_app(
     source = create_engine_source(app, lambda: context.sessions.engine.first_device)
     install_errors(app)
     origins = Origins(settings.server.origins)
-    for prefix in PREFIXES:
-        app.blueprint(build_blueprint(prefix, origins))
-        app.blueprint(build_live_blueprint(prefix, origins))
-        app.blueprint(build_streams_blueprint(prefix, origins))
+    app.blueprint(build_live_blueprint(origins))
+    app.blueprint(build_streams_blueprint(origins))
+    for prefix, routes in (("", ROUTES), ("/api", API_ROUTES)):
+        app.blueprint(build_blueprint(prefix, routes, origins))
         if context.room_table is not None:
             add_transport(app, context.room_table, rooms, prefix)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)

@@ -20,11 +20,12 @@ from service.streaming.stream import Stream
 from service.streaming.websocket import SocketClosed, StreamSocket
 
 
-def build_streams_blueprint(prefix: str, origins: Origins) -> Blueprint:
-    """Build the routes ``{prefix}/sessions/{id}/stream`` and ``.../openpi``; the guard has checked the ticket or key
-    before.
+def build_streams_blueprint(origins: Origins) -> Blueprint:
+    """Build the routes ``/sessions/{id}/stream`` and ``/sessions/{id}/openpi``.
+
+    The guard checks the caller's ticket or key before a handler runs.
     """
-    blueprint = Blueprint(f"doors{prefix.replace('/', '-')}")
+    blueprint = Blueprint("streams")
 
     async def stream(request: Request, websocket: WebsocketImplProtocol, session_id: str) -> None:
         doors, sessions, session = request.app.ctx.stream_clients, request.app.ctx.sessions, request.ctx.session
@@ -48,7 +49,7 @@ def build_streams_blueprint(prefix: str, origins: Origins) -> Blueprint:
 
     for handler, role in ((stream, Role.VIEWER), (openpi, Role.OPERATOR)):
         name = handler.__name__
-        path = f"{prefix}/sessions/<session_id:str>/{name}"
+        path = f"/sessions/<session_id:str>/{name}"
         blueprint.add_websocket_route(
             handler, path, name=name, error_format="json", ctx_role=role, ctx_is_handed_over=True
         )

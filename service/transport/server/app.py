@@ -125,10 +125,7 @@ def create_transport_app(settings: TransportSettings | None = None, guard: Guard
     app.add_route(_answer_health, "/health", name="health", error_format="json", ctx_role=None)
     app.add_route(_answer_health, "/api/health", name="api_health", error_format="json", ctx_role=None)
     tickets = _create_ticket_handler(guard, Origins(settings.origins))
-    for number, path in enumerate(("/tickets", "/api/tickets")):
-        app.add_route(
-            tickets, path, methods=["POST"], name=f"tickets{number}", error_format="json", ctx_role=KeyRole.VIEWER
-        )
+    app.add_route(tickets, "/tickets", methods=["POST"], name="tickets", error_format="json", ctx_role=KeyRole.VIEWER)
     app.exception(SanicException)(_answer_http_error)
     app.exception(Exception)(_answer_unexpected_error)
     return app

@@ -94,7 +94,7 @@ async def test_what_is_loaded_is_listed_with_what_it_takes(server, loaded):
     assert told["parameters"] == loaded.description["parameters"]
     assert [entry["name"] for entry in told["inputs"]][:3] == ["hidden_states", "timestep", "class_labels"]
     assert told["inputs"][0]["shape"] == ["batch", 4, "height", "width"]
-    assert (await server.call("GET", "/api/models/dit"))[1] == told
+    assert (await server.call("GET", "/models/dit"))[1] == told
     status, told = await server.call("GET", "/models/other")
     assert (status, told["code"], "loaded: dit" in told["detail"]) == (404, "unknown_model", True)
 
