@@ -15,7 +15,8 @@ import jaxmodels
 from benchmarks.measured import percentiles
 from service.errors import ServiceError
 from service.inference.batching import LatencyModel
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 
 COMPILED_WITHIN = 1800.0
 
@@ -78,7 +79,7 @@ class Side:
 
     async def __aenter__(self) -> "Side":
         self.served = await self._stack.enter_async_context(
-            self.engine.open_policy(self._load, self._policy, None, lambda word: None)
+            self.engine.policy_cache.open_policy(self._load, self._policy, None, lambda word: None)
         )
         if self._frame is not None:
             await self.engine.compile(self.served, dict.fromkeys(self.served.requirements.cameras, self._frame))

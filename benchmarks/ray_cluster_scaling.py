@@ -17,7 +17,8 @@ from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.remote_engine import RemoteLoader
 from service.distributed.scaling import Bounds
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 
 ROBOTS = 16
 RATE = 20.0
@@ -32,7 +33,9 @@ async def scaled(engines: int, seconds: float) -> dict[str, Any]:
     try:
         async with AsyncExitStack() as stack:
             load = RemoteLoader(cluster)
-            served = await stack.enter_async_context(engine.open_policy(load, str(SHIPPED), None, lambda stage: None))
+            served = await stack.enter_async_context(
+                engine.policy_cache.open_policy(load, str(SHIPPED), None, lambda stage: None)
+            )
             async with asyncio.timeout(120):
                 while len(served.replicas) < engines:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.2)

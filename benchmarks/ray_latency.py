@@ -20,7 +20,8 @@ import numpy as np
 import jaxmodels
 from benchmarks import pictures
 from benchmarks.measured import RESULTS, SHIPPED, percentiles, quietness, result, write
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 
 SIZES = {"96x96": (96, 96), "480x640": (480, 640)}
 HERE, RAY = "in this process", "an engine of Ray"
@@ -60,7 +61,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
             async def load(engine: Engine, loader: Any) -> LoadedPolicy:
                 return await stack.enter_async_context(
-                    engine.open_policy(loader, str(options.policy), None, lambda stage: None)
+                    engine.policy_cache.open_policy(loader, str(options.policy), None, lambda stage: None)
                 )
 
             sides = {

@@ -23,7 +23,8 @@ from service.distributed.cluster import Cluster
 from service.distributed.engine_actor import EngineOptions
 from service.distributed.remote_engine import RemoteLoader
 from service.distributed.scaling import Bounds
-from service.inference.engine import Engine, LoadedPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadedPolicy
 
 ASKERS = 24
 BATCH_SIZES = (1,)
@@ -54,7 +55,7 @@ class Replica:
         async with self._loading:
             if self._served is None:
                 self._served = await self._stack.enter_async_context(
-                    self._engine.open_policy(jaxmodels.load_policy, self._policy, None, lambda stage: None)
+                    self._engine.policy_cache.open_policy(jaxmodels.load_policy, self._policy, None, lambda stage: None)
                 )
         return self._served
 
@@ -82,7 +83,7 @@ async def pool() -> dict[str, Any]:
     await cluster.open(engine)
     try:
         async with AsyncExitStack() as stack:
-            loading = engine.open_policy(RemoteLoader(cluster), str(SHIPPED), None, lambda stage: None)
+            loading = engine.policy_cache.open_policy(RemoteLoader(cluster), str(SHIPPED), None, lambda stage: None)
             served = await stack.enter_async_context(loading)
             seen = observation(served)
 

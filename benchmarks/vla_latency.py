@@ -340,7 +340,9 @@ async def share(folder: str) -> list[int]:
         for _ in range(8):
             sessions.append(Session())
             loaded = await stack.enter_async_context(
-                engine.open_policy(lambda path, *_, **__: jaxmodels.load_policy(path), folder, None, lambda _: None)
+                engine.policy_cache.open_policy(
+                    lambda path, *_, **__: jaxmodels.load_policy(path), folder, None, lambda _: None
+                )
             )
             await engine.infer(loaded, seen, caller=sessions[-1])
             found.append(memory_bytes("VmRSS") - before)

@@ -29,7 +29,7 @@ from service.engine_source import create_engine_source
 from service.http.bodies import install_errors
 from service.http.limits import CreateLimiter, Rates
 from service.http.origins import Origins, is_loopback
-from service.inference.engine import LoadPolicy
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.model_server import LoadModel
 from service.inference.policy_sources import (
     PolicyReader,
@@ -151,7 +151,7 @@ def create_app(
     context.guard.install(app)
     # After the guard and before the doors: whatever session is not here is sent on.
     shared = SharedDatabase(app)
-    source = create_engine_source(app, lambda: context.sessions.engine.first_device)
+    source = create_engine_source(app, lambda: context.sessions.engine.devices.first)
     install_errors(app)
     origins = Origins(settings.server.origins)
     app.blueprint(build_live_blueprint(origins))

@@ -13,7 +13,8 @@ from service.api.context import App
 from service.distributed.host_coordinator import HostCoordinator, read_host_options
 from service.errors import NoDevice
 from service.inference.config import PolicySettings
-from service.inference.engine import Engine, LoadPolicy
+from service.inference.engine import Engine
+from service.inference.loaded_policy import LoadPolicy
 from service.inference.policy_sources import allowed_roots, make_policy_loader, set_cache_folders
 from service.inference.progress import LoadDurations
 from service.inference.sandbox import CheckpointSandbox
@@ -99,11 +100,11 @@ async def _join_hosts(hosts: HostCoordinator, policies: PolicySettings) -> tuple
 def _report_lost_hosts(hosts: HostCoordinator, engine: Engine) -> Iterator[None]:
     """Take the hosts' device out of the engine when a host is lost."""
     loop = asyncio.get_running_loop()
-    device = engine.first_device or ""
+    device = engine.devices.first or ""
 
     def retire_device(why: str) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(engine.retire_device, device, why)
+            loop.call_soon_threadsafe(engine.replica_manager.retire_device, device, why)
 
     hosts.on_lost = retire_device
     yield

@@ -297,7 +297,7 @@ class Cluster:
         for member in tuple(self._members.values()):
             if member.listed.name not in available:
                 self._remove_engine(member, "it is not in the cluster any more")
-            elif member.name in self._engine.failed_devices and not member.is_gone:
+            elif member.name in self._engine.devices.health.failed and not member.is_gone:
                 member.fail("it failed")
                 member.joined_at = now
         for name, listed in available.items():
@@ -324,7 +324,7 @@ class Cluster:
     async def _copy_missing(self, name: str) -> None:
         assert self._engine is not None
         began = time.monotonic()
-        await self._engine.copy_missing_policies(name)
+        await self._engine.replica_manager.copy_missing_policies(name)
         self._retries.drop_failures(name, began)
 
     def _add_engine(self, listed: Listed, now: float) -> None:
@@ -333,11 +333,11 @@ class Cluster:
         name = listed.name.removeprefix("robojax-") + (
             "" if not any(one.listed.name == listed.name for one in self._members.values()) else f".{self._join_count}"
         )
-        if name in self._engine.failed_devices:
+        if name in self._engine.devices.health.failed:
             name = f"{name}.{self._join_count}"
         member = self._members[name] = EngineHandle(name, listed, now, self._stuck_after)
         member.poll_task = asyncio.create_task(self._poll_engine(member), name=f"watch {name}")
-        self._engine.add_device(name, member.worker)
+        self._engine.replica_manager.add_device(name, member.worker)
         logger.info("engine %s joins (%s, process %d)", name, listed.begun.node, listed.begun.process)
 
     def _remove_engine(self, member: EngineHandle, why: str) -> None:
@@ -347,12 +347,12 @@ class Cluster:
             member.poll_task.cancel()
         member.fail(why)
         member.worker.fail(why)
-        self._engine.retire_device(member.name, why)
+        self._engine.replica_manager.retire_device(member.name, why)
         asyncio.get_running_loop().call_later(1.0, self._forget_device, member.name)
 
     def _forget_device(self, name: str) -> None:
         assert self._engine is not None
-        task = asyncio.get_running_loop().create_task(self._engine.remove_device(name))
+        task = asyncio.get_running_loop().create_task(self._engine.replica_manager.remove_device(name))
         task.add_done_callback(lambda task: task.exception())
 
     async def _poll_engine(self, member: EngineHandle) -> None:

@@ -8,8 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jaxmodels import Requirements
-from service.inference.engine import Policy
-from service.inference.loaded_policy import task_input
+from service.inference.loaded_policy import Policy, task_input
 from service.inference.model_server import Model
 
 Fit = Literal["fits", "fits, thinking less often", "does not fit"]

@@ -242,7 +242,7 @@ class ForwardQueue:
         """
         if await self._call(lambda: served.model.is_compiled(inputs)):
             return 0.0
-        async with self._engine.building:
+        async with self._engine.policy_cache.building:
             seconds = await self._call(lambda: served.model.compile(inputs))
         served.compiles += 1
         served.compile_seconds += seconds
@@ -355,7 +355,7 @@ class ModelServer:
 
         began = time.monotonic()
         logger.info("model %s: loading %s", name, path)
-        async with self._engine.building:
+        async with self._engine.policy_cache.building:
             try:
                 source, model = await call_in_thread(load_and_run, "model-loader", 5)
             except JaxModelsError as error:

@@ -17,7 +17,7 @@ from jaxmodels import Requirements
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, PolicyError, ServiceError
 from service.inference.config import PolicySettings
-from service.inference.engine import LoadPolicy, Policy
+from service.inference.loaded_policy import LoadPolicy, Policy
 from service.inference.model_server import LoadModel, Model
 from service.inference.policy_cache import truncate_error
 from service.inference.sandbox import CheckpointSandbox, LoadJob

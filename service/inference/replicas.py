@@ -231,7 +231,11 @@ class ReplicaManager:
         self._joining: set[asyncio.Task[None]] = set()
 
     def add_device(self, device: str, worker: DeviceWorker) -> None:
-        """See ``Engine.add_device``."""
+        """Add a device at runtime; it is used once the loaded policies are copied to it.
+
+        Args:
+            device: name of the device in policies. It must be new.
+        """
         if not self._devices.is_closed:
             self._start_copying(self._devices.add(device, worker), self._policy_cache.all)
 
@@ -249,7 +253,7 @@ class ReplicaManager:
         task.add_done_callback(self._joining.discard)
 
     async def copy_missing_policies(self, device: str) -> None:
-        """See ``Engine.copy_missing_policies``."""
+        """Copy to a device the loaded policies that it could not get before; failures are only logged."""
         for number in self._devices.find_numbers(device):
             missing = [
                 one for one in self._policy_cache.all if number not in {replica.worker_id for replica in one.replicas}
@@ -277,7 +281,7 @@ class ReplicaManager:
                 devices.notify_waiting()
 
     def retire_device(self, device: str, why: str) -> None:
-        """See ``Engine.retire_device``."""
+        """Send no more requests to a device; its pending requests go to others."""
         if not self._devices.health.mark_failed(device, why):
             return
         logger.warning("device %s is not used any more: %s", device, why)
@@ -297,7 +301,7 @@ class ReplicaManager:
             self._refresh_all()
 
     async def remove_device(self, device: str) -> None:
-        """See ``Engine.remove_device``."""
+        """Remove a device that left, and close its workers."""
         workers = self._devices.remove(device)
         self._refresh_all()
         for worker in workers:

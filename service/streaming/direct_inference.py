@@ -23,8 +23,15 @@ from service.errors import (
     SessionLoading,
     TooManyRequests,
 )
-from service.inference.engine import Engine, FrameSizes, InferenceResult, describe_sizes
-from service.inference.loaded_policy import check_instruction, select_features, task_input
+from service.inference.engine import Engine
+from service.inference.loaded_policy import (
+    FrameSizes,
+    InferenceResult,
+    check_instruction,
+    describe_sizes,
+    select_features,
+    task_input,
+)
 from service.sessions.interrupted import InterruptedSession
 from service.sessions.request import DIRECT
 from service.sessions.store import AnySession, Session
