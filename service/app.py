@@ -80,7 +80,7 @@ def create_rooms_transport(app: App, destinations: Destinations | None) -> Rooms
     return RoomsTransport(
         ice_servers=app.ctx.settings.transport.ice_servers,
         destinations=destinations,
-        credentials=_create_room_keys(app),
+        keys=_create_room_keys(app),
     )
 
 

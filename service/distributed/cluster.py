@@ -219,7 +219,7 @@ class Cluster:
             self._connection.open()
             return get_or_create_pool(self._options, self._bounds)
 
-        self._pool = await self._thread.submit(connect).outcome
+        self._pool = await self._thread.submit(connect)
 
     async def _begin(self) -> None:
         try:
@@ -274,7 +274,7 @@ class Cluster:
     async def _try_rejoin(self) -> str:
         """Try to join again; returns why it failed, or an empty text."""
         self._pool = None
-        await self._thread.submit(self._connection.close).outcome
+        await self._thread.submit(self._connection.close)
         try:
             await self._connect()
             await self._begin()
@@ -407,7 +407,7 @@ class Cluster:
         within = LEAVE_TIMEOUT / 3 if self._lost else LEAVE_TIMEOUT
         if self._lost != CLUSTER_LOST:  # in which a thread of its own closes and opens it
             with suppress(TimeoutError):  # Ray waits for a cluster that is gone, and robots are held by now
-                await asyncio.wait_for(self._thread.submit(self._connection.close).outcome, within)
+                await asyncio.wait_for(self._thread.submit(self._connection.close), within)
         self._thread.close(0.0)
 
     # For threads that load.

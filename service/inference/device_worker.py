@@ -24,7 +24,7 @@ from service.inference.batching import (
     read_layout,
 )
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.threads import lower_priority
+from service.threads import as_plain_exception, call_soon, lower_priority
 
 
 class Overdue(Exception):
@@ -427,7 +427,7 @@ class InferenceWorker:
                 for member in batch.members:
                     self._requeue(member)
         elif batch.members[0].is_awaited:
-            batch.members[0].outcome.set_exception(_as_plain_exception(results))
+            batch.members[0].outcome.set_exception(as_plain_exception(results))
 
     # The thread.
 
@@ -455,13 +455,7 @@ class InferenceWorker:
                 if not is_left:
                     self._current = None
             self._busy_spans.append((batch.started, time.monotonic()))
-            loop = batch.members[0].outcome.get_loop()
-            try:
-                loop.call_soon_threadsafe(self._set_results, batch, results)
-            except RuntimeError:
-                # The loop has ended, and whoever waited with it.
-                if not loop.is_closed():
-                    raise
+            call_soon(batch.members[0].outcome.get_loop(), self._set_results, batch, results)
             if is_left:
                 return  # another thread works here now
             # With them a policy, and its weights, would wait here for the next request.
@@ -503,9 +497,3 @@ def _run_batch(batch: Batch, stacks: StackingBuffers) -> Sequence[InferenceResul
         )
         results.append(result)
     return results
-
-
-def _as_plain_exception(error: BaseException) -> BaseException:
-    # A future cannot carry a StopIteration, and an exit of that thread is no exit of the process.
-    is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-    return error if is_plain else RuntimeError(f"{type(error).__name__} in a policy")

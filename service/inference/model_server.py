@@ -282,7 +282,7 @@ class ForwardQueue:
     async def _call(self, call: Callable[[], Result]) -> Result:
         if self._worker is None:
             self._worker = Worker("models", _NICENESS)
-        return await self._worker.submit(call).outcome
+        return await self._worker.submit(call)
 
     async def close(self) -> None:
         """Close the thread; a running pass gets a second."""

@@ -154,8 +154,8 @@ async def test_the_rooms_server_alone_has_keys_too(tmp_path):
         keys = RoomKeys(OwnKey(), lambda: None, lambda session_id: None, listing)
         keys.check()
 
-        def connected(credentials=None):
-            transport = RoomsTransport(credentials=credentials)
+        def connected(keys=None):
+            transport = RoomsTransport(keys=keys)
             return transport.connect(url, session_id="s", cameras=(), workspace_id="w", inbox=Deaf())
 
         with pytest.raises(TransportError, match="transport_key_file"):
