@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol
 
 import jaxmodels
 from jaxmodels.errors import JaxModelsError
@@ -39,7 +38,7 @@ class OwnEngine:
 
     @asynccontextmanager
     async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
-        """Open the engine, as `EngineSource.open`.
+        """Open the engine; it is closed when the context ends.
 
         Raises:
             NoDevice: a device of the settings is not there, or another host.
@@ -132,7 +131,7 @@ class ClusterEngine:
 
     @asynccontextmanager
     async def open(self, durations: LoadDurations) -> AsyncIterator[Engine]:
-        """Open the engine, as `EngineSource.open`.
+        """Open the engine; it is closed when the context ends.
 
         Raises:
             NoEngine: the cluster cannot be joined, or has no engine.
@@ -149,21 +148,7 @@ class ClusterEngine:
         return check
 
 
-class EngineSource(Protocol):
-    """Where a server's inference engine comes from."""
-
-    @property
-    def load(self) -> LoadPolicy:
-        """The function that loads a policy where the engine runs it."""
-        ...
-
-    def open(self, durations: LoadDurations) -> AbstractAsyncContextManager[Engine]:
-        """Open the engine; it is closed when the context ends."""
-        ...
-
-    def wrap_check(self, check: CheckRequest) -> CheckRequest:
-        """Return the check of new sessions with this engine's own conditions added to it."""
-        ...
+EngineSource = OwnEngine | ClusterEngine
 
 
 def create_engine_source(app: App, first_device: Callable[[], str | None]) -> EngineSource:

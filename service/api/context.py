@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sanic
 from pydantic import BaseModel
@@ -33,6 +33,7 @@ from service.transport.server.rooms import RoomTable
 
 if TYPE_CHECKING:
     # They import Ray, and PostgreSQL's driver, which only some servers need.
+    from service.api.redirects import Redirects
     from service.distributed.cluster import Cluster
     from service.distributed.peers import PeerSessions
 
@@ -125,14 +126,6 @@ class Route:
         return re.sub(r"{(\w+)}", r"<\1:str>", self.path)
 
 
-class OtherServers(Protocol):
-    """Interface of the other servers of a database, as routes use it (``service.api.redirects``)."""
-
-    async def stop_all(self, request: "Request", reason: str) -> dict[str, Any]:
-        """Stop the robots of all other servers; returns how many, and which servers did not answer."""
-        ...
-
-
 @dataclass
 class Context:
     """Objects that all requests share: the app's ``ctx``.
@@ -175,7 +168,7 @@ class Context:
     jax_import: asyncio.Future[Any] | None = None
     cluster: "Cluster | None" = None
     peer_sessions: "PeerSessions | None" = None
-    other_servers: OtherServers | None = None
+    other_servers: "Redirects | None" = None
     sessions: Sessions = field(init=False)
     models: ModelServer = field(init=False)
     updates: Updates = field(init=False)

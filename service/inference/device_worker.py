@@ -24,7 +24,7 @@ from service.inference.batching import (
     read_layout,
 )
 from service.inference.loaded_policy import InferenceResult, InferenceStuck, Replica
-from service.threads import as_plain_exception, call_soon, lower_priority
+from service.threads import as_plain_exception, lower_priority
 
 
 class Overdue(Exception):
@@ -455,7 +455,13 @@ class InferenceWorker:
                 if not is_left:
                     self._current = None
             self._busy_spans.append((batch.started, time.monotonic()))
-            call_soon(batch.members[0].outcome.get_loop(), self._set_results, batch, results)
+            loop = batch.members[0].outcome.get_loop()
+            try:
+                loop.call_soon_threadsafe(self._set_results, batch, results)
+            except RuntimeError:
+                # When the loop is closed, nobody waits for the results.
+                if not loop.is_closed():
+                    raise
             if is_left:
                 return  # another thread works here now
             # With them a policy, and its weights, would wait here for the next request.

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,45 +26,16 @@ from service.inference.engine import Engine
 from service.stats import Recent
 from service.threads import Result, Worker, call_in_thread
 
+if TYPE_CHECKING:
+    from jaxmodels import LoadedModel  # An import at runtime takes seconds, because it imports JAX.
+
 STAGES = ("queue", "read", "to_device", "compute", "to_host", "total")
 _SAMPLES = 512
 
 
-class Model(Protocol):
-    """Interface of a model; ``jaxmodels.LoadedModel`` is one."""
-
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-    @property
-    def timings(self) -> Mapping[str, float]: ...
-    @property
-    def compiled_shapes(self) -> int: ...
-
-    def example(self, batch: int = 1, seed: int = 0) -> dict[str, np.ndarray]:
-        """Return inputs of the size that the model was made for."""
-        ...
-
-    def cost(self, inputs: Mapping[str, np.ndarray]) -> tuple[float, int, int]:
-        """Return estimated seconds, bytes of memory and bytes of the answer."""
-        ...
-
-    def is_compiled(self, inputs: Mapping[str, np.ndarray]) -> bool: ...
-
-    def compile(self, inputs: Mapping[str, np.ndarray]) -> float:
-        """Compile ``forward`` for these shapes; returns the seconds it took."""
-        ...
-
-    def forward(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]: ...
-
-
-class LoadModel(Protocol):
-    """Interface of the function that loads a model: ``jaxmodels.load_model``, or a double."""
-
-    def __call__(
-        self, path: str, revision: str | None = None, /, *, on_progress: Callable[[str], None] | None = None
-    ) -> Model:
-        """Load a model; called in a worker thread. Raises JaxModelsError with a text that clients may read."""
-        ...
+# Loads a model in a worker thread: (path, revision, *, on_progress). Raises JaxModelsError with a text that clients may
+# read.
+LoadModel = Callable[..., "LoadedModel"]
 
 
 class ServedModel:
@@ -75,7 +46,7 @@ class ServedModel:
         forwards, errors, compiles: counted since the start.
     """
 
-    def __init__(self, name: str, source: str, model: Model):
+    def __init__(self, name: str, source: str, model: "LoadedModel"):
         self.name = name
         self.source = source
         self.model = model
@@ -339,7 +310,7 @@ class ModelServer:
             if stage != "ready":  # it still has to be compiled
                 logger.info("model %s: %s", name, stage)
 
-        def load_and_run() -> tuple[str, Model]:
+        def load_and_run() -> "tuple[str, LoadedModel]":
             model = load(path, revision, on_progress=log_stage)
             inputs = model.example()
             logger.info("model %s: compiling", name)

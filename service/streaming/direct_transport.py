@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from service.sessions.request import DIRECT
 from service.transport.link import (
@@ -20,30 +20,11 @@ from service.transport.link import (
     Transport,
 )
 
+if TYPE_CHECKING:
+    from service.streaming.stream import Stream
+
 # Name of the link in messages about its loss.
 STREAM_ROOM = "stream"
-
-
-class Driver(Protocol):
-    """The client whose robot a session's control loop commands."""
-
-    @property
-    def last_message_at(self) -> float:
-        """Monotonic time of the client's newest message."""
-        ...
-
-    @property
-    def robot_latch(self) -> str | None:
-        """Reason of the emergency stop that the client's program holds; None while it obeys commands."""
-        ...
-
-    def send_command(self, joints: Sequence[JointValue]) -> bool:
-        """Send a command without waiting; False when it is not taken."""
-        ...
-
-    def on_session_event(self, event: str, about: Mapping[str, object]) -> None:
-        """Something happened to the session (``service.sessions.session.EVENTS``)."""
-        ...
 
 
 class DirectLink:
@@ -61,8 +42,8 @@ class DirectLink:
     def __init__(self, rooms: Rooms, inbox: Inbox):
         self.rooms = rooms
         self.inbox = inbox
-        self.driver: Driver | None = None
-        self.listeners: set[Driver] = set()
+        self.driver: Stream | None = None
+        self.listeners: set[Stream] = set()
         self.pending_acts = 0
         self.answered_acts = 0
         self.published_at = -math.inf
@@ -89,11 +70,11 @@ class DirectLink:
             "acts_under_way": self.pending_acts,
         }
 
-    def take_control(self, driver: Driver, silence_timeout: float) -> bool:
+    def take_control(self, driver: "Stream", silence_timeout: float) -> bool:
         """Give a client control of the robot; False while another client has control and sends messages.
 
         Args:
-            silence: seconds without a message after which the client in control counts as gone.
+                silence_timeout: seconds without a message after which the client in control counts as gone.
         """
         if self.driver is driver:
             return True
@@ -107,12 +88,12 @@ class DirectLink:
         self.inbox.on_event(LinkUp(STREAM_ROOM))
         return True
 
-    def report_latch(self, driver: Driver) -> None:
+    def report_latch(self, driver: "Stream") -> None:
         """Report the latch of the client in control to the session; the latch of any other client is ignored."""
         if self.driver is driver:
             self.inbox.on_event(RobotLatch(STREAM_ROOM, driver.robot_latch))
 
-    def release_control(self, driver: Driver, reason: str) -> None:
+    def release_control(self, driver: "Stream", reason: str) -> None:
         """Take control from a client that is gone; nothing changes for one without control."""
         if self.driver is driver:
             self.driver = None
@@ -172,39 +153,19 @@ class DirectTransport:
 
 
 class TransportByUrl:
-    """``Transport`` that chooses by the URL: direct for sessions that say so, rooms for the rest."""
+    """``Transport`` that chooses by the URL: `DirectTransport` for direct sessions, rooms for the others."""
 
     def __init__(self, direct: DirectTransport, rooms: Transport):
         self._direct = direct
         self._rooms = rooms
 
-    def connect(
-        self,
-        url: str,
-        *,
-        session_id: str,
-        cameras: Sequence[str],
-        workspace_id: str | None,
-        inbox: Inbox,
-        created_rooms: CreatedRooms | None = None,
-    ) -> AbstractAsyncContextManager[Link]:
+    def connect(self, url: str, **options: Any) -> AbstractAsyncContextManager[Link]:
         """Connect with the transport that the URL asks for."""
-        return self._choose(url).connect(
-            url,
-            session_id=session_id,
-            cameras=cameras,
-            workspace_id=workspace_id,
-            inbox=inbox,
-            created_rooms=created_rooms,
-        )
+        return self._choose(url).connect(url, **options)
 
-    async def remove_empty_rooms(
-        self, url: str, *, workspace_id: str, rooms: Sequence[str], cameras: Sequence[str], claim: str | None = None
-    ) -> Sequence[str]:
+    async def remove_empty_rooms(self, url: str, **options: Any) -> Sequence[str]:
         """Remove rooms with the transport that the URL asks for."""
-        return await self._choose(url).remove_empty_rooms(
-            url, workspace_id=workspace_id, rooms=rooms, cameras=cameras, claim=claim
-        )
+        return await self._choose(url).remove_empty_rooms(url, **options)
 
     def _choose(self, url: str) -> Transport:
         return self._direct if url == DIRECT else self._rooms

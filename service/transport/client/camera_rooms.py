@@ -285,11 +285,6 @@ class CameraSender:
         """Take over who is in the room, in case an event was missed."""
         self._consumers = set(presence.consumers)
 
-    def restart(self) -> None:
-        """Start the stream anew: everybody gets a new offer, which replaces the old connection."""
-        self._is_restarted = True
-        self._restarted_at = self._offer_at = time.monotonic()
-
     async def run(self, connection: RoomConnection) -> None:
         """Offer the camera to every consumer, and keep offering, until cancelled."""
         try:

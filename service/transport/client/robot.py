@@ -191,10 +191,6 @@ class Robot:
             raise KeyError(f"no camera {camera!r}; this robot has {sorted(self._cameras)}")
         self._cameras[camera].show(image)
 
-    def restart_camera(self, camera: str) -> None:
-        """Start a camera's stream anew, as a browser does when its camera is switched: everybody gets a new offer."""
-        self._senders[camera].restart()
-
     def emergency_stop(self, reason: str) -> bool:
         """Ask everybody in both joint rooms to stop.
 

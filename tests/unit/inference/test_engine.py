@@ -16,7 +16,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import InferenceStuck, describe_sizes
 from service.testing import ScriptedLoader, ScriptedPolicy
 from service.threads import Worker, call_in_thread
-from tests.testing.rig import OBSERVATION
+from tests.testing.rig import OBSERVATION, latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -318,7 +318,7 @@ async def test_others_go_on_as_soon_as_an_inference_takes_far_longer_than_usual(
         assert (engine.get_stats()["threads_replaced"], fine.threads) == (1, {"device-2"})
         held.set()
         assert (await hanging).chunk.shape == (1, 20, 6), "it was only late"
-        assert first.latency_model.measured(1).p90 <= max(3 * took, 0.1), "and nobody is turned away for it"
+        assert latency_model(first).measured(1).p90 <= max(3 * took, 0.1), "and nobody is turned away for it"
     await engine.close()
 
 

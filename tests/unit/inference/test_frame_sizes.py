@@ -16,6 +16,7 @@ from service.inference.device_worker import Batch, InferenceWorker
 from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy
 from service.testing import SO100_REQUIREMENTS, ScriptedLoader, ScriptedPolicy
+from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -76,13 +77,13 @@ def milliseconds(engine: Engine) -> Any:
 
 async def test_each_size_of_pictures_has_its_own_figures() -> None:
     async with asked_with_both(Sized(), (1, 4)) as (engine, served):
-        assert served.latency_model.get_stats() == {
+        assert latency_model(served).get_stats() == {
             "1": {"p50": 1.0, "p90": 1.0},
             "4": {"p50": 2.0, "p90": 2.0},
         }, "of what it was trained with"
         for _ in range(5):
             await engine.infer(served, LARGE_SEEN)
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
         large = served.replicas[0].latencies[LARGE_FRAMES]
         assert large.measured(4).median == 0.4
         assert large.measured(1).median < 0.2, "it took no time at all, as the robots saw"
@@ -162,7 +163,7 @@ async def test_what_runs_alone_is_counted_by_its_pictures_too() -> None:
         (worker,) = engine.devices.workers.values()
         await worker.submit(served.replicas[0], LARGE_SEEN, None, is_alone=True)
         assert len(counted) == before + 1
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
 
 
 async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_nothing() -> None:
@@ -176,5 +177,5 @@ async def test_an_observation_of_no_use_is_refused_by_the_policy_and_counts_for_
 def test_a_policy_may_be_blind() -> None:
     blind = LoadedPolicy(ScriptedPolicy(Requirements(policy_type="act", state=6, action=6)))
     blind.replicas[0].prepare(1, None)
-    assert blind.latency_model.is_measured
+    assert latency_model(blind).is_measured
     assert read_layout({"observation.state": np.zeros((1, 6), np.float32)}).frames == blind.replicas[0].trained_frames

@@ -16,6 +16,7 @@ from service.inference.engine import Engine
 from service.inference.loaded_policy import LoadedPolicy, Replica
 from service.inference.policy_cache import PolicyCache
 from service.testing import SO100_REQUIREMENTS, ScriptedPolicy
+from tests.testing.rig import latency_model
 from tests.testing.waiting import until
 
 pytestmark = pytest.mark.timed
@@ -111,7 +112,7 @@ async def test_a_push_takes_over_what_batches_took_and_tries_each_program_once(r
         await rig.until_grown()
         assert len(served.replicas) == 2
         assert [costs_of(replica) for replica in served.replicas] == [costs_of(one) for one in rig.served.replicas]
-        assert served.latency_model.measured(1).median == 0.001
+        assert latency_model(served).measured(1).median == 0.001
         assert [replica.latencies[LARGE_FRAMES].measured(2).median for replica in served.replicas] == [
             0.004,
             1.004,
@@ -160,7 +161,7 @@ async def test_a_load_that_is_like_nothing_that_is_in_memory_learns_for_itself(r
     for like in (None, rig.policy.pushed()):
         later = rig.policy.pushed(latency=0.5)
         async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=like) as served:
-            assert served.latency_model.measured(1).median == 0.5
+            assert latency_model(served).measured(1).median == 0.5
 
 
 @pytest.mark.parametrize("cameras", [{"top": (48, 64)}, {"front": (48, 64), "wrist": (48, 64)}])
@@ -168,7 +169,7 @@ async def test_a_push_with_other_cameras_is_loaded_and_takes_nothing_over(camera
     """That it does not fit is said by whoever staged it."""
     later = rig.policy.pushed(requirements=replace(SO100_REQUIREMENTS, cameras=cameras), latency=0.5)
     async with rig.engine.policy_cache.open_policy(giving(later), "q", None, ignore, like=rig.policy) as served:
-        assert served.latency_model.measured(1).median == 0.5
+        assert latency_model(served).measured(1).median == 0.5
         assert later.profiled == [(1, cameras)] * 3
 
 
@@ -191,7 +192,7 @@ async def test_nothing_is_taken_over_where_policies_come_compiled_from_elsewhere
     async with store.open_policy(giving(first), "p", None, ignore):
         later = first.pushed(latency=0.5)
         async with store.open_policy(giving(later), "q", None, ignore, like=first) as served:
-            assert served.latency_model.measured(1).median == 0.5
+            assert latency_model(served).measured(1).median == 0.5
 
 
 async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
@@ -206,7 +207,7 @@ async def test_a_push_keeps_nothing_of_the_policy_that_it_learnt_from() -> None:
     first = await running.__aenter__()
     seen = weakref.ref(first.policy)
     async with engine.policy_cache.open_policy(load, "q", None, ignore, like=first.policy) as served:
-        assert served.latency_model.is_measured
+        assert latency_model(served).is_measured
         del first
         await running.__aexit__(None, None, None)
         del running
