@@ -1,7 +1,7 @@
 """Arrays in msgpack: ``{"inputs": {name: {"dtype", "shape", "data"}}}`` with raw little-endian numbers as data.
 
 The msgpack package would copy all of it and build whatever is nested in it while all other threads wait. So would
-msgspec 0.22, which is quicker for an observation (5 us; 31 here, 2.5 with ``service.streaming.codec.Unpacker``), but
+msgspec 0.22, which is quicker for an observation (5 us; 31 here), but
 has no limit on values (2 MB of empty maps keep it for 240 ms), takes the last of two equal names, and shows data
 where it lies only to a type that has no text beside it.
 

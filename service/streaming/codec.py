@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgpack
 import numpy as np
@@ -56,78 +56,6 @@ def unpack(body: bytes | memoryview) -> Any:
     if not reader.is_at_end:
         raise InvalidRequest("the msgpack goes on after its end", ("body",))
     return found
-
-
-class Unpacker:
-    """Unpacks the messages of one client, which are mostly alike but for the numbers in their arrays.
-
-    When all bytes of a message but those of its arrays' data are the bytes of the one before, it holds the same things,
-    and only the arrays are looked at anew: a tenth of the time.
-
-    Attributes:
-        layout: what the newest message holds, with an ``ArrayLocation`` for each array; None when another one cannot be
-            like it.
-    """
-
-    def __init__(self) -> None:
-        self.layout: Any = None
-        self._length = -1
-        self._unchanged: list[tuple[int, int, bytes]] = []
-
-    def has_same_layout(self, body: memoryview) -> bool:
-        """Whether a message has the layout of the newest one that was unpacked."""
-        # As bytes: a memoryview is compared item by item, which takes 9 ms for 2 MiB.
-        return len(body) == self._length and all(bytes(body[start:end]) == same for start, end, same in self._unchanged)
-
-    def unpack(self, body: memoryview) -> Any:
-        """Unpack a message as ``unpack`` does."""
-        if self.has_same_layout(body):
-            return _fill_layout(self.layout, body)
-        self._length, self.layout = -1, None
-        found = unpack(body)
-        spans: list[tuple[int, int]] = []
-        base = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
-        layout = _find_layout(found, base, len(body), spans)
-        if layout is not None:
-            ends = [0, *(place for span in sorted(spans) for place in span), len(body)]
-            between = zip(ends[::2], ends[1::2], strict=True)
-            self._unchanged = [(start, end, bytes(body[start:end])) for start, end in between]
-            self._length, self.layout = len(body), layout
-        return found
-
-
-class ArrayLocation(NamedTuple):
-    """Location of an array's data in a message."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
-
-    def array(self, body: memoryview) -> np.ndarray:
-        """Return a view of the array in this message."""
-        return np.ndarray(self.shape, self.dtype, body, self.offset)
-
-
-def _find_layout(found: Any, base: int, length: int, spans: list[tuple[int, int]]) -> Any:
-    """Return the message with a location for each array; None when something of it is neither plain nor a view of
-    the message.
-    """
-    if isinstance(found, np.ndarray):
-        offset = found.__array_interface__["data"][0] - base
-        if not 0 <= offset <= length - found.nbytes or not found.nbytes:
-            return None
-        spans.append((offset, offset + found.nbytes))
-        return ArrayLocation(found.shape, found.dtype, offset)
-    if isinstance(found, dict):
-        parts = {key: _find_layout(value, base, length, spans) for key, value in found.items()}
-        return None if any(part is None for part in parts.values()) else parts
-    return found if isinstance(found, str | int | float) else None
-
-
-def _fill_layout(layout: Any, body: memoryview) -> Any:
-    if isinstance(layout, ArrayLocation):
-        return layout.array(body)
-    return {key: _fill_layout(part, body) for key, part in layout.items()} if isinstance(layout, dict) else layout
 
 
 def unpack_json(text: str | bytes) -> Any:

@@ -284,7 +284,7 @@ def door_readers() -> Iterator[Reader]:
                         ("nested lists", b"\x91"), ("long maps", b"\xdf\xff\xff\xff\xff")):  # fmt: skip
         yield Reader(f"msgpack: {name}", codec.unpack,
                      lambda size, piece=piece: b"\xdd" + struct.pack(">I", size) + piece * size, 1 << 20)  # fmt: skip
-    yield Reader("the same texts again", same_again, lambda size: msgpack.packb(
+    yield Reader("the same texts again", codec.unpack, lambda size: msgpack.packb(
         {str(number): "x" * 4096 for number in range(min(size // 4096, 250))}), 1 << 20)  # fmt: skip
     yield Reader("a mask", lambda data: unmask(data, b"abcd"), lambda size: np.zeros(size, np.uint8), large)
     yield Reader("base64", partial(observation.decode_base64, "a"), repeated("A"), codec.MAX_JSON, is_on_loop=False)
@@ -305,12 +305,6 @@ def door_readers() -> Iterator[Reader]:
         )
     yield Reader("words", logging.sanitize_text, repeated("\x01a"), 4 << 20)
     yield Reader("words of spaces", logging.sanitize_text, repeated(" ", "a"), 4 << 20)
-
-
-def same_again(raw: bytes) -> None:
-    unpacker = codec.Unpacker()
-    for _ in range(2):
-        unpacker.unpack(memoryview(raw))
 
 
 def model_readers() -> Iterator[Reader]:
