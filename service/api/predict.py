@@ -27,11 +27,11 @@ async def get_model(request: Request, name: str) -> HTTPResponse:
 async def run_model(request: Request, name: str) -> HTTPResponse | None:
     """One forward pass over the arrays of the body; the answer has the body's form, or the one that Accept names.
 
-    Forms: `application/x-npz` (numpy.savez; arrays by name), `application/msgpack` and `application/json` (both
-    `{"inputs": {name: {"dtype", "shape", "data"}}}`, data as little-endian bytes in msgpack, as nested lists in JSON,
-    where a plain number or list will do too). The answer has `outputs` likewise and `timings_ms`; an npz has the
-    outputs alone, and the timings are in the header Server-Timing, which every form has. New shapes compile first,
-    which the timings tell by themselves. Robots come first: a pass begins when no session waits for an inference.
+    Forms: `application/x-npz` (numpy.savez; arrays by name) and `application/json`
+    (`{"inputs": {name: {"dtype", "shape", "data"}}}` with nested lists as data; a plain number or list is accepted
+    too). A JSON answer has `outputs` in the same form and `timings_ms`. An npz has the outputs alone. The header
+    Server-Timing has the timings in both forms. New shapes are compiled first, which the timings show separately.
+    Robots have priority: a pass begins when no session waits for an inference.
     """
     models, settings = request.app.ctx.models, request.app.ctx.settings
     with ExitStack() as slot:
@@ -41,9 +41,7 @@ async def run_model(request: Request, name: str) -> HTTPResponse | None:
             answer_form = choose_answer_format(request.headers.get("accept"), form)
             slot.enter_context(models.forwards.reserve_slot())
             if form.is_small:
-                body = await read_streamed_body(
-                    request, settings.limits.max_body, "max_body; npz and msgpack may have more"
-                )
+                body = await read_streamed_body(request, settings.limits.max_body, "max_body; an npz may have more")
             else:
                 body = await read_streamed_body(request, settings.models.max_forward_bytes, "max_forward_bytes")
         except ServiceError:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
-from service.http import msgpack_arrays
 from service.http.array_limits import (
     DTYPES,
     MAX_RANK,
@@ -276,12 +275,6 @@ class ArrayFormat:
 ARRAY_FORMATS = (
     ArrayFormat("application/json", (), decode_json, encode_json, max_numbers=1 << 18, is_small=True),
     ArrayFormat("application/x-npz", ("application/npz",), decode_npz, encode_npz),
-    ArrayFormat(
-        "application/msgpack",
-        ("application/x-msgpack", "application/vnd.msgpack"),
-        msgpack_arrays.decode,
-        msgpack_arrays.encode,
-    ),
 )
 _BY_TYPE = {kind: form for form in ARRAY_FORMATS for kind in (form.content_type, *form.aliases)}
 _KNOWN = ", ".join(form.content_type for form in ARRAY_FORMATS)

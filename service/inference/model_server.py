@@ -205,7 +205,7 @@ class ForwardQueue:
         try:
             return ForwardResult(await self._call(lambda: request.answer_form.encode(outputs, timings)), timings)
         except ValueError as error:
-            raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz or msgpack") from error
+            raise ModelFailed("the model gave NaN or infinity, which JSON has not; ask for npz") from error
 
     async def _compile(self, served: ServedModel, inputs: Mapping[str, np.ndarray]) -> float:
         """Compile for new shapes. That takes both cores of a small machine: not while a policy is loaded, nor two at

@@ -36,7 +36,7 @@ from service.api import schemas
 from service.control import limits as sources
 from service.control.joints import Joint, JointTable
 from service.dashboard import live
-from service.http import array_formats, msgpack_arrays
+from service.http import array_formats
 from service.http import bodies as body
 from service.http import bodies as reason
 from service.http.array_formats import ARRAY_FORMATS, choose_answer_format
@@ -315,9 +315,6 @@ def model_readers() -> Iterator[Reader]:
                             is_on_loop=False)  # fmt: skip
     yield Reader("arrays: rows of one", lambda raw: array_formats.decode_json(raw, limits, {}),
                  encoded(repeated("[1],", '{"inputs":{"a":[', "[1]]}}")), some, is_on_loop=False)  # fmt: skip
-    yield Reader("arrays in msgpack", lambda raw: msgpack_arrays.decode(raw, limits, {}),
-                 lambda size: b"\x81\xa6inputs\xdf"
-                 + struct.pack(">I", size) + b"\xa1a\1" * size, 1 << 20, is_on_loop=False)  # fmt: skip
     yield Reader("an npz's header", npz_of, lambda size: "(" * size, 4096, is_on_loop=False)
 
 

@@ -372,7 +372,7 @@ async def test_a_model_that_raises_tells_its_kind_and_the_log_the_rest(rig_of, c
 async def test_what_json_cannot_say_is_given_in_another_form(rig_of):
     rig = await rig_of()
     rig.model.forward = lambda inputs: {"sample": np.full((1, 1), np.inf, np.float32)}
-    with pytest.raises(ModelFailed, match="ask for npz or msgpack"):
+    with pytest.raises(ModelFailed, match="ask for npz"):
         await rig.forward()
     assert (await rig.forward(answer=NPZ)).pieces
 
