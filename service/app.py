@@ -158,8 +158,8 @@ def create_app(
     app.blueprint(build_streams_blueprint(origins))
     for prefix, routes in (("", ROUTES), ("/api", API_ROUTES)):
         app.blueprint(build_blueprint(prefix, routes, origins))
-        if context.room_table is not None:
-            add_transport(app, context.room_table, rooms, prefix)
+    if context.room_table is not None:
+        add_transport(app, context.room_table, rooms)
     webhooks = Webhooks(settings.updates, settings.webhooks, settings.policies, settings.server.origins)
     if webhooks.registry is not None:
         # Before the sessions: it starts first and stops last, so that it hears of all they do.
