@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from service.errors import RobotTaken, TransportError
 from service.transport.address import Address, Destinations, Kind
 from service.transport.client.camera_rooms import CameraReceiver
-from service.transport.client.connection import JoinRefused, OnPresence, RoomConnection, RoomListener, TransportTimeouts
+from service.transport.client.connection import JoinRefused, RoomConnection, RoomListener, TransportTimeouts
 from service.transport.client.joint_rooms import JointInputListener, JointOutputListener
 from service.transport.client.rest import CLAIM_HEADER, RoomsApi, http_session
 from service.transport.client.room_keys import RoomKeys
@@ -140,15 +140,7 @@ class RoomsLink:
             for camera, room in rooms.cameras.items()
         }
 
-        def connection(
-            kind: Kind,
-            room: str,
-            name: str,
-            role: Role,
-            listener: RoomListener,
-            on_presence: OnPresence | None = None,
-            on_malformed: Callable[[], None] = lambda: None,
-        ) -> RoomConnection:
+        def connection(kind: Kind, room: str, name: str, role: Role, listener: RoomListener) -> RoomConnection:
             return RoomConnection(
                 api,
                 kind,
@@ -159,29 +151,14 @@ class RoomsLink:
                 listener=listener,
                 timeouts=timeouts,
                 create_room=lambda: self._ensure_room(kind, room),
-                on_presence=on_presence,
-                on_malformed=on_malformed,
             )
 
         output_room, input_room = rooms.joint_output, rooms.joint_input
-        self._output_listener = output_listener = JointOutputListener(
-            output_room, inbox, lambda message: self._output.send(message)
-        )
-        self._output = connection(
-            Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, output_listener, output_listener.on_presence
-        )
-        input_listener = self._input_listener
+        self._output_listener = JointOutputListener(output_room, inbox, lambda message: self._output.send(message))
+        self._output = connection(Kind.ROBOTICS, output_room, "joint-output", Role.PRODUCER, self._output_listener)
         self._connections = {
             output_room: self._output,
-            input_room: connection(
-                Kind.ROBOTICS,
-                input_room,
-                "joint-input",
-                Role.CONSUMER,
-                input_listener,
-                input_listener.on_presence,
-                input_listener.on_malformed,
-            ),
+            input_room: connection(Kind.ROBOTICS, input_room, "joint-input", Role.CONSUMER, self._input_listener),
             **{
                 room: connection(Kind.VIDEO, room, receiver.camera, Role.CONSUMER, receiver)
                 for room, receiver in self._receivers.items()
