@@ -388,7 +388,7 @@ def _read_joints(
         found = f"{values.dtype.name} {list(values.shape)}" if is_array else f"got {state!r:.40}"
         problems.append(f"state: {found}; wanted {len(table)} numbers, in a list or by name")
         return {}
-    numbers: list[float] = values.astype(np.float64).tolist()
+    numbers = [float(number) for number in values]
     if not all(-_FLOAT32_MAX <= number <= _FLOAT32_MAX for number in numbers):  # false for NaN
         problems.append("state: NaN, infinity or a number beyond float32; wanted finite numbers")
         return {}

@@ -262,14 +262,10 @@ class RoomTable:
             del self._by_id[self._key(participant)]
         return [Close(_connections(participants), "room deleted")] if participants else []
 
-    def remove_idle(self, now: float, idle: float, kind: Kind | None = None) -> list[RoomPath]:
-        """Remove the rooms (of one service, or of both) that nobody is in and nothing touched for ``idle`` seconds."""
+    def remove_idle(self, now: float, idle: float) -> list[RoomPath]:
+        """Remove the rooms without participants that nothing touched for ``idle`` seconds; returns their paths."""
         occupied = {participant.path for participant in self._by_id.values()}
-        gone = [
-            path
-            for path, room in self.rooms.items()
-            if kind in (None, path.kind) and now - room.touched_at > idle and path not in occupied
-        ]
+        gone = [path for path, room in self.rooms.items() if now - room.touched_at > idle and path not in occupied]
         for path in gone:
             del self.rooms[path]
         return gone
@@ -503,24 +499,13 @@ def _join_refusal(kind: Kind) -> Message:
 
 
 class Cleanup:
-    """Removes rooms that are empty and were not touched for ``idle`` seconds; ``run`` does so every ``interval``."""
+    """Removes rooms that are empty and were not touched for ``idle`` seconds, every ``interval`` seconds."""
 
-    def __init__(
-        self,
-        table: RoomTable,
-        idle: float = 3600.0,
-        interval: float = 900.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, table: RoomTable, idle: float, interval: float):
         self.table = table
         self.idle = idle
         self.interval = interval
         self.is_running = False
-        self._clock = clock
-
-    def remove_idle(self, kind: Kind | None = None) -> list[RoomPath]:
-        """Remove what is idle now, of one service or of both."""
-        return self.table.remove_idle(self._clock(), self.idle, kind)
 
     async def run(self) -> None:
         """Remove idle rooms at every interval, until cancelled."""
@@ -528,6 +513,6 @@ class Cleanup:
         try:
             while True:
                 await asyncio.sleep(self.interval)
-                self.remove_idle()
+                self.table.remove_idle(time.monotonic(), self.idle)
         finally:
             self.is_running = False

@@ -108,11 +108,6 @@ def test_only_rooms_that_are_idle_and_empty_are_cleaned(table):
     assert not table.rooms
 
 
-def test_cleaning_one_service_leaves_the_other_alone(table):
-    assert table.remove_idle(9999.0, 1.0, Kind.VIDEO) == [CAMERA]
-    assert ARM in table.rooms
-
-
 @pytest.mark.parametrize("message", [protocol.Heartbeat(), protocol.StatusUpdate(), JointUpdate(())])
 def test_any_message_keeps_a_room_from_being_cleaned(table, message):
     table.join("p", ARM, Join("p", PRODUCER), 0.0)
