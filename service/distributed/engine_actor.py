@@ -202,7 +202,7 @@ class EngineActor:
         return self._describe(artifact.sha, cached)
 
     def _read(self, path: str, revision: str | None = None, /, *, like: Any = None, on_progress: Any = None) -> Policy:
-        options, first = self._options, self._opened_engine().first_device
+        options, first = self._options, self._opened_engine().devices.first
         return jaxmodels.load_policy(
             path,
             revision,
