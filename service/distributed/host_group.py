@@ -22,7 +22,7 @@ import numpy as np
 from jaxmodels import Requirements
 from jaxmodels.errors import ConfigError, JaxModelsError, ObservationError
 from service.errors import DeviceAway
-from service.http.array_limits import DTYPES
+from service.http.array_formats import DTYPES
 from service.inference.batching import IMAGES
 from service.inference.loaded_policy import FrameSizes
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from jaxmodels.errors import JaxModelsError
 from service.errors import InvalidRequest, ModelBusy, ModelError, ModelFailed, ServiceError, TooLarge, UnknownModel
-from service.http.array_formats import ArrayFormat
-from service.http.array_limits import ArrayLimits
+from service.http.array_formats import ArrayFormat, ArrayLimits
 from service.inference.config import ModelSettings
 from service.inference.engine import Engine
 from service.stats import Recent

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 
 from service.errors import InvalidRequest, TooLarge
-from service.http.array_limits import DTYPES, MAX_RANK
+from service.http.array_formats import DTYPES, MAX_RANK
 from service.http.strict_json import RepeatedName, decode_text, has_many_values, loads, reject_repeated_names
 from service.threads import call_in_thread
 

@@ -39,8 +39,7 @@ from service.dashboard import live
 from service.http import array_formats
 from service.http import bodies as body
 from service.http import bodies as reason
-from service.http.array_formats import ARRAY_FORMATS, choose_answer_format
-from service.http.array_limits import ArrayLimits
+from service.http.array_formats import ARRAY_FORMATS, ArrayLimits, choose_answer_format
 from service.http.origins import Origins
 from service.sessions import request as session_request
 from service.streaming import codec, observation

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from service.errors import InvalidRequest, NotAcceptable, TooLarge, UnknownForm
 from service.http import array_formats
-from service.http.array_formats import ARRAY_FORMATS, choose_answer_format, find_body_format
-from service.http.array_limits import DTYPES, ArrayLimits
+from service.http.array_formats import ARRAY_FORMATS, DTYPES, ArrayLimits, choose_answer_format, find_body_format
 
 LIMITS = ArrayLimits(bytes=1 << 16, arrays=4)
 
